@@ -1,0 +1,132 @@
+"""Batch-invariant GEMM: `linear` and `matmul`, bf16, fp16 and fp32, fp32 accumulation.
+
+The sum over K is a left fold over slabs of 16 in ascending order, in one accumulator that starts at +0: no split-K,
+no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend on the tile, the grid, the number of
+warps or the operand that sits on the tensor core's M side, so `TILES` picks them by M for speed alone.
+Rounding points: the fp32 sum, the fp32 sum plus bias, then once to the output dtype.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tile(NamedTuple):
+    """One launch configuration; every field is free, none changes a bit."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    extra_n: int = 0  # a second accumulator of n/2 columns: widths 96 and 192 fill 132 SMs where 128 and 256 do not
+    swap: bool = False  # the weight on the tensor core's M side
+    group: int = 8  # row tiles that share one column of W before the next column
+    persistent: bool = False
+    halves: bool = False  # store the tile in two halves: less shared memory, one more stage
+
+
+@triton.jit
+def _gemm_kernel(x, w, w_extra, y, bias, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 EXTRA_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, X_T: tl.constexpr,
+                 W_T: tl.constexpr, SWAP: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+                 HAS_BIAS: tl.constexpr):
+    TILE_N: tl.constexpr = BLOCK_N + EXTRA_N
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        width = GROUP_M * tiles_n
+        first_m = tile // width * GROUP_M
+        rows = tl.minimum(tiles_m - first_m, GROUP_M)
+        m = (first_m + tile % width % rows) * BLOCK_M
+        n = tile % width // rows * TILE_N
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if EXTRA_N > 0:
+            acc_extra = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if X_T:
+                x_tile = x.load([k, m]).T
+            else:
+                x_tile = x.load([m, k])
+            if W_T:
+                w_tile = w.load([k, n])
+            else:
+                w_tile = w.load([n, k]).T
+            if SWAP:
+                acc = tl.dot(w_tile.T, x_tile.T, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+            if EXTRA_N > 0:
+                if W_T:
+                    e_tile = w_extra.load([k, n + BLOCK_N])
+                else:
+                    e_tile = w_extra.load([n + BLOCK_N, k]).T
+                acc_extra = tl.dot(x_tile, e_tile, acc_extra, input_precision="ieee")
+        if SWAP:
+            acc = acc.T
+        if HAS_BIAS:
+            cols = n + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        if HALVES:
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            y.store([m, n], left.to(y.dtype))
+            y.store([m, n + BLOCK_N // 2], right.to(y.dtype))
+        else:
+            y.store([m, n], acc.to(y.dtype))
+        if EXTRA_N > 0:
+            if HAS_BIAS:
+                extra_cols = n + BLOCK_N + tl.arange(0, EXTRA_N)
+                acc_extra += tl.load(bias + extra_cols, mask=extra_cols < N, other=0.0).to(tl.float32)[None, :]
+            y.store([m, n + BLOCK_N], acc_extra.to(y.dtype))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _descriptor(t: torch.Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
+    """A descriptor that yields rows×cols blocks of `t`, and whether they come out transposed."""
+    transposed = t.stride(-1) != 1
+    if transposed:
+        t, rows, cols = t.t(), cols, rows
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]), transposed
+
+
+def _tma_ready(t: torch.Tensor) -> torch.Tensor:
+    """`t` itself, or a copy, such that one stride is 1, the other a multiple of 16 bytes, the base 16-byte aligned."""
+    unit = 16 // t.element_size()
+    for fast, slow in ((1, 0), (0, 1)):
+        if t.stride(fast) == 1 and t.stride(slow) % unit == 0 and t.stride(slow) >= t.shape[fast] and t.data_ptr() % 16 == 0:
+            return t
+    rows, cols = t.shape
+    copy = t.new_empty(rows, triton.cdiv(cols, unit) * unit)[:, :cols]
+    return copy.copy_(t)
+
+
+def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), with the given tile."""
+    M, K = x.shape
+    N = w.shape[0]
+    unit = 16 // x.element_size()
+    y = x.new_empty(M, triton.cdiv(N, unit) * unit)[:, :N]
+    x, w = _tma_ready(x), _tma_ready(w)
+    x_desc, x_t = _descriptor(x, tile.m, tile.k)
+    w_desc, w_t = _descriptor(w, tile.n, tile.k)
+    w_extra = _descriptor(w, tile.extra_n, tile.k)[0] if tile.extra_n else w_desc
+    y_desc, _ = _descriptor(y, tile.m, tile.n // 2 if tile.extra_n or tile.halves else tile.n)
+    tiles = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n + tile.extra_n)
+    grid = min(tiles, _multiprocessors(x.device)) if tile.persistent else tiles
+    _gemm_kernel[(grid, )](
+        x_desc, w_desc, w_extra, y_desc, bias, M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n,
+        BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap,
+        HALVES=tile.halves or tile.extra_n > 0, FLATTEN=tile.persistent, HAS_BIAS=bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages)
+    return y.contiguous()
