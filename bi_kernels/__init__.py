@@ -1,0 +1,25 @@
+"""Triton kernels whose result for a token does not depend on what else is in the batch.
+
+Importing the package does no work; an op's module is loaded when the op is first named. With TRITON_INTERPRET=1 the
+kernels run on a CPU, on Triton's interpreter as `bi_kernels.interpreter` mends it.
+"""
+
+import importlib
+
+_OPS = {
+    "silu": "elementwise", "gelu": "elementwise", "swiglu": "elementwise", "add": "elementwise",
+    "scale": "elementwise", "bias_add": "elementwise", "mask_fill": "elementwise", "cast": "elementwise",
+    "rope": "rope", "rope_table": "rope", "RopeTable": "rope", "packed_positions": "rope",
+    "linear": "gemm", "matmul": "gemm",
+}
+__all__ = list(_OPS)
+
+
+def __getattr__(name: str):
+    if name not in _OPS:
+        raise AttributeError(f"module 'bi_kernels' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"bi_kernels.{_OPS[name]}"), name)
+
+
+def __dir__():
+    return sorted([*globals(), *_OPS])

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bi_kernels.checks import ForwardOnly, check, check_shape
+
 
 class Tile(NamedTuple):
     """One launch configuration; every field is free, none changes a bit."""
@@ -28,6 +30,17 @@ class Tile(NamedTuple):
     group: int = 8  # row tiles that share one column of W before the next column
     persistent: bool = False
     halves: bool = False  # store the tile in two halves: less shared memory, one more stage
+
+
+FP32_TILE = Tile(64, 64, 32, 4, 3)
+
+# (M at most, N at most, tile)
+ANY = 2**63
+TILES = (
+    (16, 40960, Tile(16, 64, 256, 4, 4, swap=True)),
+    (16, ANY, Tile(16, 128, 128, 4, 5, swap=True)),
+    (ANY, ANY, Tile(128, 256, 64, 8, 3, persistent=True, halves=True)),
+)
 
 
 @triton.jit
@@ -130,3 +143,51 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
         HALVES=tile.halves or tile.extra_n > 0, FLATTEN=tile.persistent, HAS_BIAS=bias is not None,
         num_warps=tile.warps, num_stages=tile.stages)
     return y.contiguous()
+
+
+def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
+    """The table's tile for a product of this size."""
+    if dtype == torch.float32:
+        return FP32_TILE
+    return next(tile for rows, narrow, tile in TILES if M <= rows and N <= narrow)
+
+
+@torch.library.custom_op("bi_kernels::gemm", mutates_args=())
+def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    (M, K), N = x.shape, w.shape[0]
+    if M == 0 or N == 0:
+        return x.new_empty(M, N)
+    if K == 0:  # an empty sum is +0
+        return x.new_zeros(M, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(M, 1)
+    return launch(x, w, bias, tile_for(M, N, K, x.dtype))
+
+
+@_gemm.register_fake
+def _(x, w, bias):
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., K) times weightᵀ, weight (N, K), plus bias (N,): (..., N) in the dtype of x, fp32 accumulation.
+
+    The bits of a row of y depend on that row of x, on weight and on bias alone. bf16, fp16 or fp32, any strides.
+    Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
+    """
+    check("linear", x=x, weight=weight, bias=bias)
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected two dimensions (N, K)")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: x has shape {tuple(x.shape)}, expected (..., {weight.shape[1]}) to match weight "
+                         f"{tuple(weight.shape)}")
+    if bias is not None:
+        check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
+    y = ForwardOnly.apply("linear", _gemm, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit."""
+    check("matmul", a=a, b=b)
+    if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[0]:
+        raise ValueError(f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, expected (..., M, K) and (K, N)")
+    return linear(a, b.t())

@@ -1,0 +1,69 @@
+"""Raw-bit comparison and the drift report."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """The bits of `t` as integers of the same width: −0 differs from +0, and NaN payloads count."""
+    return t.contiguous().view(_INTEGER[t.element_size()])
+
+
+def ordered(t: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats of `t`: neighbours differ by 1, −0 and +0 are both 0."""
+    bits = raw(t).long()
+    magnitude = bits & (2**(8 * t.element_size() - 1) - 1)
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far `actual` is from `expected`; all zero where the bits are equal."""
+
+    mismatches: int
+    elements: int
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int | float = 0
+    first_index: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        if not self.mismatches:
+            return f"equal bits in {self.elements} elements"
+        return (f"{self.mismatches} of {self.elements} elements differ, first at {self.first_index}: max abs "
+                f"{self.max_abs:.3g}, max relative {self.max_rel:.3g}, max {self.max_ulp} ULP")
+
+    def json(self) -> dict:
+        """The report as JSON values; a difference that is not finite becomes the string 'inf'."""
+        return {k: "inf" if v == float("inf") else list(v) if isinstance(v, tuple) else v
+                for k, v in asdict(self).items()}
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> Drift:
+    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise ValueError(f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} "
+                         f"{tuple(expected.shape)}")
+    differ = raw(actual) != raw(expected)
+    count = int(differ.sum())
+    if not count:
+        return Drift(0, actual.numel())
+    flat = differ.flatten()
+    a, e = actual.flatten()[flat], expected.flatten()[flat]
+    first = torch.unravel_index(flat.to(torch.uint8).argmax(), actual.shape)
+    if not actual.dtype.is_floating_point:
+        return Drift(count, actual.numel(), float((a.double() - e.double()).abs().max()), 0.0, 0,
+                     tuple(int(i) for i in first))
+    finite = a.isfinite() & e.isfinite()
+    infinite = float("inf") if not bool(finite.all()) else 0.0
+    a64, e64 = a[finite].double(), e[finite].double()
+    gap = (a64 - e64).abs()
+    scale = torch.maximum(a64.abs(), e64.abs())
+    worst = lambda t: max(infinite, float(t.max()) if t.numel() else 0.0)
+    steps = (ordered(a[finite]) - ordered(e[finite])).abs()
+    ulp = infinite or (int(steps.max()) if steps.numel() else 0)
+    return Drift(count, actual.numel(), worst(gap), worst(gap / scale.clamp(min=torch.finfo(torch.float64).tiny)), ulp,
+                 tuple(int(i) for i in first))

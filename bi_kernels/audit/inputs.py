@@ -1,0 +1,48 @@
+"""Inputs that can reveal a reordering: drawn at random in families, one family a name of the contract's sweep."""
+
+import torch
+
+from bi_kernels.contract import SWEEP
+
+KINDS = tuple(SWEEP["inputs"])
+POISON = (float("nan"), float("inf"), -float("inf"))
+
+
+def generator(device: torch.device | str, *seed: int | str) -> torch.Generator:
+    """A generator on `device`, seeded from numbers and names alike."""
+    number = 0
+    for part in seed:
+        for byte in str(part).encode():
+            number = (number * 257 + byte + 1) % (2**61 - 1)
+    return torch.Generator(device).manual_seed(number)
+
+
+def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, shared: bool = False,
+         poisoned: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor of `shape` on the generator's device.
+
+    kind: normal; wide (exponents spread over what the dtype holds without every product overflowing); cancelling
+    (neighbouring features nearly negate each other); signed_zeros (half are −0 or +0); subnormal (of the dtype);
+    nonfinite (normal, but the tokens in `poisoned` hold NaN, Inf and −Inf). shared: a weight, which cancelling pairs up
+    and the last two kinds leave normal.
+    """
+    x = torch.randn(shape, generator=g, device=g.device)
+    small = dtype == torch.float16
+    if kind == "wide":
+        x *= torch.exp2(torch.randint(*((-10, 5) if small else (-20, 21)), shape, generator=g, device=g.device))
+    elif kind == "cancelling" and shape[-1] > 1:
+        pairs = shape[-1] // 2 * 2
+        noise = torch.randn((*shape[:-1], pairs // 2), generator=g, device=g.device)
+        x[..., 1:pairs:2] = x[..., 0:pairs:2] if shared else -x[..., 0:pairs:2] + 2.0**-8 * noise
+    elif kind == "signed_zeros":
+        x = torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 0.0 * x, x)
+    elif kind == "subnormal" and not shared:
+        x *= 2.0**(-17 if small else -128)
+    x = x.to(dtype)
+    if kind == "nonfinite" and not shared and poisoned is not None:
+        rows = poisoned.nonzero().flatten()
+        for offset, value in enumerate(POISON):
+            x[rows[offset::len(POISON)]] = value if dtype.is_floating_point else 1
+        spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
+        x[spared] = 1.0
+    return x

@@ -1,0 +1,104 @@
+"""Layouts: where the logical tokens (sample, position) sit in memory, and in which calls they are computed.
+
+A layout is a list of calls; a call is an array of logical token numbers, −1 for padding, of the shape the op is given:
+(batch, length) or (tokens,). Logical tokens are numbered sample by sample, so a result gathered back is comparable.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from hypothesis import strategies as st
+
+from bi_kernels.contract import SWEEP
+
+
+@dataclass(frozen=True)
+class Call:
+    index: np.ndarray  # logical token numbers, −1 for padding
+    cu_seqlens: tuple[int, ...] | None = None  # given where the call packs whole sequences
+
+
+def spans(lengths: Sequence[int]) -> list[np.ndarray]:
+    """The logical token numbers of each sample."""
+    return [np.arange(end - n, end) for n, end in zip(lengths, accumulate(lengths))]
+
+
+def pack(samples: Sequence[np.ndarray]) -> Call:
+    return Call(np.concatenate(samples), (0, *accumulate(len(s) for s in samples)))
+
+
+def pad(samples: Sequence[np.ndarray], left: bool = False, multiple: int = 1) -> Call:
+    """One (batch, length) call, padded to the longest sample and up to a multiple."""
+    width = -(-max(len(s) for s in samples) // multiple) * multiple
+    index = np.full((len(samples), width), -1)
+    for row, s in zip(index, samples):
+        row[slice(width - len(s), width) if left else slice(len(s))] = s
+    return Call(index)
+
+
+def chunks(samples: Sequence[np.ndarray], size: int) -> list[Call]:
+    """Each sample in chunks of `size`, alone, as a prefill against a KV cache computes it."""
+    return [Call(s[None, at:at + size]) for s in samples for at in range(0, len(s), size)]
+
+
+def decode(samples: Sequence[np.ndarray]) -> list[Call]:
+    """One position a call, of every sample that still has one."""
+    return [Call(np.array([s[t] for s in samples if t < len(s)])[:, None]) for t in range(max(map(len, samples)))]
+
+
+def layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
+    """Every layout of the contract, by name; a name may carry a variant behind a colon. `packed` is what the others
+    are compared with."""
+    s = spans(lengths)
+    order = np.random.default_rng(seed).permutation(len(s))
+    if (order == np.arange(len(s))).all():
+        order = order[::-1]
+    shuffled = [s[i] for i in order]
+    third = max(1, len(s) // 3)
+    return {
+        "packed": [pack(s)],
+        "singles": [Call(x[None, :]) for x in s],
+        "batch": [pad(s)],
+        "batch:16": [pad(s, multiple=16)],
+        "left_padded": [pad(s, left=True)],
+        "left_padded:16": [pad(s, left=True, multiple=16)],
+        "permuted": [pack(shuffled)],
+        "permuted:batch": [pad(shuffled)],
+        **{f"chunked:{size}": chunks(s, size) for size in SWEEP["chunks"]},
+        "decode": decode(s),
+        "micro_batches:each": [pack([x]) for x in s],
+        "micro_batches:ragged": [pad(s[:third]), pack(s[third:-1])] * (len(s) > third + 1) + [pack(s[-1:])],
+        # every sample beside another one; where the inputs are `nonfinite`, one of the two may hold NaN or Inf
+        "neighbours": [pad([s[i], s[(i + 1) % len(s)]]) for i in range(0, len(s), 2)] +
+                      [pad([s[i - 1], s[i]], left=True) for i in range(0, len(s), 2)],
+    }
+
+
+def shapes_launched(calls: Sequence[Call]) -> str:
+    """What a layout asks of an op, for the evidence: the number of calls and their shapes."""
+    shapes = [call.index.shape for call in calls]
+    text = ", ".join("x".join(map(str, shape)) for shape in list(dict.fromkeys(shapes))[:4])
+    return f"{len(calls)} call{'s' * (len(calls) > 1)}: {text}{' …' * (len(set(shapes)) > 4)}"
+
+
+@st.composite
+def random_layout(draw: Callable, lengths: Sequence[int]) -> list[Call]:
+    """Any split of the samples into calls, each packed, padded, chunked or decoded, in any order."""
+    s = spans(lengths)
+    order = draw(st.permutations(range(len(s))))
+    calls: list[Call] = []
+    while order:
+        take = draw(st.integers(1, len(order)))
+        group, order = [s[i] for i in order[:take]], order[take:]
+        how = draw(st.sampled_from(("packed", "right", "left", "chunked", "decode")))
+        if how == "packed":
+            calls.append(pack(group))
+        elif how == "chunked":
+            calls += chunks(group, draw(st.integers(1, 40)))
+        elif how == "decode":
+            calls += decode(group)
+        else:
+            calls.append(pad(group, how == "left", draw(st.sampled_from((1, 8, 16)))))
+    return calls

@@ -1,0 +1,53 @@
+"""Argument checks that every op shares: one sentence naming the op, the argument, its value and what is allowed."""
+
+import os
+
+import torch
+
+from bi_kernels import interpreter
+from bi_kernels.contract import check_dtype
+
+# Triton decides when a kernel is defined, so it is asked once, here, before any kernel of the package is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    interpreter.install()
+
+
+def check(op: str, same_dtype: bool = True, **tensors: torch.Tensor | None) -> None:
+    """dtypes in the contract's set and equal, one device, and a device that Triton can run on."""
+    given = {name: t for name, t in tensors.items() if t is not None}
+    for name, t in given.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected a torch.Tensor")
+    (first, x), *rest = given.items()
+    if same_dtype:
+        for name, t in given.items():
+            check_dtype(op, name, t)
+    for name, t in rest:
+        if t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {x.device}; they must share one device")
+        if same_dtype and t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} has dtype {t.dtype} but {first} has {x.dtype}; they must be equal")
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise RuntimeError(f"{op}: {first} is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before "
+                           "Python starts, or move it to a CUDA device")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{op}: {first} is on {x.device.type}; supported are cuda, and cpu under TRITON_INTERPRET=1")
+
+
+def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
+
+
+class ForwardOnly(torch.autograd.Function):
+    """The autograd rung of an op whose backward is not written: a gradient is refused, never silently missing."""
+
+    @staticmethod
+    def forward(ctx, name, launch, *args):
+        ctx.name = name
+        return launch(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{ctx.name}: the backward is not implemented yet; call it under torch.no_grad()")

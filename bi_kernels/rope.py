@@ -1,0 +1,119 @@
+"""Rotary position embedding (Su et al., 2021), half-rotated or interleaved.
+
+The angles come from a table: cos and sin of position · theta^(-2i/D), computed in fp64 and rounded once to fp32, never
+inline, so a position has one angle wherever its token lies. y1 = x1 cos − x2 sin and y2 = x2 cos + x1 sin in fp32, each
+product rounded (contraction off: the same bits on a CPU), one cast at the end.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from bi_kernels.checks import ForwardOnly, check, check_shape
+
+WARPS = 4
+
+
+class RopeTable(NamedTuple):
+    cos: torch.Tensor  # (positions, head_dim / 2), fp32
+    sin: torch.Tensor
+
+
+@triton.jit
+def _rope_kernel(x, cos, sin, positions, y, heads, half, table_rows, STEP: tl.constexpr, BLOCK_H: tl.constexpr,
+                 BLOCK_D: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, BLOCK_D)
+    position = tl.load(positions + token)
+    # a position outside the table gives NaN, not the angle of a neighbour
+    known = (i < half) & (position >= 0) & (position < table_rows)
+    c = tl.load(cos + position * half + i, mask=known, other=float("nan"))[None, :]
+    s = tl.load(sin + position * half + i, mask=known, other=float("nan"))[None, :]
+    if STEP == 1:
+        first, second = i, i + half
+    else:
+        first, second = 2 * i, 2 * i + 1
+    row = (token * heads + head)[:, None] * (2 * half)
+    inside = (head < heads)[:, None] & (i < half)[None, :]
+    x1 = tl.load(x + row + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + row + second[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row + first[None, :], (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row + second[None, :], (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("bi_kernels::rope", mutates_args=())
+def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+            interleaved: bool) -> torch.Tensor:
+    x, positions = x.contiguous(), positions.contiguous()
+    y = torch.empty_like(x)
+    heads, dim = x.shape[-2:]
+    tokens = positions.numel()
+    block_h = min(triton.next_power_of_2(heads), 16)
+    if x.numel():
+        _rope_kernel[(tokens, triton.cdiv(heads, block_h))](
+            x, cos, sin, positions, y, heads, dim // 2, cos.shape[0], STEP=2 if interleaved else 1, BLOCK_H=block_h,
+            BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
+    return y
+
+
+@_launch.register_fake
+def _(x, cos, sin, positions, interleaved):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu") -> RopeTable:
+    """cos and sin of p · theta^(-2i/head_dim) for p < positions, i < head_dim/2: fp64, rounded once to fp32.
+
+    Computed on the CPU whatever `device` is, so that every device holds the same table.
+    """
+    if head_dim <= 0 or head_dim % 2:
+        raise ValueError(f"rope_table: head_dim is {head_dim}, expected a positive even number")
+    if positions <= 0:
+        raise ValueError(f"rope_table: positions is {positions}, expected at least 1")
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+    return RopeTable(angle.cos().float().to(device), angle.sin().float().to(device))
+
+
+def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected one "
+                         "dimension of integers")
+    if cu_seqlens.device.type == "cpu":  # on a GPU the check would wait for the device; positions then come out NaN
+        ends = cu_seqlens.tolist()
+        if ends[:1] != [0] or ends[-1] != tokens or ends != sorted(ends):
+            raise ValueError(f"cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}")
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
+
+
+def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = None,
+         cu_seqlens: torch.Tensor | None = None, interleaved: bool = False) -> torch.Tensor:
+    """Rotates x (..., heads, head_dim) by the angles of its positions (...), or of packed sequences (`cu_seqlens`).
+
+    interleaved: pairs are (2i, 2i+1), as in GPT-J; else (i, i + head_dim/2), as in Llama. A position that the table
+    does not hold gives NaN. Returns x's shape and dtype.
+    """
+    check("rope", x=x)
+    check("rope", same_dtype=False, x=x, cos=table.cos, sin=table.sin, positions=positions, cu_seqlens=cu_seqlens)
+    if x.dim() < 2:
+        raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim)")
+    if (positions is None) == (cu_seqlens is None):
+        raise ValueError("rope: give either positions or cu_seqlens, and not both")
+    for name, part in zip(("cos", "sin"), table):
+        if part.dtype != torch.float32:
+            raise TypeError(f"rope: table.{name} has dtype {part.dtype}, expected torch.float32")
+        check_shape("rope", f"table.{name}", part, (table.cos.shape[0], x.shape[-1] // 2), "positions, head_dim/2")
+    if positions is None:
+        if x.dim() != 3:
+            raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
+        positions = packed_positions(cu_seqlens, x.shape[0])
+    if positions.is_floating_point():
+        raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
+    if positions.shape != x.shape[:-2]:
+        positions = positions.expand(x.shape[:-2])
+    return ForwardOnly.apply("rope", _launch, x, table.cos, table.sin, positions, interleaved)
