@@ -9,7 +9,7 @@ import importlib
 _OPS = {
     "silu": "elementwise", "gelu": "elementwise", "swiglu": "elementwise", "add": "elementwise",
     "scale": "elementwise", "bias_add": "elementwise", "mask_fill": "elementwise", "cast": "elementwise",
-    "rope": "rope", "rope_table": "rope", "RopeTable": "rope", "packed_positions": "rope",
+    "rope": "rotary", "rope_table": "rotary", "RopeTable": "rotary", "packed_positions": "rotary",
     "linear": "gemm", "matmul": "gemm",
 }
 __all__ = list(_OPS)

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     extra_n: int = 0  # a second accumulator of n/2 columns: widths 96 and 192 fill 132 SMs where 128 and 256 do not
     swap: bool = False  # the weight on the tensor core's M side
     group: int = 8  # row tiles that share one column of W before the next column
-    persistent: bool = False
+    persistent: int = 0  # programs that stay on a multiprocessor; 0: one program a tile
     halves: bool = False  # store the tile in two halves: less shared memory, one more stage
 
 
@@ -39,7 +39,7 @@ ANY = 2**63
 TILES = (
     (16, 40960, Tile(16, 64, 256, 4, 4, swap=True)),
     (16, ANY, Tile(16, 128, 128, 4, 5, swap=True)),
-    (ANY, ANY, Tile(128, 256, 64, 8, 3, persistent=True, halves=True)),
+    (ANY, ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)),
 )
 
 
@@ -124,23 +124,25 @@ def _tma_ready(t: torch.Tensor) -> torch.Tensor:
     return copy.copy_(t)
 
 
-def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
-    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), with the given tile."""
+def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile,
+           out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless out_dtype is given."""
     M, K = x.shape
     N = w.shape[0]
-    unit = 16 // x.element_size()
-    y = x.new_empty(M, triton.cdiv(N, unit) * unit)[:, :N]
+    out_dtype = out_dtype or x.dtype
+    unit = 16 // out_dtype.itemsize
+    y = x.new_empty(M, triton.cdiv(N, unit) * unit, dtype=out_dtype)[:, :N]
     x, w = _tma_ready(x), _tma_ready(w)
     x_desc, x_t = _descriptor(x, tile.m, tile.k)
     w_desc, w_t = _descriptor(w, tile.n, tile.k)
     w_extra = _descriptor(w, tile.extra_n, tile.k)[0] if tile.extra_n else w_desc
     y_desc, _ = _descriptor(y, tile.m, tile.n // 2 if tile.extra_n or tile.halves else tile.n)
     tiles = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n + tile.extra_n)
-    grid = min(tiles, _multiprocessors(x.device)) if tile.persistent else tiles
+    grid = min(tiles, tile.persistent * _multiprocessors(x.device)) if tile.persistent else tiles
     _gemm_kernel[(grid, )](
         x_desc, w_desc, w_extra, y_desc, bias, M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n,
         BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap,
-        HALVES=tile.halves or tile.extra_n > 0, FLATTEN=tile.persistent, HAS_BIAS=bias is not None,
+        HALVES=tile.halves or tile.extra_n > 0, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
         num_warps=tile.warps, num_stages=tile.stages)
     return y.contiguous()
 

@@ -21,31 +21,35 @@ ROWS = (1, 16, 64, 128, 256, 1024, 4096, 16384)
 
 
 def candidates(rows: int) -> list[Tile]:
-    if rows <= 16:
-        return [Tile(16, n, k, 4, s, swap=sw) for sw in (False, True) for n, k, s in
-                ((32, 128, 6), (32, 256, 4), (64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 64, 6),
-                 (128, 128, 3), (128, 128, 4), (128, 128, 5))]
+    """What was tried for a row count; the first number of a tuple is BLOCK_N."""
     if rows <= 64:
-        return [Tile(64, n, k, 4, s, swap=sw) for sw in (False, True) for n, k, s in
-                ((32, 128, 4), (32, 128, 6), (32, 64, 6), (64, 64, 6), (64, 128, 4), (64, 128, 5), (128, 64, 6),
-                 (128, 64, 4), (128, 128, 3), (256, 64, 4))]
-    if rows <= 256:
-        return ([Tile(128, n, k, w, s, extra_n=e, persistent=p) for p in (False, True) for n, k, w, s, e in
-                 ((32, 128, 4, 4, 0), (64, 64, 4, 4, 0), (64, 128, 4, 4, 0), (64, 64, 4, 6, 0), (128, 64, 8, 4, 0),
-                  (128, 64, 4, 4, 0), (64, 64, 4, 5, 32), (64, 64, 8, 5, 32), (64, 128, 8, 3, 32), (128, 64, 8, 4, 64),
-                  (256, 64, 8, 3, 0))]
-                + [Tile(64, n, k, w, s, extra_n=e) for n, k, w, s, e in
-                   ((64, 128, 4, 4, 0), (64, 64, 4, 6, 0), (128, 64, 4, 5, 64), (128, 64, 4, 6, 0), (128, 128, 4, 3, 0),
-                    (64, 64, 4, 6, 32), (64, 128, 4, 3, 32), (256, 64, 8, 4, 0), (256, 64, 4, 4, 0))]
-                + [Tile(256, n, 64, 8, s, extra_n=e, persistent=p) for p in (False, True) for n, s, e in
-                   ((32, 5, 0), (64, 4, 0), (64, 4, 32), (128, 3, 0))])
-    return [Tile(128, 256, 64, 8, 3, persistent=True, halves=h, group=g) for h in (False, True) for g in (4, 8, 16)] + [
-        Tile(128, 256, 64, 8, 3, halves=True), Tile(128, 256, 64, 8, 4, persistent=True, halves=True),
-        Tile(128, 128, 64, 8, 4, extra_n=64, persistent=True), Tile(128, 128, 64, 8, 5, extra_n=64, persistent=True),
-        Tile(128, 128, 64, 8, 4, extra_n=64), Tile(128, 128, 64, 8, 4, extra_n=64, persistent=True, group=16),
-        Tile(256, 128, 64, 8, 3, persistent=True), Tile(256, 128, 64, 8, 3, persistent=True, halves=True, group=4),
-        Tile(256, 64, 64, 8, 4, extra_n=32, persistent=True), Tile(128, 128, 64, 8, 4, persistent=True),
-        Tile(128, 128, 64, 4, 4, persistent=True), Tile(128, 128, 64, 4, 3), Tile(128, 128, 128, 8, 3, persistent=True)]
+        m = 16 if rows <= 16 else 64
+        return [Tile(m, n, k, 4, s, swap=swap) for swap in (False, True) for n, k, s in (
+            (32, 128, 4), (32, 128, 6), (32, 256, 3), (32, 256, 4), (64, 128, 3), (64, 128, 4), (64, 128, 5), (64, 128, 6),
+            (64, 256, 3), (64, 256, 4), (128, 64, 6), (128, 128, 3), (128, 128, 4), (128, 128, 5), (256, 64, 4))]
+    wide = [Tile(128, 256, 64, 8, s, persistent=p, halves=h, group=g)
+            for s, p, h in ((3, 0, False), (3, 1, False), (3, 1, True), (4, 1, True)) for g in (2, 8, 16)]
+    wide += [Tile(256, 128, 64, 8, s, persistent=1, halves=h, group=g) for s, h in ((3, False), (4, True)) for g in (1, 4, 8)]
+    square = [Tile(128, 128, k, w, s, extra_n=e, persistent=p, group=g) for k, w, s, e, p in (
+        (64, 8, 4, 64, 0), (64, 8, 5, 64, 0), (64, 8, 4, 64, 1), (64, 8, 4, 0, 0), (64, 8, 4, 0, 1), (64, 8, 5, 0, 1),
+        (64, 8, 6, 0, 1), (64, 4, 3, 0, 0), (64, 4, 3, 0, 2), (64, 4, 4, 0, 1), (128, 8, 3, 0, 0), (128, 8, 3, 0, 1))
+              for g in (2, 8)]
+    if rows > 256:
+        return wide + square
+    narrow = [Tile(128, n, k, w, s, extra_n=e, swap=swap) for n, k, w, s, e, swap in (
+        (32, 128, 4, 4, 0, False), (32, 256, 4, 2, 0, False), (64, 64, 4, 4, 0, False), (64, 64, 4, 6, 0, False),
+        (64, 64, 4, 8, 0, False), (64, 128, 4, 3, 0, False), (64, 128, 4, 4, 0, False), (64, 128, 8, 4, 0, False),
+        (64, 64, 4, 5, 32, False), (64, 64, 8, 5, 32, False), (64, 128, 4, 3, 32, False), (64, 128, 8, 3, 32, False),
+        (64, 64, 4, 6, 0, True), (64, 64, 4, 8, 0, True), (64, 128, 4, 3, 0, True), (64, 128, 4, 4, 0, True))]
+    narrow += [Tile(64, n, k, w, s, extra_n=e, swap=swap) for n, k, w, s, e, swap in (
+        (64, 128, 4, 3, 0, False), (64, 128, 4, 4, 0, False), (64, 128, 4, 5, 0, False), (64, 256, 4, 3, 0, False),
+        (64, 64, 4, 6, 0, False), (64, 128, 4, 4, 0, True), (64, 128, 4, 5, 0, True), (128, 64, 4, 5, 64, False),
+        (128, 64, 4, 6, 64, False), (128, 64, 4, 6, 0, False), (128, 64, 4, 8, 0, False), (128, 128, 4, 3, 0, False),
+        (128, 128, 4, 4, 0, False), (64, 64, 4, 6, 32, False), (64, 128, 4, 3, 32, False), (64, 128, 4, 4, 32, False),
+        (256, 64, 8, 4, 0, False), (256, 64, 4, 4, 0, False))]
+    narrow += [Tile(256, n, k, 8, s, persistent=p) for n, k, s, p in (
+        (32, 64, 5, 0), (64, 64, 4, 0), (64, 64, 5, 0), (64, 128, 2, 0), (64, 64, 5, 1), (128, 64, 4, 0), (128, 64, 4, 1))]
+    return narrow + square + (wide if rows == 256 else wide[1::3])
 
 
 def time_ms(fn) -> float:

@@ -21,19 +21,25 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
          poisoned: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor of `shape` on the generator's device.
 
-    kind: normal; wide (exponents spread over what the dtype holds without every product overflowing); cancelling
-    (neighbouring features nearly negate each other); signed_zeros (half are −0 or +0); subnormal (of the dtype);
-    nonfinite (normal, but the tokens in `poisoned` hold NaN, Inf and −Inf). shared: a weight, which cancelling pairs up
-    and the last two kinds leave normal.
+    kind: normal; wide (exponents spread over what the dtype holds without every product overflowing); cancelling (the
+    second half of the features negates the first but for one in eight, so sums grow and then vanish and the last bits
+    of a fold reach the result); signed_zeros (half are −0 or +0); subnormal (of the dtype); nonfinite (normal, but the
+    tokens in `poisoned` hold NaN, Inf and −Inf). shared: a weight, which cancelling repeats instead of negating and
+    the last two kinds leave normal.
     """
     x = torch.randn(shape, generator=g, device=g.device)
     small = dtype == torch.float16
     if kind == "wide":
         x *= torch.exp2(torch.randint(*((-10, 5) if small else (-20, 21)), shape, generator=g, device=g.device))
-    elif kind == "cancelling" and shape[-1] > 1:
-        pairs = shape[-1] // 2 * 2
-        noise = torch.randn((*shape[:-1], pairs // 2), generator=g, device=g.device)
-        x[..., 1:pairs:2] = x[..., 0:pairs:2] if shared else -x[..., 0:pairs:2] + 2.0**-8 * noise
+    elif kind == "cancelling":
+        half = shape[-1] // 2
+        if shared:
+            x[..., half:2 * half] = x[..., :half]
+        else:
+            x[..., 7::8] *= 2.0**-12
+            kept = torch.arange(half, device=g.device) % 8 != 7
+            x[..., half:2 * half] = torch.where(kept & (torch.arange(half, 2 * half, device=g.device) % 8 != 7),
+                                                -x[..., :half], x[..., half:2 * half])
     elif kind == "signed_zeros":
         x = torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 0.0 * x, x)
     elif kind == "subnormal" and not shared:

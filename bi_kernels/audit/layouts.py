@@ -43,6 +43,10 @@ def chunks(samples: Sequence[np.ndarray], size: int) -> list[Call]:
     return [Call(s[None, at:at + size]) for s in samples for at in range(0, len(s), size)]
 
 
+def pairs(samples: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
+    return [samples[i:i + 2] for i in range(0, len(samples), 2)]
+
+
 def decode(samples: Sequence[np.ndarray]) -> list[Call]:
     """One position a call, of every sample that still has one."""
     return [Call(np.array([s[t] for s in samples if t < len(s)])[:, None]) for t in range(max(map(len, samples)))]
@@ -69,10 +73,10 @@ def layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
         **{f"chunked:{size}": chunks(s, size) for size in SWEEP["chunks"]},
         "decode": decode(s),
         "micro_batches:each": [pack([x]) for x in s],
-        "micro_batches:ragged": [pad(s[:third]), pack(s[third:-1])] * (len(s) > third + 1) + [pack(s[-1:])],
+        "micro_batches:ragged": [pad(s[:third])] + [pack(s[third:])] * (third < len(s)),
         # every sample beside another one; where the inputs are `nonfinite`, one of the two may hold NaN or Inf
-        "neighbours": [pad([s[i], s[(i + 1) % len(s)]]) for i in range(0, len(s), 2)] +
-                      [pad([s[i - 1], s[i]], left=True) for i in range(0, len(s), 2)],
+        "neighbours": [pad(pair) for pair in pairs(s)],
+        "neighbours:left": [pad(pair, left=True) for pair in pairs(s[1:] + s[:1])],
     }
 
 

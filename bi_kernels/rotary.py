@@ -13,7 +13,7 @@ import triton.language as tl
 
 from bi_kernels.checks import ForwardOnly, check, check_shape
 
-WARPS = 4
+BLOCK_R, WARPS = 32, 4
 
 
 class RopeTable(NamedTuple):
@@ -22,26 +22,26 @@ class RopeTable(NamedTuple):
 
 
 @triton.jit
-def _rope_kernel(x, cos, sin, positions, y, heads, half, table_rows, STEP: tl.constexpr, BLOCK_H: tl.constexpr,
+def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, STEP: tl.constexpr, BLOCK_R: tl.constexpr,
                  BLOCK_D: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
-    position = tl.load(positions + token)
+    inside = (row < rows)[:, None] & (i < half)[None, :]
+    position = tl.load(positions + row // heads, mask=row < rows, other=0)
     # a position outside the table gives NaN, not the angle of a neighbour
-    known = (i < half) & (position >= 0) & (position < table_rows)
-    c = tl.load(cos + position * half + i, mask=known, other=float("nan"))[None, :]
-    s = tl.load(sin + position * half + i, mask=known, other=float("nan"))[None, :]
+    known = inside & ((position >= 0) & (position < table_rows))[:, None]
+    angle = position[:, None] * half + i[None, :]
+    c = tl.load(cos + angle, mask=known, other=float("nan"))
+    s = tl.load(sin + angle, mask=known, other=float("nan"))
     if STEP == 1:
         first, second = i, i + half
     else:
         first, second = 2 * i, 2 * i + 1
-    row = (token * heads + head)[:, None] * (2 * half)
-    inside = (head < heads)[:, None] & (i < half)[None, :]
-    x1 = tl.load(x + row + first[None, :], mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + row + second[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row + first[None, :], (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(y + row + second[None, :], (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
+    at = row[:, None] * (2 * half)
+    x1 = tl.load(x + at + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + at + second[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at + first[None, :], (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at + second[None, :], (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("bi_kernels::rope", mutates_args=())
@@ -50,12 +50,11 @@ def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: to
     x, positions = x.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     heads, dim = x.shape[-2:]
-    tokens = positions.numel()
-    block_h = min(triton.next_power_of_2(heads), 16)
+    rows = positions.numel() * heads
     if x.numel():
-        _rope_kernel[(tokens, triton.cdiv(heads, block_h))](
-            x, cos, sin, positions, y, heads, dim // 2, cos.shape[0], STEP=2 if interleaved else 1, BLOCK_H=block_h,
-            BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
+        _rope_kernel[(triton.cdiv(rows, BLOCK_R), )](
+            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], STEP=2 if interleaved else 1,
+            BLOCK_R=BLOCK_R, BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
     return y
 
 

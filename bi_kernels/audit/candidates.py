@@ -1,0 +1,81 @@
+"""What is audited: `bi_kernels`, `torch`, `package.module:function` or `path/to/file.py:function`."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import bi_kernels
+from bi_kernels.audit.ops import OPS, Op
+
+REGISTERED = ("bi_kernels", "torch")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    spec: str
+    functions: dict[str, Callable]  # by op name
+
+    def imports(self, op: Op) -> str:
+        """The lines that bring its function for `op` into a script as `fn`."""
+        name = op.function or op.name
+        if self.spec == "bi_kernels":
+            return f"from bi_kernels import {name} as fn"
+        if self.spec == "torch":
+            return f"from bi_kernels.audit.stock import {name} as fn"
+        module, _, function = self.spec.rpartition(":")
+        if module.endswith(".py"):
+            return f'import runpy\n\nfn = runpy.run_path("{module}")["{function}"]'
+        return f"from {module} import {function} as fn"
+
+
+def _load(spec: str) -> Callable:
+    module, _, name = spec.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"candidate is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
+                         "path/to/file.py:function")
+    if module.endswith(".py"):
+        path = Path(module)
+        if not path.is_file():
+            raise ValueError(f"candidate {spec!r}: no file {module}")
+        found = importlib.util.spec_from_file_location(f"candidate_{path.stem}", path)
+        loaded = importlib.util.module_from_spec(found)
+        sys.modules[found.name] = loaded  # Triton and inspect look a kernel's module up by name
+        found.loader.exec_module(loaded)
+    else:
+        sys.path.insert(0, "") if "" not in sys.path else None
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"candidate {spec!r}: cannot import {module} ({error})") from None
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        raise ValueError(f"candidate {spec!r}: {module} has no function {name}")
+    return function
+
+
+def resolve(spec: str, audit: str, op: str = "") -> Candidate:
+    """The candidate's function for each op of the audit that it stands for.
+
+    A single function stands for the op named by `op`, else for the op of the function's own name, else for `linear` in
+    the GEMM audit. Raises ValueError with one sentence if that leaves nothing.
+    """
+    ops = [o for o in OPS.values() if o.audit == audit or audit == "dtype"]
+    if op and op not in [o.name for o in ops]:
+        raise ValueError(f"op is {op!r}, expected one of {', '.join(o.name for o in ops)} in the {audit} audit")
+    if spec in REGISTERED:
+        if spec == "torch":
+            from bi_kernels.audit import stock as source
+        else:
+            source = bi_kernels
+        return Candidate(spec, {o.name: getattr(source, o.function or o.name) for o in ops if op in ("", o.name)})
+    function = _load(spec)
+    name = op or spec.rpartition(":")[2]
+    if name not in [o.name for o in ops]:
+        if audit != "gemm":
+            raise ValueError(f"candidate {spec!r}: which op it is must be said with -p op NAME; the {audit} audit has "
+                             f"{', '.join(o.name for o in ops)}")
+        name = "linear"
+    return Candidate(spec, {name: function})

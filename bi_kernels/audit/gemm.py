@@ -1,0 +1,152 @@
+"""The experiments of the GEMM audit."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton.testing
+
+import bi_kernels
+from bi_kernels import contract
+from bi_kernels.audit.drift import Drift, compare
+from bi_kernels.audit.judge import Row, Subject
+from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.contract import CONTRACT, DTYPES, dtype_name, linears
+from bi_kernels.gemm import FP32_TILE, TILES, Tile, launch
+
+FIXED = Tile(128, 128, 64, 4, 3)  # the shape that others ship
+
+
+def _problem(session, case: str, dtype: str) -> Problem:
+    return Problem(OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device,
+                   session.parameters["seed"])
+
+
+def _name(tile: Tile) -> str:
+    width = f"{tile.n}+{tile.extra_n}" if tile.extra_n else str(tile.n)
+    return (f"{tile.m}×{width}×{tile.k}, {tile.warps} warps, {tile.stages} stages" + ", swapped" * tile.swap
+            + ", persistent" * tile.persistent)
+
+
+def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Every tile of the table at every row count against one fixed tile at the largest; and a split-K for contrast.
+
+    Returns the rows, and {tile: {M: elements that differ}}.
+    """
+    rows, seen = [], {}
+    for dtype in [d for d in session.dtypes if d != "fp32"][:1 if not session.on_gpu else None] or ["fp32"]:
+        subject = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+        table = [FP32_TILE] if dtype == "fp32" else list(dict.fromkeys(tile for *_, tile in TILES))
+        tokens, shared = subject.inputs("normal", subject.largest)
+        x, w = tokens["x"], shared["weight"]
+        whole = launch(x, w, None, table[0] if dtype == "fp32" else FIXED)
+        counts = contract.rows(subject.largest) if session.on_gpu else (1, 17, 65, subject.largest)
+        for tile in table:
+            line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
+            for m in counts:
+                drift = compare(launch(x[:m], w, None, tile), whole[:m])
+                line[str(m)] = drift.mismatches
+                rows.append(subject.row("invariance", "tiles", drift, _name(FIXED), "normal", m, detail=_name(tile)))
+        half = x.shape[1] // 2
+        line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
+        for m in counts:
+            parts = [launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))]
+            whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
+            line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
+    return rows, seen
+
+
+def slabs(session) -> list[dict]:
+    """What moves the bits of a sum over K: orders of the same products, as the share of fp32 results that change."""
+    m, n, k = 64, 64, 256
+    g = torch.Generator().manual_seed(session.parameters["seed"])
+    x, w = (torch.randn(rows, k, generator=g).bfloat16().to(session.device) for rows in (m, n))
+    tile = Tile(64, 64, 64, 4, 3)
+    fp32 = lambda a, b: launch(a, b, None, tile, torch.float32)
+    whole = fp32(x, w)
+    index = torch.arange(k).reshape(-1, 16)
+    inside = torch.stack([row[torch.randperm(16, generator=g)] for row in index]).flatten()
+    swapped = index[torch.arange(k // 16).reshape(-1, 2).flip(1).flatten()].flatten()
+    shifted = torch.roll(torch.arange(k), 8)
+    zeros = lambda t, at, width: torch.cat((t[:, :at], t.new_zeros(t.shape[0], width), t[:, at:]), 1)
+    orders = {
+        "the same order again": (x, w),
+        "permuted inside each slab of 16": (x[:, inside], w[:, inside]),
+        "a slab of zeros put in at k = 64": (zeros(x, 64, 16), zeros(w, 64, 16)),
+        "neighbouring slabs exchanged": (x[:, swapped], w[:, swapped]),
+        "rotated by 8: every slab cut in two": (x[:, shifted], w[:, shifted]),
+        "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
+        "reversed": (x.flip(1), w.flip(1)),
+    }
+    out = []
+    for name, (a, b) in orders.items():
+        drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
+        out.append({"order of k": name, "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
+                    "max ULP": drift.max_ulp, "share": drift.mismatches / drift.elements})
+    return out
+
+
+def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
+    """torch's own linear: {shape: {M: elements of the M rows that differ from the same rows in the largest call}}."""
+    out = {}
+    for case, (n, k) in linears(session.parameters["shapes"]).items():
+        s = Subject(_problem(session, case, dtype), F.linear, "torch", session.device_label)
+        largest = 8192 if session.on_gpu else s.largest
+        tokens, shared = s.inputs("normal", largest)
+        x, w = tokens["x"], shared["weight"]
+        whole = F.linear(x, w)
+        out[f"{case} {k}→{n}"] = {str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)}
+        s.forget()
+    return out
+
+
+def captured(session, case: str = "o", counts: tuple[int, ...] = ()) -> list[Row]:
+    """Under CUDA graphs and under torch.compile, at every row count: the bits of the eager call. GPU only."""
+    rows = []
+    compiled = torch.compile(lambda x, w: bi_kernels.linear(x, w), dynamic=False)
+    dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), dynamic=True)
+    torch._dynamo.config.cache_size_limit = torch._dynamo.config.recompile_limit = 64
+    for dtype in session.dtypes:
+        s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+        tokens, shared = s.inputs("normal", s.largest)
+        x, w = tokens["x"], shared["weight"]
+        whole = bi_kernels.linear(x, w)
+        for m in counts or contract.rows(s.largest):
+            part = x[:m].clone()
+            bi_kernels.linear(part, w)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = bi_kernels.linear(part, w)
+            graph.replay()
+            rows.append(s.row("invariance", "cuda_graph", compare(out, whole[:m]), f"{s.largest} rows, eager", "normal", m))
+            for name, fn in (("torch.compile", compiled), ("torch.compile:dynamic", dynamic)):
+                rows.append(s.row("invariance", name, compare(fn(part, w), whole[:m]), f"{s.largest} rows, eager", "normal", m))
+    return rows
+
+
+def time_ms(fn: Callable) -> float:
+    """Median milliseconds of one call; the L2 cache is flushed before each."""
+    return triton.testing.do_bench(fn, warmup=20, rep=100, return_mode="median")
+
+
+def benchmark(session) -> list[dict]:
+    """linear against cuBLAS (F.linear) and against one fixed tile, bf16, in one run: milliseconds and ratios."""
+    out = []
+    for case, (n, k) in linears(session.parameters["shapes"]).items():
+        w = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+        for m in CONTRACT["benchmark"]["rows"]:
+            x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
+            peer = [time_ms(lambda: F.linear(x, w))]
+            ours = time_ms(lambda: bi_kernels.linear(x, w))
+            fixed = time_ms(lambda: launch(x, w, None, FIXED))
+            peer.append(time_ms(lambda: F.linear(x, w)))
+            cublas = sum(peer) / 2
+            out.append({"shape": case, "N": n, "K": k, "M": m, "cuBLAS ms": cublas, "ratio": cublas / ours,
+                        "fixed tile": cublas / fixed, "cuBLAS again": peer[0] / peer[1],
+                        "TFLOP/s": 2 * m * n * k / ours / 1e9})
+    return out
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,0 +1,357 @@
+"""The four relations, each judged on its own: invariance, determinism, accuracy, parity. One row of evidence a claim."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from bi_kernels import contract
+from bi_kernels.audit.drift import Drift, compare
+from bi_kernels.audit.inputs import KINDS
+from bi_kernels.audit.layouts import Call, layouts, random_layout, shapes_launched, spans
+from bi_kernels.audit.ops import Problem
+from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
+
+PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
+SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
+PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
+
+
+@dataclass
+class Row:
+    """One verdict with its evidence; the fields of verdicts.json."""
+
+    audit: str
+    op: str
+    case: str
+    candidate: str
+    dtype: str
+    device: str
+    relation: str
+    layout: str
+    against: str
+    inputs: str
+    rows: int
+    verdict: str
+    mismatches: int | None = None
+    elements: int | None = None
+    max_abs: float | str | None = None
+    max_rel: float | str | None = None
+    max_ulp: int | str | None = None
+    tensor: str = "out"
+    first_index: list[int] | None = None
+    first_failing_op: str | None = None
+    threshold_share: float | str | None = None
+    detail: str = ""
+    repro: str = ""
+    control: bool = False
+    caught: bool | None = None
+
+    def json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass
+class Subject:
+    """A candidate's function for one problem."""
+
+    problem: Problem
+    function: Callable
+    candidate: str
+    device: str
+    command: str = ""
+    memo: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def lengths(self) -> list[int]:
+        return SHAPES[self.problem.shapes]["lengths"]
+
+    @property
+    def largest(self) -> int:
+        return SWEEP["interpreter_rows"] if self.problem.device.type == "cpu" else max(SWEEP["rows"])
+
+    def row(self, relation: str, layout: str, drift: Drift | None = None, against: str = "", inputs: str = "normal",
+            rows: int = 0, verdict: str = "", **more) -> Row:
+        p = self.problem
+        verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
+        evidence = {} if drift is None else drift.json()
+        return Row(p.op.audit, p.op.name, p.case, self.candidate, dtype_name(p.dtype), self.device, relation, layout,
+                   against, inputs, rows, verdict, first_failing_op=p.op.name if verdict == NEEDS_FIX else None,
+                   repro=self.command if verdict == NEEDS_FIX else "", **evidence, **more)
+
+    def inputs(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
+        key = ("inputs", kind, count)
+        if key not in self.memo:
+            self.memo[key] = self.problem.inputs(kind, count, poisoned)
+        return self.memo[key]
+
+    def constants(self) -> dict:
+        if "constants" not in self.memo:
+            self.memo["constants"] = self.problem.constants(max(*self.lengths, self.largest))
+        return self.memo["constants"]
+
+    def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
+             cu_seqlens: Sequence[int] | None = None) -> torch.Tensor:
+        """One call of the candidate on tokens already gathered, (rows, …), given the leading shape `lead`."""
+        arguments = {k: t.reshape(*lead, *t.shape[1:]) for k, t in tokens.items()} | shared | self.constants()
+        if self.problem.op.positions:
+            if cu_seqlens is not None:
+                arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
+            else:
+                arguments["positions"] = positions.reshape(lead)
+        out = self.function(**arguments)
+        if not isinstance(out, torch.Tensor) or tuple(out.shape[:len(lead)]) != tuple(lead):
+            got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
+        return out.reshape(-1, *out.shape[len(lead):])
+
+    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 1) -> torch.Tensor:
+        """Every logical token's result under a layout, gathered back to logical order."""
+        device, lengths = self.problem.device, self.lengths
+        count = sum(lengths)
+        sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        tokens, shared = self.inputs(kind, count, sample == poisoned_sample)
+        at = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
+        result = None
+        for call in calls:
+            index = torch.from_numpy(call.index.reshape(-1)).to(device)
+            real = index >= 0
+            rows = index.clamp(min=0)
+            gathered = {k: t[rows] for k, t in tokens.items()}
+            padding = bool((call.index < 0).any())
+            if padding:  # what padding holds is nobody's business: stale numbers, or NaN beside `nonfinite` samples
+                for t in gathered.values():
+                    stale = float("nan") if kind == "nonfinite" else 7.0
+                    t[~real] = stale if t.dtype.is_floating_point else False
+            out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens)
+            if result is None:
+                result = out.new_zeros(count, *out.shape[1:])
+            result[rows[real] if padding else rows] = out[real] if padding else out
+        return result
+
+    def layout(self, name: str, kind: str = SHARPEST) -> torch.Tensor:
+        key = ("layout", name, kind)
+        if key not in self.memo:
+            self.memo[key] = self.compute(layouts(self.lengths, self.problem.seed)[name], kind)
+        return self.memo[key]
+
+    def forget(self) -> None:
+        self.memo.clear()
+
+
+@contextlib.contextmanager
+def poisoned_memory(byte: int) -> Iterator[None]:
+    """Fills what torch.empty, empty_like and new_empty return, so that an element left unwritten is seen."""
+    def wrap(make):
+        def filled(*args, **kwargs):
+            t = make(*args, **kwargs)
+            if t.device.type != "meta" and t.is_contiguous():
+                t.view(-1).view(torch.uint8).fill_(byte)
+            return t
+        return filled
+
+    places = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals):
+        setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals):
+            setattr(owner, name, original)
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error, without object addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+
+
+def supported(subject: Subject) -> Row | None:
+    """None if the candidate computes at all; else the one row that says what it raised.
+
+    A TypeError, ValueError or NotImplementedError that names the dtype is a clear refusal, allowed where the contract
+    does not demand the dtype; anything else needs a fix.
+    """
+    try:
+        subject.layout("packed")
+        return None
+    except Exception as error:
+        name = dtype_name(subject.problem.dtype)
+        clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and (
+            name in str(error) or str(subject.problem.dtype).removeprefix("torch.") in str(error))
+        optional = name not in CONTRACT["dtypes"]["mandatory"]
+        return subject.row("invariance", "packed", verdict=UNSUPPORTED if clear and optional else NEEDS_FIX,
+                           detail=_sentence(error))
+
+
+def invariance(subject: Subject, kinds: Sequence[str] = (SHARPEST, "nonfinite"), only: Sequence[str] = ()) -> list[Row]:
+    """Every layout's bits against those of `packed`, and those of `packed` against each sample alone."""
+    rows = []
+    every = layouts(subject.lengths, subject.problem.seed)
+    for name, calls in every.items():
+        if only and name not in only:
+            continue
+        against = "singles" if name == "packed" else "packed"
+        launched = shapes_launched(calls)
+        for kind in kinds:
+            try:
+                drift = compare(subject.layout(name, kind), subject.layout(against, kind))
+                rows.append(subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched))
+            except Exception as error:
+                rows.append(subject.row("invariance", name, None, against, kind, sum(subject.lengths),
+                                        detail=f"{launched}; {_sentence(error)}"))
+    return rows
+
+
+def row_counts(subject: Subject, every_kind: bool = False, counts: Sequence[int] = ()) -> list[Row]:
+    """The first M rows in a call of their own against the same rows in the largest call, M over the contract's sweep.
+
+    On a GPU every M meets every family of inputs; on the interpreter the families take turns.
+    """
+    rows = []
+    n = subject.largest
+    poisoned = torch.arange(n, device=subject.problem.device) % 5 == 3
+    at = torch.arange(n, device=subject.problem.device)
+    for number, m in enumerate(counts or contract.rows(n)):
+        for kind in KINDS if every_kind else (KINDS[number % len(KINDS)], ):
+            try:
+                tokens, shared = subject.inputs(kind, n, poisoned)
+                key = ("all rows", kind)
+                if key not in subject.memo:
+                    subject.memo[key] = subject.call(tokens, shared, (n, ), at)
+                part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m, ), at[:m])
+                rows.append(subject.row("invariance", "rows", compare(part, subject.memo[key][:m]), f"{n} rows", kind, m))
+            except Exception as error:
+                rows.append(subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=_sentence(error)))
+    return rows
+
+
+def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -> Row:
+    """Layouts that hypothesis draws; on a drift, the smallest that it finds is the evidence."""
+    worst: dict = {}
+
+    @hypothesis_seed(subject.problem.seed)
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=False, phases=(Phase.generate, Phase.shrink),
+              suppress_health_check=list(HealthCheck))
+    @given(random_layout(subject.lengths))
+    def same_bits(calls):
+        drift = compare(subject.compute(calls, kind), subject.layout("packed", kind))
+        if drift.mismatches:
+            worst.update(drift=drift, calls=calls)
+        assert not drift.mismatches
+
+    try:
+        same_bits()
+    except AssertionError:
+        return subject.row("invariance", "random", worst["drift"], "packed", kind, sum(subject.lengths),
+                           detail=shapes_launched(worst["calls"]))
+    except Exception as error:
+        return subject.row("invariance", "random", None, "packed", kind, sum(subject.lengths), detail=_sentence(error))
+    return subject.row("invariance", "random", Drift(0, examples * subject.layout("packed", kind).numel()), "packed", kind,
+                       sum(subject.lengths), detail=f"{examples} layouts")
+
+
+def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
+    """The same call ten times, over memory filled with ones and with zeros by turns: an unwritten element differs."""
+    calls = layouts(subject.lengths)["packed"]
+    drift, first = None, None
+    for number in range(SWEEP["runs"]):
+        with poisoned_memory(0xFF if number % 2 == 0 else 0x00):
+            out = subject.compute(calls, kind)
+        first = out if first is None else first
+        drift = compare(out, first)
+        if drift.mismatches:
+            break
+    return subject.row("determinism", "packed", drift, "itself", kind, sum(subject.lengths), detail=f"{SWEEP['runs']} runs")
+
+
+def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
+    """The error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a fix."""
+    p = subject.problem
+    n = tokens or min(subject.largest, 512)
+    at = torch.arange(n, device=p.device)
+    inputs, shared = p.inputs(kind, n, at % 5 == 3)
+    with poisoned_memory(0xFF):
+        y = subject.call(inputs, shared, (n, ), at)
+    exact, magnitude = p.reference(inputs, shared, {k: v for k, v in subject.constants().items()}, at)
+    limit = contract.bound(p.contract_row, p.dtype, exact, magnitude, p.reduction)
+    largest = torch.finfo(p.dtype).max
+    if y.dtype != p.dtype or y.shape != exact.shape:
+        return subject.row("accuracy", "rows", None, "fp64", kind, n,
+                           detail=f"returned {y.dtype} {tuple(y.shape)}, expected {p.dtype} {tuple(exact.shape)}")
+    share = (y.double() - exact).abs() / limit
+    # a result beyond the dtype's range is infinite, and NaN answers NaN; there the share is 0 if so, else infinite
+    beyond = ~exact.isfinite() | ~limit.isfinite() | (exact.abs() + limit >= largest)
+    agrees = torch.where(exact.isnan(), y.isnan(), torch.where(
+        exact.abs() - limit >= largest, y.double() == exact.sign() * torch.inf, ~y.isnan()))
+    agrees |= ~limit.isfinite() & ~exact.isnan()
+    share = torch.where(beyond, torch.where(agrees, 0.0, torch.inf), share.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    over = int((share > 1).sum())
+    worst = float(share.max()) if share.numel() else 0.0
+    finite = ~beyond
+    gap = (y.double() - exact).abs()[finite]
+    first = [int(i) for i in torch.unravel_index((share > 1).flatten().to(torch.uint8).argmax(), share.shape)]
+    row = subject.row("accuracy", "rows", Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
+                      "fp64", kind, n, detail=f"reduction length {p.reduction}")
+    relative = (gap / exact[finite].abs().clamp(min=torch.finfo(torch.float64).tiny))
+    row.max_rel = float(relative.max()) if relative.numel() else 0.0
+    row.max_ulp = None
+    row.threshold_share = worst if worst != float("inf") else "inf"
+    row.first_index = first if over else None
+    return row
+
+
+def parity(subject: Subject) -> list[Row]:
+    """Layout against layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
+    rows = []
+    for a, b in PARITIES:
+        try:
+            rows.append(subject.row("parity", f"{a}={b}", compare(subject.layout(a), subject.layout(b)), b, SHARPEST,
+                                    sum(subject.lengths)))
+        except Exception as error:
+            rows.append(subject.row("parity", f"{a}={b}", None, b, SHARPEST, sum(subject.lengths), detail=_sentence(error)))
+    return rows
+
+
+def judge(subject: Subject, examples: int = 5) -> list[Row]:
+    """Every relation that a forward op is held to."""
+    refused = supported(subject)
+    if refused:
+        return [refused]
+    on_gpu = subject.problem.device.type == "cuda"
+    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject)]
+    subject.forget()
+    rows += row_counts(subject, every_kind=on_gpu)
+    subject.forget()
+    for kind in KINDS:
+        try:
+            rows.append(accuracy(subject, kind))
+        except Exception as error:
+            rows.append(subject.row("accuracy", "rows", None, "fp64", kind, detail=_sentence(error)))
+    subject.forget()
+    return rows
+
+
+def coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
+    """A needs-fix row for everything that the contract requires of an op and dtype and that `rows` does not hold."""
+    missing = []
+    for s in subjects:
+        mine = [r for r in rows if not r.control and (r.op, r.case, r.dtype) ==
+                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))]
+        if any(r.verdict == UNSUPPORTED for r in mine):
+            continue
+        required = {("invariance", layout, None, None) for layout in (*SWEEP["layouts"], "random")}
+        required |= {("invariance", "rows", m, None) for m in contract.rows(s.largest)}
+        required |= {("invariance", "rows", None, kind) for kind in KINDS} | {("accuracy", "rows", None, k) for k in KINDS}
+        required |= {("determinism", "packed", None, None)} | {("parity", f"{a}={b}", None, None) for a, b in PARITIES}
+        for relation, layout, m, kind in sorted(required, key=str):
+            if not any(r.relation == relation and r.layout.split(":")[0] == layout.split(":")[0] and m in (None, r.rows)
+                       and kind in (None, r.inputs) for r in mine):
+                missing.append(s.row(relation, layout, None, inputs=kind or "", rows=m or 0,
+                                     detail="required by the contract, not run"))
+    return missing

@@ -1,0 +1,133 @@
+"""The registry: one short entry an op, and what an audit needs to call any candidate for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+import bi_kernels
+from bi_kernels import reference
+from bi_kernels.audit.inputs import draw, generator
+from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate, linears
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the audits.
+
+    tokens: the inputs that every token has its own row of, with their trailing dimensions in terms of the shape set
+    ("heads, head_dim"), or ending in ":bool" for a mask; shared: the weights, likewise, or ending in ":t" where the op
+    takes the transpose; constants: further keyword arguments; function: the public function, where it is not `name`;
+    row: its row of the contract, likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs
+    whole sequences; reduction: the length of its sum; cases: shape name -> extra dimensions, for an op audited at
+    several shapes; ieee: IEEE operations only, so a CPU must give the bits of a GPU; casts: the input has another dtype
+    than the output.
+    """
+
+    name: str
+    audit: str
+    tokens: dict[str, str]
+    shared: dict[str, str] = field(default_factory=dict)
+    constants: dict = field(default_factory=dict)
+    function: str = ""
+    row: str = ""
+    positions: bool = False
+    reduction: str = "1"
+    cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}
+    ieee: bool = False
+    casts: bool = False
+
+
+def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
+    return lambda shapes: {k: {"N": n, "K": d} for k, (n, d) in linears(shapes).items() if not names or k in names}
+
+
+OPS = {op.name: op for op in (
+    Op("silu", "elementwise", {"x": "mlp"}),
+    Op("gelu", "elementwise", {"x": "mlp"}),
+    Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
+    Op("swiglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
+    Op("add", "elementwise", {"x": "hidden", "residual": "hidden"}, ieee=True),
+    Op("scale", "elementwise", {"x": "hidden"}, constants={"factor": 0.08838834764831845}, ieee=True),
+    Op("bias_add", "elementwise", {"x": "hidden"}, {"bias": "hidden"}, ieee=True),
+    Op("mask_fill", "elementwise", {"x": "hidden", "mask": "hidden:bool"}, constants={"value": -1e4}, ieee=True),
+    Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
+    Op("rope", "elementwise", {"x": "heads, head_dim"}, positions=True, ieee=True),
+    Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, function="rope",
+       row="rope", positions=True, ieee=True),
+    Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), reduction="K"),
+    Op("linear_bias", "gemm", {"x": "K"}, {"weight": "N, K", "bias": "N"}, function="linear", row="linear",
+       cases=_linears("qkv"), reduction="K"),
+    Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
+)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An op at one shape, dtype and device, with the inputs it is judged on."""
+
+    op: Op
+    case: str
+    dtype: torch.dtype
+    shapes: str
+    device: torch.device
+    seed: int = 0
+
+    @property
+    def dims(self) -> dict[str, int]:
+        numbers = {k: v for k, v in SHAPES[self.shapes].items() if k != "lengths"}
+        return numbers | self.op.cases(self.shapes)[self.case]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        if not self.op.casts:
+            return self.dtype
+        return torch.bfloat16 if self.dtype == torch.float32 else torch.float32
+
+    @property
+    def contract_row(self) -> str:
+        return self.op.row or self.op.name
+
+    @property
+    def reduction(self) -> int:
+        return int(evaluate(self.op.reduction, **self.dims))
+
+    def _generator(self, kind: str) -> torch.Generator:
+        return generator(self.device, self.seed, self.op.name, self.case, self.dtype, kind)
+
+    def _shape(self, dims: str) -> tuple[int, ...]:
+        return tuple(int(evaluate(d, **self.dims)) for d in dims.split(":")[0].split(","))
+
+    def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
+        """(per-token inputs of `tokens` rows, shared inputs), of one family."""
+        g = self._generator(kind)
+
+        def make(dims: str, *lead: int) -> torch.Tensor:
+            shape = lead + self._shape(dims)
+            if dims.endswith(":bool"):
+                return torch.rand(shape, generator=g, device=self.device) < 0.3
+            x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
+            return x.t().contiguous() if dims.endswith(":t") else x
+
+        return ({k: make(v, tokens) for k, v in self.op.tokens.items()}, {k: make(v) for k, v in self.op.shared.items()})
+
+    def constants(self, longest: int) -> dict:
+        constants = dict(self.op.constants)
+        if self.op.positions:
+            constants["table"] = bi_kernels.rope_table(max(longest, max(SWEEP["rows"])), self.dims["head_dim"],
+                                                       device=self.device)
+        if self.op.casts:
+            constants["dtype"] = self.dtype
+        return constants
+
+    def reference(self, tokens: dict, shared: dict, constants: dict, positions: torch.Tensor):
+        """(y64, S) of the contract, on these inputs."""
+        extra = {"positions": positions} if self.op.positions else {}
+        return getattr(reference, self.op.function or self.op.name)(**tokens, **shared, **constants, **extra)
+
+
+def problems(audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0,
+             ops: tuple[str, ...] = ()) -> list[Problem]:
+    """Every op of an audit (or those named), at every case and dtype; the dtype audit has them all."""
+    return [Problem(op, case, DTYPES[d], shapes, device, seed) for op in OPS.values()
+            if audit in (op.audit, "dtype") and (not ops or op.name in ops) for case in op.cases(shapes) for d in dtypes]

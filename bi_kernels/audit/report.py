@@ -1,0 +1,58 @@
+"""The generated index: which documents there are, what they say, and the status matrix over all of them."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+COLUMNS = ("forward invariance", "determinism", "forward accuracy", "parity", "contract")
+RELATION = dict(zip(COLUMNS, ("invariance", "determinism", "accuracy", "parity", "contract")))
+MARK = {"pass": "✅", "needs-fix": "❌", "unsupported": "⬜", "": "–"}
+
+
+def _worst(verdicts: list[str]) -> str:
+    return next((v for v in ("needs-fix", "unsupported", "pass") if v in verdicts), "")
+
+
+def _markdown(lines: list[dict]) -> str:
+    return pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
+
+
+def report(folder: Path) -> str:
+    """The text of folder/README.md, made from every verdicts.json below it."""
+    documents = sorted(p.parent for p in folder.rglob("verdicts.json") if (p.parent / "provenance.json").exists()
+                       and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    listing, matrix = [], []
+    groups: dict[Path, list] = {}
+    for path in documents:
+        rows = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
+        made = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+        mine = [r for r in rows if not r["control"]]
+        controls = [r for r in rows if r["control"]]
+        verdict = _worst([r["verdict"] for r in mine] + ["needs-fix" for r in controls if not r["caught"]])
+        where = path.relative_to(folder).as_posix()
+        listing.append({"document": f"[{path.name}]({where}/README.md)", "device": made["device"],
+                        "candidate": next((r["candidate"] for r in mine), ""), "verdict": f"{MARK[verdict]} {verdict}",
+                        "checks": f"{len(mine):,}", "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
+                        "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
+                        "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
+                        "commit": made["commit"], "parameters": made["parameters"]})
+        groups.setdefault(path.parent, []).extend(mine)
+    for place, rows in groups.items():
+        matrix.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")
+        ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"]))
+        names = list(dict.fromkeys(op for op, _ in ops))
+        lines = []
+        for op in names:
+            line = {"op": op}
+            for column in COLUMNS:
+                cell = {d: _worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
+                                   (op, d, RELATION[column])]) for _, d in ops if _ == op}
+                known = {d: v for d, v in cell.items() if v}
+                line[column] = " ".join(f"{MARK[v]} {d}" for d, v in known.items()) or MARK[""]
+            lines.append(line)
+        matrix.append(_markdown(lines) + "\n")
+    missing = "" if listing else "\nNo document here yet.\n"
+    return ("# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
+            "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
+            + (_markdown(listing) if listing else "") + missing + "\n\n## Status matrix\n\n" + "\n".join(matrix)).rstrip() + "\n"

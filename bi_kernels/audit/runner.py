@@ -1,0 +1,172 @@
+"""Runs audit notebooks through papermill and turns each into a document: Markdown, figures, verdicts, notebook.
+
+A document is built beside its place and moved there whole, so an interrupted run leaves the finished ones intact.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+KERNEL = "python3"
+
+
+@dataclass(frozen=True)
+class Audit:
+    name: str
+    notebook: Path
+    title: str
+
+
+def audits() -> dict[str, Audit]:
+    """The audit notebooks, in reading order: `3_gemm.ipynb` is the audit `gemm`."""
+    package = Path(__file__).parents[1]
+    folder = next(d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir())
+    found = {}
+    for path in sorted(folder.glob("[0-9]*_*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        found[path.stem.split("_", 1)[1]] = Audit(path.stem.split("_", 1)[1], path, first.splitlines()[0].lstrip("# "))
+    return found
+
+
+def clean(notebook) -> None:
+    """Drops what names the machine or the hour: papermill's records, and paths in outputs."""
+    notebook.metadata.pop("papermill", None)
+    roots = sorted({str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True)
+    for cell in notebook.cells:
+        for key in ("papermill", "execution"):
+            cell.metadata.pop(key, None)
+        text = json.dumps(cell.get("outputs", []))
+        for root in roots:
+            text = text.replace(json.dumps(root)[1:-1], "…")
+        if "outputs" in cell:
+            cell.outputs = [type(o)(o) if not isinstance(o, dict) else o for o in json.loads(text)]
+
+
+def document(notebook, name: str) -> tuple[str, dict[str, bytes]]:
+    """(Markdown without code, figures by file name)."""
+    from nbconvert import MarkdownExporter
+    from traitlets.config import Config
+    config = Config()
+    config.MarkdownExporter.exclude_input = True
+    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor",
+                                             "nbconvert.preprocessors.ExtractOutputPreprocessor"]
+    config.TagRemovePreprocessor.remove_cell_tags = {"papermill-error-cell-tag", "injected-parameters", "parameters",
+                                                     "setup"}
+    config.ExtractOutputPreprocessor.output_filename_template = name + "_{index}{extension}"
+    body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
+    return body, resources["outputs"]
+
+
+def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, of: None) -> bool:
+    """Runs one audit and writes its document into `folder`; whether the notebook passed."""
+    import nbformat
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    os.environ["BI_AUDIT_OUT"] = str(partial.resolve())
+    target = partial / "notebook.ipynb"
+    total = len(json.loads(audit.notebook.read_text(encoding="utf-8"))["cells"])
+    error = ""
+    try:
+        papermill.execute_notebook(str(audit.notebook), str(target), parameters, kernel_name=KERNEL, progress_bar=False,
+                                   on_cell_start=lambda cell, cell_index: progress(cell_index, total))
+    except PapermillExecutionError as failed:
+        error = f"{failed.ename}: {failed.evalue}"
+    except Exception as failed:  # the kernel died: what it had recorded is on disk
+        error = f"{type(failed).__name__}: {failed}"
+    if target.exists():
+        notebook = nbformat.read(target, as_version=4)
+        clean(notebook)
+        nbformat.write(notebook, target)
+        body, figures = document(notebook, audit.name)
+        for name, data in figures.items():
+            (partial / name).write_bytes(data)
+    else:
+        body = f"# {audit.title}\n"
+    verdicts = partial / "verdicts.json"
+    rows = json.loads(verdicts.read_text(encoding="utf-8")) if verdicts.exists() else []
+    if error and not _needs_fix(rows):
+        from bi_kernels.audit.judge import NEEDS_FIX, Row
+        rows.append(Row(audit.name, "", "", parameters.get("candidate", ""), "", "", "", "", "", "", 0, NEEDS_FIX,
+                        detail=f"the notebook stopped: {error.splitlines()[0]}").json())
+    write_rows(verdicts, rows)
+    if error:
+        body += f"\n\n**The audit stopped here:** `{error.splitlines()[0][:300]}`\n"
+    (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return not error and not _needs_fix(rows)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    text = ",\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+
+
+def _needs_fix(rows: list[dict]) -> list[dict]:
+    return [r for r in rows if (not r["caught"] if r["control"] else r["verdict"] == "needs-fix")]
+
+
+def collect(folder: Path) -> list[dict]:
+    """The rows of every document in `folder`, also written to its verdicts.json."""
+    rows = [r for path in sorted(folder.glob("*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))]
+    write_rows(folder / "verdicts.json", rows)
+    return rows
+
+
+def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Console) -> bool:
+    """Runs audits, `jobs` at a time, each in a process of its own; whether all passed."""
+    every, results, children = audits(), {}, []
+    columns = TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn(
+        "{task.fields[word]}")
+    with Progress(*columns, console=console) as progress:
+        tasks = {name: progress.add_task(name, total=None, word="waiting") for name in names}
+
+        def one(name: str) -> None:
+            order = json.dumps({"audit": name, "parameters": parameters, "folder": str(out / name)})
+            child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.runner", order], stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE, text=True)
+            children.append(child)
+            errors: list[str] = []
+            reader = threading.Thread(target=lambda: errors.extend(child.stderr), daemon=True)
+            reader.start()
+            for line in child.stdout:
+                if line.startswith("cell "):
+                    done, of = map(int, line.split()[1:])
+                    progress.update(tasks[name], completed=done, total=of, word="running")
+            results[name] = child.wait() == 0
+            reader.join(timeout=5)
+            if child.returncode not in (0, 1):
+                console.print("".join(errors[-15:]), markup=False, highlight=False)
+            total = next(t.total for t in progress.tasks if t.id == tasks[name]) or 1
+            progress.update(tasks[name], completed=total, total=total,
+                            word="[green]pass[/]" if results[name] else "[red]needs-fix[/]")
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                list(pool.map(one, names))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in children:
+                    child.send_signal(signal.SIGTERM)
+                raise
+    return all(results.get(name) for name in names)
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
+    ok = execute(audits()[task["audit"]], task["parameters"], Path(task["folder"]),
+                 lambda done, of: print("cell", done, of, flush=True))
+    raise SystemExit(0 if ok else 1)

@@ -1,0 +1,159 @@
+"""Tables, figures and the verdict bundle of the notebooks."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from IPython.display import Markdown
+from matplotlib.colors import LogNorm
+
+from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
+
+RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract")
+MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
+plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
+                     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.spines.top": False,
+                     "axes.spines.right": False, "image.cmap": "viridis"})
+
+
+class Bundle:
+    """A table for people and the same as JSON for programs, in one output."""
+
+    def __init__(self, markdown: str, data: object, mime: str):
+        self.markdown, self.data, self.mime = markdown, data, mime
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/markdown": self.markdown, "text/plain": self.markdown, self.mime: self.data}
+
+
+def table(frame: pd.DataFrame | Sequence[dict], index: bool = False) -> Markdown:
+    return Markdown(pd.DataFrame(frame).to_markdown(index=index, disable_numparse=True))
+
+
+def facts(fields: dict[str, str]) -> Markdown:
+    return table([{"": k, "value": v} for k, v in fields.items()])
+
+
+def worst(rows: Sequence[Row]) -> str:
+    """needs-fix if any row is, else unsupported if any is, else pass; '' if there is none."""
+    found = {r.verdict for r in rows}
+    return next((v for v in (NEEDS_FIX, UNSUPPORTED, PASS) if v in found), "")
+
+
+def label(r: Row) -> str:
+    return f"{r.op} {r.case}".strip()
+
+
+def by_op(rows: Sequence[Row]) -> Markdown:
+    """Op × dtype: the verdict of each relation, checks run, elements compared, and the largest share of the bound."""
+    groups: dict[tuple, list[Row]] = {}
+    for r in rows:
+        if not r.control:
+            groups.setdefault((label(r), r.dtype), []).append(r)
+    lines = []
+    for (op, dtype), mine in groups.items():
+        shares = [r.threshold_share for r in mine if r.threshold_share is not None]
+        lines.append({"op": op, "dtype": dtype} | {
+            k: MARK[worst([r for r in mine if r.relation == k])] for k in RELATIONS if any(x.relation == k for x in rows)
+        } | {"checks": len(mine), "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of "
+             f"{sum(r.elements or 0 for r in mine):,}",
+             "error / bound": ("inf" if "inf" in shares else f"{max(shares):.2f}") if shares else "–"})
+    return table(lines)
+
+
+def controls(rows: Sequence[Row]) -> Markdown:
+    mine = [r for r in rows if r.control]
+    head = f"**{sum(bool(r.caught) for r in mine)} of {len(mine)} controls caught.**\n\n"
+    return Markdown(head + table([{
+        "control": r.candidate, "op": label(r), "dtype": r.dtype, "flagged by": r.relation,
+        "caught": "✅" if r.caught else "❌ missed",
+        "where": f"{r.layout}, M = {r.rows}, {r.inputs}", "elements": f"{r.mismatches} of {r.elements}",
+        "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
+        "first at": r.first_index} for r in mine]).data)
+
+
+def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
+    """The drift report: every row that needs a fix, with its shape, count, sizes, first index and reproducer."""
+    mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
+    if not mine:
+        return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")
+    more = f"\n\n{len(mine) - most} more in verdicts.json." if len(mine) > most else ""
+    return Markdown(table([{
+        "op": label(r), "dtype": r.dtype, "relation": r.relation, "layout": r.layout, "M": r.rows, "inputs": r.inputs,
+        "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}", "max abs": _number(r.max_abs),
+        "max rel": _number(r.max_rel), "max ULP": r.max_ulp, "first at": r.first_index, "reproduce": f"`{r.repro}`",
+        "detail": r.detail} for r in mine[:most]]).data + more)
+
+
+def _number(x) -> str:
+    return "–" if x is None else str(x) if isinstance(x, str) else f"{x:.3g}"
+
+
+def verdict(session) -> Bundle:
+    """Op × relation over all dtypes, the controls, and the one word; no number that could change between runs."""
+    from bi_kernels.audit.session import MIME
+    rows = session.rows
+    ops = list(dict.fromkeys(r.op for r in rows if not r.control))
+    relations = [k for k in RELATIONS if any(r.relation == k and not r.control for r in rows)]
+    mine = {op: {k: worst([r for r in rows if r.op == op and r.relation == k and not r.control]) for k in relations}
+            for op in ops}
+    caught = [r for r in rows if r.control and r.caught]
+    missed = [r.candidate for r in rows if r.control and not r.caught]
+    word = PASS if session.passed else NEEDS_FIX
+    data = {"audit": session.audit, "candidate": session.candidate.spec, "device": session.device_label,
+            "dtypes": session.dtypes, "verdict": word, "ops": mine,
+            "controls": {"caught": len(caught), "total": len(caught) + len(missed), "missed": missed}}
+    lines = [{"op": op} | {k: MARK[v] for k, v in mine[op].items()} for op in ops]
+    where = "on Triton's interpreter; no statement about a GPU" if session.device_label == "interpreter" else (
+        f"on {session.device_label}")
+    text = (f"### Verdict: {MARK[word]}\n\n`{session.candidate.spec}`, {', '.join(session.dtypes)}, {where}. "
+            f"Controls caught: {len(caught)} of {len(caught) + len(missed)}.\n\n" + table(lines).data)
+    return Bundle(text, data, MIME)
+
+
+def heat(values: dict[str, dict[str, float]], title: str, unit: str, zero: str = "0", missing: str = "") -> plt.Figure:
+    """Rows × columns of non-negative numbers on a logarithmic scale; zeros are pale and say so."""
+    frame = pd.DataFrame(values).T
+    data = frame.to_numpy(dtype=float)
+    figure, ax = plt.subplots(figsize=(max(5.0, 1.8 + 0.42 * data.shape[1]), max(1.6, 0.8 + 0.3 * data.shape[0])))
+    positive = np.ma.masked_where(~(data > 0), data)
+    ax.set_facecolor("#eef2f4")
+    if positive.count():
+        norm = LogNorm(vmin=min(1.0, float(positive.min())), vmax=max(10.0, float(positive.max())))
+        mesh = ax.pcolormesh(positive, norm=norm, edgecolor="white", linewidth=1, cmap="viridis_r")
+        figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
+    for i in range(data.shape[0]):
+        for j in range(data.shape[1]):
+            v = data[i, j]
+            text = missing if np.isnan(v) else zero if v == 0 else f"{v:.3g}" if v < 1000 else f"{v / 1000:.3g}k"
+            dark = positive.count() and v > 0 and norm(v) > 0.45
+            ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
+    ax.set_xticks(np.arange(data.shape[1]) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
+    ax.set_yticks(np.arange(data.shape[0]) + 0.5, frame.index)
+    ax.invert_yaxis()
+    ax.tick_params(length=0)
+    ax.set_title(title)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def ratio_lines(ratios: dict[str, dict[int, float]], title: str, ylabel: str, limits: dict[str, float]) -> plt.Figure:
+    """Ratios to a peer by row count, one line a series, with the limits drawn in."""
+    figure, ax = plt.subplots(figsize=(8.5, 4.2))
+    styles = iter([("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v")] * 3)
+    for name, series in ratios.items():
+        fixed = name.startswith("fixed")
+        color, marker = ("#888888", "x") if fixed else next(styles)
+        ax.plot([str(m) for m in series], list(series.values()), marker=marker, color=color, label=name,
+                linewidth=1 if fixed else 1.6, linestyle=":" if fixed else "-", markersize=5)
+    for text, y in limits.items():
+        ax.axhline(y, color="black" if y == 1 else "#D55E00", linewidth=0.9, linestyle="-" if y == 1 else "--")
+        ax.annotate(text, (1, y), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
+                    va="center", fontsize=8)
+    ax.set(xlabel="M (rows)", ylabel=ylabel, title=title)
+    ax.legend(frameon=False, ncols=2, fontsize=8)
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,306 @@
+"""The interpreter gives the bits that an H200 (sm_90) gave, or raises.
+
+golden/interpreter_sm90.npz holds what the GPU answered; the answers of mma.sync and wgmma were the same in every
+element, so one array stands for both.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime import interpreter as stock
+from triton.runtime.errors import InterpreterError
+
+from bi_kernels import interpreter
+
+pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
+interpreter.install()
+
+GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "interpreter_sm90.npz"))
+INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def keys(*prefixes: str, outputs=("out", )) -> list[str]:
+    """The keys of what the GPU answered: everything but the inputs, or only what is named so."""
+    found = [k for k in GOLDEN if k.startswith(prefixes) and k.split("/")[-1] not in ("a", "b", "c")]
+    return [k for k in found if not outputs or k.split("/")[-1] in outputs]
+
+
+def golden(key: str, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(GOLDEN[key]).view(getattr(torch, dtype))
+
+
+def bits(t: torch.Tensor) -> np.ndarray:
+    return t.contiguous().view(INT[t.element_size()]).numpy()
+
+
+def assert_bits(actual: torch.Tensor, expected, *inputs: torch.Tensor):
+    actual, expected = bits(actual).ravel(), np.asarray(expected).ravel()
+    wrong = np.flatnonzero(actual != expected)
+    size = 8 * actual.itemsize
+    hex_ = lambda x: f"{int(x) % 2**size:#x}"
+    at = wrong[:5]
+    assert not len(wrong), f"{len(wrong)} of {len(actual)} differ: {[hex_(x) for x in actual[at]]} instead of " \
+                           f"{[hex_(x) for x in expected[at]]}, inputs {[t.ravel()[at].tolist() for t in inputs]}"
+
+
+@triton.jit
+def dot(a, b, c, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
+    at = tl.program_id(0) * M * N + m[:, None] * N + n[None, :]
+    acc = tl.load(c + at)
+    for start in range(0, K, STEP):
+        x = tl.load(a + tl.program_id(0) * M * K + m[:, None] * K + (start + k)[None, :])
+        y = tl.load(b + tl.program_id(0) * K * N + (start + k)[:, None] * N + n[None, :])
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    tl.store(out + at, acc)
+
+
+def run_dot(a, b, c, step=None, precision=None):
+    out = torch.empty_like(c)
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    dot[(c.numel() // (M * N), )](a, b, c, out, M=M, N=N, K=K, STEP=step or K, PRECISION=precision)
+    return out
+
+
+@triton.jit
+def elementwise(a, b, c, out, n, OP: tl.constexpr):
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    x, y, z = tl.load(a + at, mask=at < n), tl.load(b + at, mask=at < n), tl.load(c + at, mask=at < n)
+    if OP == "add":
+        r = x + y
+    elif OP == "sub":
+        r = x - y
+    elif OP == "mul":
+        r = x * y
+    elif OP == "div":
+        r = tl.div_rn(x, y)
+    elif OP == "maximum":
+        r = tl.maximum(x, y)
+    elif OP == "minimum":
+        r = tl.minimum(x, y)
+    elif OP == "maximum_nan":
+        r = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "minimum_nan":
+        r = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "neg":
+        r = -x
+    elif OP == "abs":
+        r = tl.abs(x)
+    elif OP == "fma":
+        r = tl.fma(x, y, z)
+    elif OP == "clamp":
+        r = tl.clamp(x, y, z)
+    elif OP == "clamp_nan":
+        r = tl.clamp(x, y, z, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "less":
+        r = tl.where(x < y, 1.0, 0.0).to(x.dtype)
+    elif OP == "constant":
+        r = x * 0 + 1.7
+    elif OP == "sum":
+        r = x + tl.sum(x)
+    elif OP == "max":
+        r = x * 0 + tl.max(x).to(x.dtype)
+    elif OP == "cumsum":
+        r = tl.associative_scan(x, 0, _add)
+    elif OP == "exp":
+        r = tl.exp(x)
+    elif OP == "atomic_add":
+        r = tl.atomic_add(out + at, x)
+    elif OP == "fp8":
+        r = x.to(tl.float8e5)
+    tl.store(out + at, r, mask=at < n)
+
+
+@triton.jit
+def _add(x, y):
+    return x + y
+
+
+@triton.jit
+def cast(a, out, n, ROUNDING: tl.constexpr):
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    x = tl.load(a + at, mask=at < n)
+    tl.store(out + at, x.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=at < n)
+
+
+@triton.jit
+def store(a, out, n):
+    at = tl.program_id(0) * 256 + tl.arange(0, 256)
+    tl.store(out + at, tl.load(a + at, mask=at < n), mask=at < n)
+
+
+def run_elementwise(op, a, b=None, c=None):
+    out = torch.empty_like(a)
+    elementwise[(triton.cdiv(a.numel(), 256), )](a, a if b is None else b, a if c is None else c, out, a.numel(), OP=op)
+    return out
+
+
+def run_cast(a, dtype, rounding=None):
+    out = torch.empty(a.shape, dtype=dtype)
+    cast[(triton.cdiv(a.numel(), 256), )](a, out, a.numel(), ROUNDING=rounding)
+    return out
+
+
+def run_mma(key: str) -> tuple[torch.Tensor, np.ndarray]:
+    _, dtype, family, _ = key.split("/")
+    a, b, c = (golden(f"mma/{dtype}/{family}/{t}", d) for t, d in (("a", dtype), ("b", dtype), ("c", "float32")))
+    return run_dot(a, b, c), GOLDEN[key]
+
+
+def test_golden_data_covers_both_instructions_and_types():
+    assert list(GOLDEN["instructions"]) == ["mma.sync", "wgmma"]
+    families = {dtype: {k.split("/")[2] for k in keys(f"mma/{dtype}")} for dtype in ("bfloat16", "float16")}
+    assert len(families["float16"]) >= 19 and len(families["bfloat16"] - families["float16"]) == 4
+
+
+@pytest.mark.parametrize("key", keys("mma/"))
+def test_dot_is_the_tensor_core(key):
+    actual, expected = run_mma(key)
+    assert_bits(actual, expected)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("SLAB", 8), ("SLAB", 4), ("FRACTION", 24), ("FRACTION", 26), ("LOWEST_E", -132), ("LOWEST_E", -134),
+    ("LOWEST_E", -300), ("_to_fp32_toward_zero", lambda x: x.astype(np.float32)),
+    ("_canonical", lambda x: x), ("_exponents", lambda x, lowest: np.where(x == 0, -10000, np.frexp(x)[1] - 1)),
+])
+def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
+    monkeypatch.setattr(interpreter, name, value)
+    assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
+
+
+@pytest.mark.parametrize("key", keys("dot_fp32/"))
+def test_fp32_dot_is_a_chain_of_fmas(key):
+    a, b, c = (golden(key.replace("out", t), "float32") for t in "abc")
+    assert_bits(run_dot(a, b, c, precision="ieee"), GOLDEN[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_the_order_of_slabs_matters(dtype):
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(32, 64, generator=g).to(dtype), torch.randn(64, 32, generator=g).to(dtype)
+    c = torch.randn(32, 32, generator=g)
+    whole = run_dot(a, b, c)
+    assert_bits(run_dot(a, b, c, step=16), bits(whole))
+    inside = torch.cat([16 * s + torch.randperm(16, generator=g) for s in range(4)])
+    assert_bits(run_dot(a[:, inside].contiguous(), b[inside].contiguous(), c), bits(whole))
+    across = torch.arange(64).roll(8)
+    assert (bits(run_dot(a[:, across].contiguous(), b[across].contiguous(), c)) != bits(whole)).any()
+
+
+def test_padding_with_zeros_changes_nothing():
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(32, 24, generator=g), torch.randn(24, 32, generator=g)
+    a, b, c = a.bfloat16(), b.bfloat16(), torch.randn(32, 32, generator=g)
+    want = interpreter.mma(a.float().numpy(), b.float().numpy(), c.numpy(), -126)
+    a, b = torch.nn.functional.pad(a, (0, 8)), torch.nn.functional.pad(b, (0, 0, 0, 8))
+    assert_bits(run_dot(a, b, c), want.view(np.int32))
+    a[3:], b[:, 5] = 0, -0.0
+    out = run_dot(a, b, c)
+    assert_bits(out[:3, :5], want.view(np.int32)[:3, :5])
+    assert_bits(out[3:], bits(c[3:]))
+
+
+@triton.jit
+def batched_dot(a, b, out, ACC: tl.constexpr):
+    s, i = tl.arange(0, 2), tl.arange(0, 16)
+    at = s[:, None, None] * 256 + i[None, :, None] * 16 + i[None, None, :]
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at), out_dtype=ACC))
+
+
+def test_batched_dot_is_a_dot_for_each():
+    a, b = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.empty(2, 16, 16)
+    batched_dot[(1, )](a, b, out, ACC=tl.float32)
+    assert_bits(out, bits(run_dot(a, b, torch.zeros(2, 16, 16))))
+
+
+@pytest.mark.parametrize("key", keys("binary/", "ternary/", outputs=()))
+def test_arithmetic(key):
+    group, dtype, op = key.split("/")
+    inputs = [golden(f"{group}/{dtype}/{t}", dtype) for t in ("ab" if group == "binary" else "abc")]
+    assert_bits(run_elementwise(op, *inputs), GOLDEN[key], *inputs)
+
+
+@pytest.mark.parametrize("key", keys("cast/"))
+def test_casts(key):
+    _, source, target, _ = key.split("/")
+    target, _, rounding = target.partition("_")
+    a = golden(key.replace("/out", "/a"), source)
+    assert_bits(run_cast(a, getattr(torch, target), rounding or None), GOLDEN[key], a)
+    if not rounding:
+        implicit = torch.empty(a.shape, dtype=getattr(torch, target))
+        store[(triton.cdiv(a.numel(), 256), )](a, implicit, a.numel())
+        assert_bits(implicit, GOLDEN[key], a)
+
+
+def assert_rounds_like_torch(x: torch.Tensor):
+    x = x[~x.isnan()]
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    store[(triton.cdiv(x.numel(), 256), )](x, out, x.numel())
+    assert_bits(out, bits(x.bfloat16()), x)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.binary(min_size=1024, max_size=4096).filter(lambda b: len(b) % 4 == 0))
+def test_rounding_to_bf16(raw):
+    assert_rounds_like_torch(torch.frombuffer(bytearray(raw), dtype=torch.float32))
+
+
+def test_rounding_to_bf16_around_every_tie():
+    top = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    around = top + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    assert_rounds_like_torch(torch.from_numpy(around.ravel().view(np.float32)))
+
+
+def test_bf16_comparison_constant_maximum_and_clamp():
+    x = torch.tensor([-2.0, 1.0, -0.0, float("nan"), 3.0, -1.0, -3.0, 0.5]).bfloat16()
+    y = torch.tensor([-1.0, -1.0, 0.0, 1.0, float("inf"), -1.0, 2.0, 0.75]).bfloat16()
+    assert_bits(run_elementwise("less", x, y), bits((x < y).bfloat16()))
+    y = y[:3]
+    assert_bits(run_elementwise("constant", y), bits(torch.full_like(y, 1.7)))
+    assert_bits(run_elementwise("max", y), bits(torch.full_like(y, 0.0)))
+    low, high = torch.full_like(x, -1.5), torch.full_like(x, 1.5)
+    clamped = x.clamp(-1.5, 1.5)
+    assert_bits(run_elementwise("clamp_nan", x, low, high).nan_to_num(9.0), bits(clamped.nan_to_num(9.0)))
+    assert_bits(run_elementwise("clamp", x, low, high), bits(clamped.nan_to_num(-1.5)))
+
+
+BF16, FP32 = torch.ones(256, dtype=torch.bfloat16), torch.ones(256)
+
+
+@pytest.mark.parametrize("refused, reason", [
+    (lambda: run_elementwise("sum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
+    (lambda: run_elementwise("cumsum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
+    (lambda: run_elementwise("atomic_add", BF16), "atomic operation on bf16 .* cast to fp32 first"),
+    (lambda: run_elementwise("exp", BF16), "Expected dtype .* but got bf16"),
+    (lambda: run_elementwise("fp8", FP32), "a cast to fp8e5 is not supported"),
+    (lambda: run_cast(FP32.double(), torch.bfloat16, "rtz"), "a cast from fp64 to bf16 toward zero"),
+    (lambda: run_dot(*FP32.view(1, 16, 16).expand(3, 16, 16).contiguous()), 'pass input_precision="ieee"'),
+    (lambda: batched_dot[(1, )](*torch.ones(3, 2, 16, 16).half(), ACC=tl.float16), "accumulates in fp32, not in fp16"),
+], ids=lambda x: x.split(" .*")[0] if isinstance(x, str) else "")
+def test_what_is_not_right_raises(refused, reason):
+    with pytest.raises(InterpreterError, match=reason):
+        refused()
+
+
+def test_install_is_idempotent_and_leaves_triton_language_alone():
+    before = stock.GridExecutor.__call__, stock._patch_lang, stock.ReduceScanOpInterface.check_tensor
+    interpreter.install()
+    assert before == (stock.GridExecutor.__call__, stock._patch_lang, stock.ReduceScanOpInterface.check_tensor)
+    run_elementwise("add", BF16)
+    assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.to)
+
+
+def test_install_refuses_other_versions(monkeypatch):
+    monkeypatch.setattr(stock.interpreter_builder, "__class__", stock.InterpreterBuilder)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    with pytest.raises(RuntimeError, match="checked with 3.7.1, but this is Triton 3.9.0"):
+        interpreter.install()
+    assert type(stock.interpreter_builder) is stock.InterpreterBuilder
