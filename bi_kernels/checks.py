@@ -1,6 +1,7 @@
 """Argument checks that every op shares: one sentence naming the op, the argument, its value and what is allowed."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -40,7 +41,7 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
 
 
-class ForwardOnly(torch.autograd.Function):
+class _ForwardOnly(torch.autograd.Function):
     """The autograd rung of an op whose backward is not written: a gradient is refused, never silently missing."""
 
     @staticmethod
@@ -51,3 +52,15 @@ class ForwardOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(f"{ctx.name}: the backward is not implemented yet; call it under torch.no_grad()")
+
+
+def apply(op: str, launch: Callable, opaque: Callable, *args) -> torch.Tensor:
+    """Calls an op's launcher: directly, or under torch.compile as the custom op `opaque`.
+
+    The compiler sees no launch through a custom op, so it cannot freeze the tile of the traced M; eager code does not
+    pay the dispatcher's 25 µs.
+    """
+    call = opaque if torch.compiler.is_compiling() else launch
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        return _ForwardOnly.apply(op, call, *args)
+    return call(*args)

@@ -32,13 +32,13 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def bound(op: str, dtype: torch.dtype, reference: torch.Tensor, magnitude: torch.Tensor, n: int = 1) -> torch.Tensor:
-    """The elementwise error bound u |y64| + c S + tiny of `op` for an output of `dtype` (fp64, like `reference`).
+    """The elementwise error bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like `reference`).
 
     magnitude: the op's S of the contract; n: the length of the reduction.
     """
     row, c = CONTRACT["dtypes"][dtype_name(dtype)], CONTRACT["ops"][op]["c"]
     factor = evaluate(c.get(dtype_name(dtype), c.get("any")), n=n)
-    return 2.0**-row["p"] * reference.abs() + factor * magnitude + evaluate(row["tiny"])
+    return 2.0**-row["p"] * reference.abs() + factor * (magnitude + 2.0**-126) + evaluate(row["tiny"])
 
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.checks import ForwardOnly, check, check_shape
+from bi_kernels.checks import apply, check, check_shape
 from bi_kernels.contract import DTYPES
 
 BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16
@@ -46,7 +46,6 @@ def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: t
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("bi_kernels::elementwise", mutates_args=())
 def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float, dtype: torch.dtype) -> torch.Tensor:
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)
@@ -57,14 +56,17 @@ def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float,
     return y
 
 
-@_launch.register_fake
+_opaque = torch.library.custom_op("bi_kernels::elementwise", _launch, mutates_args=())
+
+
+@_opaque.register_fake
 def _(op, x, other, factor, dtype):
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _apply(op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0,
            dtype: torch.dtype | None = None) -> torch.Tensor:
-    return ForwardOnly.apply(op, _launch, op, x, other, factor, dtype or x.dtype)
+    return apply(op, _launch, _opaque, op, x, other, factor, dtype or x.dtype)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import ForwardOnly, check, check_shape
+from bi_kernels.checks import apply, check, check_shape
 
 
 class Tile(NamedTuple):
@@ -154,7 +154,6 @@ def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
     return next(tile for rows, narrow, tile in TILES if M <= rows and N <= narrow)
 
 
-@torch.library.custom_op("bi_kernels::gemm", mutates_args=())
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     (M, K), N = x.shape, w.shape[0]
     if M == 0 or N == 0:
@@ -164,7 +163,10 @@ def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.
     return launch(x, w, bias, tile_for(M, N, K, x.dtype))
 
 
-@_gemm.register_fake
+_opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
+
+
+@_opaque.register_fake
 def _(x, w, bias):
     return x.new_empty(x.shape[0], w.shape[0])
 
@@ -183,7 +185,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                          f"{tuple(weight.shape)}")
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
-    y = ForwardOnly.apply("linear", _gemm, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
+    y = apply("linear", _gemm, _opaque, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.checks import ForwardOnly, check, check_shape
+from bi_kernels.checks import apply, check, check_shape
 
 BLOCK_R, WARPS = 32, 4
 
@@ -22,8 +22,8 @@ class RopeTable(NamedTuple):
 
 
 @triton.jit
-def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, STEP: tl.constexpr, BLOCK_R: tl.constexpr,
-                 BLOCK_D: tl.constexpr):
+def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTERLEAVED: tl.constexpr,
+                 BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (i < half)[None, :]
@@ -33,32 +33,36 @@ def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, STEP:
     angle = position[:, None] * half + i[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan"))
     s = tl.load(sin + angle, mask=known, other=float("nan"))
-    if STEP == 1:
-        first, second = i, i + half
+    if INTERLEAVED:  # one contiguous access to both halves of every pair
+        both = row[:, None] * (2 * half) + tl.arange(0, 2 * BLOCK_D)[None, :]
+        pairs = (row < rows)[:, None] & (tl.arange(0, 2 * BLOCK_D) < 2 * half)[None, :]
+        x1, x2 = tl.load(x + both, mask=pairs, other=0.0).to(tl.float32).reshape(BLOCK_R, BLOCK_D, 2).split()
+        z = tl.join(x1 * c - x2 * s, x2 * c + x1 * s).reshape(BLOCK_R, 2 * BLOCK_D)
+        tl.store(y + both, z.to(y.dtype.element_ty), mask=pairs)
     else:
-        first, second = 2 * i, 2 * i + 1
-    at = row[:, None] * (2 * half)
-    x1 = tl.load(x + at + first[None, :], mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + at + second[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at + first[None, :], (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(y + at + second[None, :], (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
+        at = row[:, None] * (2 * half) + i[None, :]
+        x1 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + at, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("bi_kernels::rope", mutates_args=())
-def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
-            interleaved: bool) -> torch.Tensor:
+def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
     x, positions = x.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     heads, dim = x.shape[-2:]
     rows = positions.numel() * heads
     if x.numel():
         _rope_kernel[(triton.cdiv(rows, BLOCK_R), )](
-            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], STEP=2 if interleaved else 1,
+            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], INTERLEAVED=interleaved,
             BLOCK_R=BLOCK_R, BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
     return y
 
 
-@_launch.register_fake
+_opaque = torch.library.custom_op("bi_kernels::rope", _launch, mutates_args=())
+
+
+@_opaque.register_fake
 def _(x, cos, sin, positions, interleaved):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -115,4 +119,4 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
         raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
     if positions.shape != x.shape[:-2]:
         positions = positions.expand(x.shape[:-2])
-    return ForwardOnly.apply("rope", _launch, x, table.cos, table.sin, positions, interleaved)
+    return apply("rope", _launch, _opaque, x, table.cos, table.sin, positions, interleaved)
