@@ -34,12 +34,21 @@ class Tile(NamedTuple):
 
 FP32_TILE = Tile(64, 64, 32, 4, 3)
 
-# (M at most, N at most, tile)
+# Found by tools/tune_gemm.py on an H200. (M at most, ((N at most, tile), ...)): a narrow product needs small tiles to
+# reach every multiprocessor, a wide one large tiles to stay off the L2 cache.
 ANY = 2**63
 TILES = (
-    (16, 40960, Tile(16, 64, 256, 4, 4, swap=True)),
-    (16, ANY, Tile(16, 128, 128, 4, 5, swap=True)),
-    (ANY, ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)),
+    (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)), )),
+    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4)))),
+    (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
+           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)), (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
+    (256, ((4096, Tile(128, 64, 64, 4, 8)), (8192, Tile(64, 128, 64, 4, 6, extra_n=64)),
+           (40960, Tile(128, 128, 64, 8, 5, persistent=1, group=2)),
+           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)))),
+    (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
+            (8192, Tile(128, 128, 64, 8, 5, persistent=1)),
+            (ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True, group=16)))),
+    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True, group=16)), )),
 )
 
 
@@ -151,7 +160,13 @@ def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
     """The table's tile for a product of this size."""
     if dtype == torch.float32:
         return FP32_TILE
-    return next(tile for rows, narrow, tile in TILES if M <= rows and N <= narrow)
+    row = next(row for rows, row in TILES if M <= rows)
+    return next(tile for columns, tile in row if N <= columns)
+
+
+def tiles(dtype: torch.dtype) -> list[Tile]:
+    """Every tile that the table holds for a dtype."""
+    return [FP32_TILE] if dtype == torch.float32 else list(dict.fromkeys(tile for _, row in TILES for _, tile in row))
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
