@@ -42,13 +42,15 @@ TILES = (
     (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4)))),
     (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
            (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)), (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
-    (256, ((4096, Tile(128, 64, 64, 4, 8)), (8192, Tile(64, 128, 64, 4, 6, extra_n=64)),
-           (40960, Tile(128, 128, 64, 8, 5, persistent=1, group=2)),
-           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)))),
+    (256, ((4096, Tile(128, 64, 64, 4, 8)), (8192, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
+           (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
+           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)))),
+    (512, ((4096, Tile(128, 128, 64, 8, 5, persistent=1)), (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
+           (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)))),
     (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
-            (8192, Tile(128, 128, 64, 8, 5, persistent=1)),
-            (ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True, group=16)))),
-    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True, group=16)), )),
+            (8192, Tile(128, 128, 64, 4, 4, persistent=1)),
+            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
+    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)), )),
 )
 
 
@@ -114,46 +116,47 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _descriptor(t: torch.Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
-    """A descriptor that yields rows×cols blocks of `t`, and whether they come out transposed."""
-    transposed = t.stride(-1) != 1
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
+    """A descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
     if transposed:
         t, rows, cols = t.t(), cols, rows
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols]), transposed
+    return TensorDescriptor(t, t.shape, t.stride(), [rows, cols])
 
 
 def _tma_ready(t: torch.Tensor) -> torch.Tensor:
     """`t` itself, or a copy, such that one stride is 1, the other a multiple of 16 bytes, the base 16-byte aligned."""
     unit = 16 // t.element_size()
-    for fast, slow in ((1, 0), (0, 1)):
-        if t.stride(fast) == 1 and t.stride(slow) % unit == 0 and t.stride(slow) >= t.shape[fast] and t.data_ptr() % 16 == 0:
-            return t
-    rows, cols = t.shape
-    copy = t.new_empty(rows, triton.cdiv(cols, unit) * unit)[:, :cols]
-    return copy.copy_(t)
+    (rows, cols), (slow, fast) = t.shape, t.stride()
+    if t.data_ptr() % 16 == 0 and (fast == 1 and slow % unit == 0 and slow >= cols
+                                   or slow == 1 and fast % unit == 0 and fast >= rows):
+        return t
+    return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
 
 
 def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile,
            out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless out_dtype is given."""
-    M, K = x.shape
-    N = w.shape[0]
+    (M, K), N = x.shape, w.shape[0]
     out_dtype = out_dtype or x.dtype
     unit = 16 // out_dtype.itemsize
-    y = x.new_empty(M, triton.cdiv(N, unit) * unit, dtype=out_dtype)[:, :N]
+    y = x.new_empty((M, N) if N % unit == 0 else (M, _ceil(N, unit) * unit), dtype=out_dtype)
     x, w = _tma_ready(x), _tma_ready(w)
-    x_desc, x_t = _descriptor(x, tile.m, tile.k)
-    w_desc, w_t = _descriptor(w, tile.n, tile.k)
-    w_extra = _descriptor(w, tile.extra_n, tile.k)[0] if tile.extra_n else w_desc
-    y_desc, _ = _descriptor(y, tile.m, tile.n // 2 if tile.extra_n or tile.halves else tile.n)
-    tiles = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n + tile.extra_n)
-    grid = min(tiles, tile.persistent * _multiprocessors(x.device)) if tile.persistent else tiles
+    x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
+    halves = tile.halves or tile.extra_n > 0
+    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
+    if tile.persistent:
+        grid = min(grid, tile.persistent * _multiprocessors(x.device))
     _gemm_kernel[(grid, )](
-        x_desc, w_desc, w_extra, y_desc, bias, M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n,
-        BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap,
-        HALVES=tile.halves or tile.extra_n > 0, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages)
-    return y.contiguous()
+        _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
+        _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
+        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), bias, M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n,
+        EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap, HALVES=halves,
+        FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages)
+    return y if N % unit == 0 else y[:, :N].contiguous()
 
 
 def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
@@ -200,6 +203,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                          f"{tuple(weight.shape)}")
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
+    if x.dim() == 2:
+        return apply("linear", _gemm, _opaque, x, weight, bias)
     y = apply("linear", _gemm, _opaque, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
