@@ -3,14 +3,16 @@
 - bf16 stays uint16 in memory; every cast, comparison and arithmetic operation on it goes through fp32.
 - `tl.dot` on bf16 and fp16 gives the bits that an H200 gave, through mma.sync and wgmma alike; on fp32 it is the chain
   of FMAs that Triton compiles for input_precision="ieee".
-- A NaN that arithmetic makes is the GPU's: 0x7fffffff in fp32, 0x7fff in fp16 and bf16.
+- A NaN that arithmetic or tl.sum makes is the GPU's: 0x7fffffff in fp32, 0x7fff in fp16 and bf16.
 - What is not right raises. Not made equal, because the GPU's own result depends on the layout or is an approximation:
   fp32 sums and scans, `/` (but `tl.div_rn` is), exp, log, rsqrt and their like. Nor is what the compiler rewrites:
-  it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into tl.dot(a, b, acc), so write the latter.
+  it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into tl.dot(a, b, acc), so write the latter; and it
+  clamps a NaN between a constant and its negative to either. Of +0 and -0, and of NaN alone, tl.max takes any.
 """
 
 import inspect
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import triton
@@ -42,9 +44,8 @@ def install() -> None:
         raise RuntimeError(f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
                            f"but this is Triton {triton.__version__}")
     stock.interpreter_builder.__class__ = Builder
-    stock.ReduceScanOpInterface.check_tensor = _check_reduced(stock.ReduceScanOpInterface.check_tensor)
-    stock.GridExecutor.__call__ = _launch(stock.GridExecutor.__call__)
-    stock._patch_lang = _once_a_launch(stock._patch_lang)
+    stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch
+    stock._patch_lang = lambda fn: stock._LangPatchScope()
     stock._patch_builtin = _patch_builtin
 
 
@@ -140,7 +141,7 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     `lowest` is the smallest normal exponent of the operands' format. For every slab of 16 k, in ascending order:
     e = the largest of -133, exponent(c) and exponent(a) + exponent(b) of the nonzero products; every product and c are
     truncated toward zero to a multiple of 2^(e - 25), added exactly, and converted to fp32 toward zero, a zero to +0.
-    Recorded on an H200 in 47 sets of inputs, from normal to nonfinite: 0 of 372,736 elements differ.
+    No element that an H200 gave differs: tools/record_golden.py has the inputs, from normal to nonfinite.
     """
     pad = ((0, -a.shape[1] % SLAB), (0, 0))
     a_t, b_k = np.ascontiguousarray(np.pad(a.T, pad)), np.ascontiguousarray(np.pad(b, pad))
@@ -295,49 +296,40 @@ class Builder(InterpreterBuilder):
         return TensorHandle(dot(a, b, c) if a.ndim == 2 else np.stack([dot(*t) for t in zip(a, b, c)]), tl.float32)
 
 
-def _check_reduced(check_tensor):
+class Checked:
 
-    def check(self, inputs):
+    def check_tensor(self, inputs):
         if any(getattr(t, "dtype", None) == tl.bfloat16 for t in inputs):
             _refuse("a reduction or scan of bf16")
-        check_tensor(self, inputs)
-
-    return check
+        super().check_tensor(inputs)
 
 
-_patched_in_this_launch = frozenset()
+class Scan(Checked, stock.ScanOps):
+    pass
 
 
-def _launch(call):
-    """Infinities and NaN are results like any other, so numpy does not warn of them."""
+class Reduce(Checked, stock.ReduceOps):
 
-    def launch(self, *args, **kwargs):
-        global _patched_in_this_launch
-        outer, _patched_in_this_launch = _patched_in_this_launch, frozenset()
+    def sum(self, input):
+        out = super().sum(input)
+        if out.handle.data.size < input.handle.data.size:  # one element alone is not added to anything
+            out.handle.data = _canonical(out.handle.data)
+        return out
+
+
+_patch_language = partial(stock._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+class Launch(stock.GridExecutor):
+    """Patches `triton.language` once; stock Triton does again at every call from one jit function to another."""
+
+    def __call__(self, *args, **kwargs):
+        scope = _patch_language()
         try:
-            with np.errstate(all="ignore"):
-                return call(self, *args, **kwargs)
+            with np.errstate(all="ignore"):  # infinities and NaN are results like any other
+                return super().__call__(*args, **kwargs)
         finally:
-            _patched_in_this_launch = outer
-
-    return launch
-
-
-def _once_a_launch(patch_lang):
-    """Stock Triton patches `triton.language` again at every call from one jit function to another."""
-
-    @cache
-    def languages(fn):
-        return frozenset(m.__name__ for m in (tl, tl.core) if any(v is m for v in fn.__globals__.values()))
-
-    def patch(fn):
-        global _patched_in_this_launch
-        if _patched_in_this_launch and languages(fn) <= _patched_in_this_launch:
-            return stock._LangPatchScope()
-        _patched_in_this_launch |= languages(fn)
-        return patch_lang(fn)
-
-    return patch
+            scope.restore()
 
 
 @cache

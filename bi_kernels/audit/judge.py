@@ -208,17 +208,18 @@ def invariance(subject: Subject, kinds: Sequence[str] = (SHARPEST, "nonfinite"),
     return rows
 
 
-def row_counts(subject: Subject, every_kind: bool = False, counts: Sequence[int] = ()) -> list[Row]:
+def row_counts(subject: Subject) -> list[Row]:
     """The first M rows in a call of their own against the same rows in the largest call, M over the contract's sweep.
 
-    On a GPU every M meets every family of inputs; on the interpreter the families take turns.
+    The families of inputs take turns; on a GPU every M meets the sharpest one besides.
     """
     rows = []
     n = subject.largest
     poisoned = torch.arange(n, device=subject.problem.device) % 5 == 3
     at = torch.arange(n, device=subject.problem.device)
-    for number, m in enumerate(counts or contract.rows(n)):
-        for kind in KINDS if every_kind else (KINDS[number % len(KINDS)], ):
+    always = {SHARPEST} if subject.problem.device.type == "cuda" else set()
+    for number, m in enumerate(contract.rows(n)):
+        for kind in sorted(always | {KINDS[number % len(KINDS)]}):
             try:
                 tokens, shared = subject.inputs(kind, n, poisoned)
                 key = ("all rows", kind)
@@ -323,10 +324,9 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     refused = supported(subject)
     if refused:
         return [refused]
-    on_gpu = subject.problem.device.type == "cuda"
     rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject)]
     subject.forget()
-    rows += row_counts(subject, every_kind=on_gpu)
+    rows += row_counts(subject)
     subject.forget()
     for kind in KINDS:
         try:

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbformat import from_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -49,7 +51,7 @@ def clean(notebook) -> None:
         for root in roots:
             text = text.replace(json.dumps(root)[1:-1], "…")
         if "outputs" in cell:
-            cell.outputs = [type(o)(o) if not isinstance(o, dict) else o for o in json.loads(text)]
+            cell.outputs = [from_dict(o) for o in json.loads(text)]
 
 
 def document(notebook, name: str) -> tuple[str, dict[str, bytes]]:
@@ -58,11 +60,10 @@ def document(notebook, name: str) -> tuple[str, dict[str, bytes]]:
     from traitlets.config import Config
     config = Config()
     config.MarkdownExporter.exclude_input = True
-    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor",
-                                             "nbconvert.preprocessors.ExtractOutputPreprocessor"]
+    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
     config.TagRemovePreprocessor.remove_cell_tags = {"papermill-error-cell-tag", "injected-parameters", "parameters",
                                                      "setup"}
-    config.ExtractOutputPreprocessor.output_filename_template = name + "_{index}{extension}"
+    config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
     body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
     return body, resources["outputs"]
 
@@ -121,7 +122,7 @@ def _needs_fix(rows: list[dict]) -> list[dict]:
 
 def collect(folder: Path) -> list[dict]:
     """The rows of every document in `folder`, also written to its verdicts.json."""
-    rows = [r for path in sorted(folder.glob("*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))]
+    rows = [r for path in sorted(folder.glob("[!.]*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))]
     write_rows(folder / "verdicts.json", rows)
     return rows
 
@@ -167,6 +168,10 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
-    ok = execute(audits()[task["audit"]], task["parameters"], Path(task["folder"]),
-                 lambda done, of: print("cell", done, of, flush=True))
+    try:
+        ok = execute(audits()[task["audit"]], task["parameters"], Path(task["folder"]),
+                     lambda done, of: print("cell", done, of, flush=True))
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(3) from None
     raise SystemExit(0 if ok else 1)

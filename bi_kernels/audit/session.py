@@ -123,9 +123,11 @@ class Session:
         self.add(added)
         return added
 
-    def add(self, rows) -> None:
-        """Records rows, and saves what there is so far."""
-        self.rows += [rows] if not isinstance(rows, list) else rows
+    def add(self, rows: list) -> None:
+        """Records rows as this audit's, and saves what there is so far."""
+        for row in rows:
+            row.audit = self.audit
+        self.rows += rows
         if self.out:
             text = ",\n".join(json.dumps(r.json(), ensure_ascii=False) for r in self.rows)
             (self.out / "verdicts.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
@@ -145,7 +147,7 @@ class Session:
                               self.device, self.parameters["seed"])
             s = j.Subject(problem, control.function, control.name, device_name(self.device))
             if control.relation == "invariance":
-                found = j.row_counts(s, every_kind=self.on_gpu) + j.invariance(
+                found = j.row_counts(s) + j.invariance(
                     s, only=("singles", "batch", "neighbours", "permuted", "decode"))
             elif control.relation == "determinism":
                 found = [j.determinism(s)]
@@ -153,7 +155,7 @@ class Session:
                 found = [j.accuracy(s, kind) for kind in ("normal", "wide")]
             s.forget()
             row = next((r for r in found if r.verdict == j.NEEDS_FIX), found[0])
-            row.audit, row.control, row.caught = self.audit, True, row.verdict == j.NEEDS_FIX
+            row.control, row.caught = True, row.verdict == j.NEEDS_FIX
             rows.append(row)
         self.add(rows)
         return rows

@@ -140,20 +140,23 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, zero: str =
     return figure
 
 
-def ratio_lines(ratios: dict[str, dict[int, float]], title: str, ylabel: str, limits: dict[str, float]) -> plt.Figure:
-    """Ratios to a peer by row count, one line a series, with the limits drawn in."""
+def lines(series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits: dict[str, float],
+          log: bool = False) -> plt.Figure:
+    """One line a series over categories, with the limits drawn in; a series named "fixed…" is grey."""
     figure, ax = plt.subplots(figsize=(8.5, 4.2))
     styles = iter([("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v")] * 3)
-    for name, series in ratios.items():
+    for name, points in series.items():
         fixed = name.startswith("fixed")
         color, marker = ("#888888", "x") if fixed else next(styles)
-        ax.plot([str(m) for m in series], list(series.values()), marker=marker, color=color, label=name,
+        ax.plot([str(x) for x in points], list(points.values()), marker=marker, color=color, label=name,
                 linewidth=1 if fixed else 1.6, linestyle=":" if fixed else "-", markersize=5)
     for text, y in limits.items():
-        ax.axhline(y, color="black" if y == 1 else "#D55E00", linewidth=0.9, linestyle="-" if y == 1 else "--")
+        ax.axhline(y, color="#D55E00" if len(limits) == 1 or y != 1 else "black", linewidth=0.9, linestyle="--")
         ax.annotate(text, (1, y), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
                     va="center", fontsize=8)
-    ax.set(xlabel="M (rows)", ylabel=ylabel, title=title)
+    if log:
+        ax.set_yscale("log")
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     ax.legend(frameon=False, ncols=2, fontsize=8)
     figure.tight_layout()
     return figure

@@ -1,0 +1,442 @@
+"""Forward ops: right within the contract's bound, the same bits however they are called, one clear sentence on bad input."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits, assert_within
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bi_kernels
+from bi_kernels import contract, reference
+from bi_kernels.audit.drift import compare
+from bi_kernels.audit.inputs import draw, generator
+from bi_kernels.contract import DTYPES
+from bi_kernels.gemm import launch, tile_for, tiles
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+FINITE_KINDS = ("normal", "wide", "cancelling", "signed_zeros", "subnormal")
+TABLE = bi_kernels.rope_table(512, 16)
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 511, 7, 63, 64])
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, kind: str = "normal", seed: object = 0) -> torch.Tensor:
+    return draw(kind, shape, dtype, generator("cpu", seed, *shape, dtype, kind))
+
+
+def every_finite(dtype: torch.dtype) -> torch.Tensor:
+    """All finite numbers of a 16-bit dtype; of fp32, those of bf16 and a million more, of every exponent."""
+    if dtype != torch.float32:
+        x = torch.arange(-2**15, 2**15, dtype=torch.int16).view(dtype)
+    else:
+        g = generator("cpu", "every finite")
+        random = torch.randint(-2**31, 2**31, (2**20, ), generator=g).int().view(dtype)
+        x = torch.cat((every_finite(torch.bfloat16).float(), random, torch.linspace(-110, 110, 100_001)))
+    return x[x.isfinite()]
+
+
+# name: (function, {argument: shape}); the mask of mask_fill, the table and the positions of rope are given
+CALLS = {
+    "silu": (bi_kernels.silu, {"x": (10, 48)}),
+    "gelu": (bi_kernels.gelu, {"x": (10, 48)}),
+    "gelu_tanh": (lambda x: bi_kernels.gelu(x, "tanh"), {"x": (10, 48)}),
+    "swiglu": (bi_kernels.swiglu, {"gate": (10, 48), "up": (10, 48)}),
+    "add": (bi_kernels.add, {"x": (10, 48), "residual": (10, 48)}),
+    "scale": (lambda x: bi_kernels.scale(x, 0.3), {"x": (10, 48)}),
+    "bias_add": (bi_kernels.bias_add, {"x": (10, 48), "bias": (48, )}),
+    "mask_fill": (lambda x: bi_kernels.mask_fill(x, torch.arange(48) % 3 == 0, -1e4), {"x": (10, 48)}),
+    "cast": (lambda x: bi_kernels.cast(x, torch.bfloat16), {"x": (10, 48)}),
+    "rope": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS), {"x": (10, 2, 16)}),
+    "rope_interleaved": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS, interleaved=True), {"x": (10, 2, 16)}),
+    "linear": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48)}),
+    "linear_bias": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48), "bias": (24, )}),
+    "matmul": (bi_kernels.matmul, {"a": (10, 48), "b": (48, 24)}),
+}
+EVERY_OP = pytest.mark.parametrize("name", CALLS)
+
+
+def arguments(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {k: numbers(*shape, dtype=dtype, seed=k) for k, shape in CALLS[name][1].items()}
+
+
+# Accuracy
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name, fn, exact", [
+    ("silu", bi_kernels.silu, reference.silu),
+    ("gelu", bi_kernels.gelu, reference.gelu),
+    ("gelu_tanh", lambda x: bi_kernels.gelu(x, "tanh"), lambda x: reference.gelu(x, "tanh")),
+    ("scale", lambda x: bi_kernels.scale(x, 0.3), lambda x: reference.scale(x, 0.3)),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_unary_ops_are_within_the_bound_for_every_finite_number(name, fn, exact, dtype):
+    x = every_finite(dtype)
+    assert_within(name, fn(x), exact(x))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("kind", FINITE_KINDS)
+@pytest.mark.parametrize("name, fn, exact, other", [
+    ("swiglu", bi_kernels.swiglu, reference.swiglu, (70, 96)),
+    ("add", bi_kernels.add, reference.add, (70, 96)),
+    ("bias_add", bi_kernels.bias_add, reference.bias_add, (96, )),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_binary_ops_are_within_the_bound(name, fn, exact, other, kind, dtype):
+    x, y = numbers(70, 96, dtype=dtype, kind=kind), numbers(*other, dtype=dtype, kind=kind, seed=1)
+    assert_within(name, fn(x, y), exact(x, y))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("kind", FINITE_KINDS)
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (3, 5, 7), (17, 24, 48), (16, 33, 100), (65, 40, 256), (130, 7, 30)])
+def test_linear_is_within_the_bound(m, n, k, kind, dtype):
+    x, w, b = numbers(m, k, dtype=dtype, kind=kind), numbers(n, k, dtype=dtype, seed=1), numbers(n, dtype=dtype, seed=2)
+    assert_within("linear", bi_kernels.linear(x, w), reference.linear(x, w), k)
+    assert_within("linear", bi_kernels.linear(x, w, b), reference.linear(x, w, b), k)
+
+
+@given(lead=st.lists(st.integers(0, 5), max_size=3), n=st.integers(0, 70), k=st.integers(0, 70), bias=st.booleans(),
+       dtype=st.sampled_from(list(DTYPES.values())))
+def test_linear_takes_any_shape(lead, n, k, bias, dtype):
+    x, w = numbers(*lead, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
+    b = numbers(n, dtype=dtype, seed=2) if bias else None
+    y = bi_kernels.linear(x, w, b)
+    assert y.dtype == dtype
+    assert_within("linear", y, reference.linear(x, w, b), k)
+    if lead:
+        assert_same_bits(bi_kernels.linear(x.flatten(0, -2), w, b).reshape(y.shape), y, "the same rows in two dimensions")
+        assert_same_bits(bi_kernels.matmul(x[None], w.t()), bi_kernels.linear(x, w)[None], "matmul")
+
+
+@EVERY_DTYPE
+def test_an_empty_sum_is_a_sum_of_zeros(dtype):
+    bias = torch.tensor([1.5, -2.0, -0.0, float("inf")], dtype=dtype)
+    empty, zeros = (torch.zeros(3, k, dtype=dtype) for k in (0, 16))
+    for b in (None, bias):
+        assert_same_bits(bi_kernels.linear(empty, empty.new_zeros(4, 0), b), bi_kernels.linear(zeros, zeros.new_zeros(4, 16), b))
+
+
+# Linear: what may not change a bit
+
+@EVERY_DTYPE
+def test_a_row_of_linear_has_the_same_bits_at_every_row_count(dtype):
+    largest = contract.SWEEP["interpreter_rows"]
+    x, w = numbers(largest, 72, dtype=dtype, kind="cancelling"), numbers(40, 72, dtype=dtype)
+    poisoned = x.clone()
+    poisoned[1::2] = float("nan")
+    whole, beside_nan = bi_kernels.linear(x, w), bi_kernels.linear(poisoned, w)
+    for m in contract.rows(largest):
+        assert_same_bits(bi_kernels.linear(x[:m], w), whole[:m], f"M = {m}")
+    assert_same_bits(beside_nan[::2], whole[::2], "between rows of NaN")
+
+
+@pytest.mark.parametrize("out", ["fp32", "rounded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 17, 130])
+def test_every_tile_of_the_table_gives_the_same_bits(m, dtype, out):
+    x, w = numbers(m, 80, dtype=dtype, kind="wide"), numbers(200, 80, dtype=dtype, seed=1)
+    bias, out = numbers(200, dtype=dtype, seed=2), torch.float32 if out == "fp32" else dtype
+    first, *others = tiles(dtype)
+    assert len(others) >= 5
+    expected = launch(x, w, bias, first, out)
+    for tile in others:
+        assert_same_bits(launch(x, w, bias, tile, out), expected, tile)
+        assert_same_bits(launch(x.t().contiguous().t(), w.t().contiguous().t(), bias, tile, out), expected, f"transposed, {tile}")
+    if out == torch.float32:
+        backwards = compare(launch(x.flip(1), w.flip(1), bias, first, out), expected)
+        assert backwards.mismatches > expected.numel() // 10, "these inputs hardly show another order of the sum"
+
+
+@EVERY_DTYPE
+def test_the_tile_table_covers_every_row_count_of_the_contract(dtype):
+    for m in contract.rows(max(contract.SWEEP["rows"])):
+        for shapes in contract.SHAPES:
+            for n, k in contract.linears(shapes).values():
+                assert tile_for(m, n, k, dtype) in tiles(dtype)
+
+
+@given(m=st.integers(1, 2**40), n=st.integers(1, 2**40), dtype=st.sampled_from(list(DTYPES.values())))
+def test_the_tile_table_covers_every_size(m, n, dtype):
+    assert tile_for(m, n, 64, dtype) in tiles(dtype)
+
+
+# Every op: what may not change a bit
+
+VIEWS = {
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.flip(0),
+    "strided": lambda t: torch.stack((t, torch.full_like(t, float("nan"))), -1)[..., 0],
+    "rows apart": lambda t: torch.cat((t, torch.full_like(t[..., :3], float("nan"))), -1)[..., :-3],
+    "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
+    "expanded": lambda t: t[:1].expand_as(t),
+    "expanded columns": lambda t: t[..., :1].expand_as(t),
+}
+
+
+@EVERY_DTYPE
+@EVERY_OP
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_gives_the_bits_of_its_copy(view, name, dtype):
+    given = arguments(name, dtype)
+    for argument in given:
+        t = VIEWS[view](given[argument])
+        copy = t.clone(memory_format=torch.contiguous_format)
+        expected = CALLS[name][0](**given | {argument: copy})
+        assert_same_bits(CALLS[name][0](**given | {argument: t}), expected, f"{argument} {view}")
+
+
+@EVERY_OP
+def test_the_rank_of_the_batch_does_not_matter(name):
+    fn, shapes = CALLS[name]
+    if name.startswith("rope"):
+        pytest.skip("test_rope_positions_broadcast")
+    given = arguments(name)
+    per_token = [k for k in shapes if k not in ("weight", "bias", "b")]
+    expected = fn(**given)
+    for lead in ((2, 5), (1, 5, 2)):
+        y = fn(**given | {k: given[k].reshape(*lead, -1) for k in per_token})
+        assert_same_bits(y, expected.reshape(*lead, -1), lead)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_ops_give_the_bits_of_eager_ones(backend):
+    every = {name: arguments(name) for name in CALLS}
+
+    def step(every):
+        return {name: CALLS[name][0](**given) for name, given in every.items()}
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)(every)
+    for name, y in step(every).items():
+        assert_same_bits(compiled[name], y, name)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_compiled_linear_keeps_its_bits_at_other_row_counts(dynamic):
+    compiled = torch.compile(bi_kernels.linear, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    x, w = numbers(200, 64, kind="cancelling"), numbers(40, 64)
+    whole = bi_kernels.linear(x, w)
+    for m in (5, 200, 17, 100):
+        assert_same_bits(compiled(x[:m], w), whole[:m], f"M = {m}")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_rope_takes_cu_seqlens(backend):
+    x, cu_seqlens = numbers(10, 2, 16), torch.tensor([0, 3, 10])
+    compiled = torch.compile(lambda x, c: bi_kernels.rope(x, TABLE, cu_seqlens=c), fullgraph=True, backend=backend)
+    assert_same_bits(compiled(x, cu_seqlens), bi_kernels.rope(x, TABLE, cu_seqlens=cu_seqlens))
+
+
+@EVERY_OP
+def test_a_gradient_is_refused_never_missing(name):
+    fn, given = CALLS[name][0], arguments(name)
+    expected = fn(**given)
+    for argument in given:
+        y = fn(**given | {argument: given[argument].clone().requires_grad_()})
+        assert_same_bits(y.detach(), expected, argument)
+        op = name.removesuffix("_bias").removesuffix("_interleaved")
+        with pytest.raises(NotImplementedError) as error:
+            y.float().sum().backward()
+        assert str(error.value) in {f"{o}: the backward is not implemented yet; call it under torch.no_grad()"
+                                    for o in (op, "gelu" if op == "gelu_tanh" else op, "linear" if op == "matmul" else op)}
+
+
+# Copies and casts
+
+@EVERY_DTYPE
+def test_mask_fill_copies_bits(dtype):
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    bits = torch.arange(-2**15, 2**15).to(integer) * (65537 if dtype == torch.float32 else 1)  # NaN payloads, −0, subnormals
+    x, mask = bits.view(dtype), torch.arange(2**16) % 2 == 0
+    y = bi_kernels.mask_fill(x, mask, -1e4)
+    assert_same_bits(y[~mask], x[~mask], "kept")
+    assert_same_bits(y[mask], torch.full_like(x, -1e4)[mask], "filled")
+@EVERY_DTYPE
+@pytest.mark.parametrize("value", [-0.0, 0.0, float("-inf"), 1 / 3, 65519.9, 1e-40, 3.4e38])
+def test_the_numbers_of_mask_fill_and_scale_are_rounded_to_fp32_first(value, dtype):
+    fp32 = torch.tensor(value, dtype=torch.float32)
+    x = torch.tensor([1.0, -3.0, 1e10, -0.125]).to(dtype)
+    assert_same_bits(bi_kernels.mask_fill(x, torch.ones(4, dtype=torch.bool), value), fp32.to(dtype).expand(4), "mask_fill")
+    assert_same_bits(bi_kernels.scale(x, value), (x.float() * fp32).to(dtype), "scale")
+
+
+@pytest.mark.parametrize("source", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("target", DTYPES.values(), ids=DTYPES)
+def test_cast_rounds_to_nearest_even(source, target):
+    x = every_finite(source)
+    if source == torch.float32 and target != source:  # every tie between two neighbours, and either side of it
+        low = every_finite(target).float()
+        bits = torch.cat([low.double().mul(1 + d).float() for d in (2.0**-9, -2.0**-9, 2.0**-12, -2.0**-12)])
+        around = torch.cat([(t.view(torch.int32) + d).view(torch.float32) for t in (low, bits) for d in (-1, 0, 1)])
+        nearest = low[low.argsort()].double()
+        ties = ((nearest[1:] + nearest[:-1]) / 2).float()
+        around = torch.cat((around, *[(ties.view(torch.int32) + d).view(torch.float32) for d in (-1, 0, 1)]))
+        x = torch.cat((x, around[around.isfinite()]))
+    assert_same_bits(bi_kernels.cast(x, target), x.to(target))
+
+
+# RoPE
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [2, 16, 96, 128])
+def test_rope_is_within_the_bound(dim, interleaved, dtype):
+    table, positions = bi_kernels.rope_table(5000, dim), torch.tensor([0, 1, 17, 4095, 4999, 3, 2])
+    x = numbers(7, 3, dim, dtype=dtype)
+    y = bi_kernels.rope(x, table, positions, interleaved=interleaved)
+    assert_within("rope", y, reference.rope(x, table, positions, interleaved))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dim", [16, 96])
+def test_interleaved_rope_is_half_rotated_rope_of_reordered_features(dim, dtype):
+    table, x = bi_kernels.rope_table(64, dim), numbers(40, 2, dim, dtype=dtype)
+    pairs = torch.arange(dim).reshape(-1, 2).t().flatten()  # 0, 2, 4, …, 1, 3, 5, …
+    half = bi_kernels.rope(x[..., pairs], table, torch.arange(40))
+    assert_same_bits(bi_kernels.rope(x, table, torch.arange(40), interleaved=True)[..., pairs], half)
+
+
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+@given(lengths=st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_packed_rope_restarts_at_every_sequence(integer, lengths):
+    x = numbers(sum(lengths), 2, 16, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=integer)
+    positions = torch.tensor([p for n in lengths for p in range(n)], dtype=integer)
+    packed = bi_kernels.rope(x, TABLE, cu_seqlens=cu_seqlens)
+    assert_same_bits(packed, bi_kernels.rope(x, TABLE, positions), f"lengths {lengths}")
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:]):
+        assert_same_bits(packed[start:end], bi_kernels.rope(x[start:end], TABLE, torch.arange(end - start)), "alone")
+
+
+def test_rope_positions_broadcast():
+    x = numbers(3, 10, 2, 16)
+    expected = torch.stack([bi_kernels.rope(sample, TABLE, POSITIONS) for sample in x])
+    assert_same_bits(bi_kernels.rope(x, TABLE, POSITIONS), expected, "(10,)")
+    assert_same_bits(bi_kernels.rope(x, TABLE, POSITIONS.expand(3, 10)), expected, "(3, 10)")
+
+
+def test_a_position_outside_the_table_gives_nan_and_only_there():
+    x, table = numbers(5, 2, 16), bi_kernels.rope_table(8, 16)
+    positions = torch.tensor([0, 8, 7, -1, 2**40])
+    y = bi_kernels.rope(x, table, positions)
+    inside = torch.tensor([0, 2])
+    assert y[[1, 3, 4]].isnan().all(), y
+    assert_same_bits(y[inside], bi_kernels.rope(x[inside], table, positions[inside]))
+
+
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+@pytest.mark.parametrize("dim", [16, 96, 128])
+def test_the_rope_table_is_fp64_rounded_once(dim, theta):
+    angle = np.outer(np.arange(4096.0), np.power(theta, -np.arange(0, dim, 2) / dim))
+    table = bi_kernels.rope_table(4096, dim, theta)
+    assert_same_bits(table.cos, torch.from_numpy(np.cos(angle).astype(np.float32)), "cos")
+    assert_same_bits(table.sin, torch.from_numpy(np.sin(angle).astype(np.float32)), "sin")
+    assert compare(table.cos, torch.from_numpy(np.cos(angle.astype(np.float32)))).mismatches, "fp32 angles would do as well"
+
+
+# Bad input: one sentence that names the op, the argument, its value and what is allowed
+
+X, W, BIAS, Q, MASK = numbers(5, 32), numbers(24, 32), numbers(24), numbers(6, 2, 16), torch.zeros(5, 32, dtype=torch.bool)
+COS, SIN = TABLE
+P = torch.arange(6)
+
+
+def rope(x=Q, table=TABLE, positions=None, **more):
+    return bi_kernels.rope(x, table, P if positions is None and "cu_seqlens" not in more else positions, **more)
+
+
+BAD_INPUT = [
+    *[(f"{name} {dtype}", lambda fn=fn, name=name, dtype=dtype: fn(**{k: t.to(dtype) for k, t in arguments(name).items()}),
+       TypeError, ["has dtype", str(dtype).removeprefix("torch."), "supported are bf16, fp16, fp32"])
+      for name, (fn, _) in CALLS.items()
+      for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.complex64, torch.float64, torch.bool)],
+    ("cast to fp8", lambda: bi_kernels.cast(X, torch.float8_e4m3fn), TypeError,
+     ["cast: dtype is torch.float8_e4m3fn", "supported are bf16, fp16, fp32"]),
+    ("cast to a string", lambda: bi_kernels.cast(X, "bf16"), TypeError, ["cast: dtype is", "supported are"]),
+    ("linear weight dtype", lambda: bi_kernels.linear(X, W.half()), TypeError,
+     ["linear: weight has dtype torch.float16", "x has torch.bfloat16", "equal"]),
+    ("linear bias dtype", lambda: bi_kernels.linear(X, W, BIAS.float()), TypeError, ["linear: bias", "torch.float32", "torch.bfloat16"]),
+    ("matmul dtype", lambda: bi_kernels.matmul(X, W.t().float()), TypeError, ["matmul: b", "torch.float32", "torch.bfloat16"]),
+    ("add dtype", lambda: bi_kernels.add(X, X.float()), TypeError, ["add: residual", "torch.float32", "torch.bfloat16"]),
+    ("swiglu dtype", lambda: bi_kernels.swiglu(X, X.half()), TypeError, ["swiglu: up", "torch.float16", "torch.bfloat16"]),
+    ("bias_add dtype", lambda: bi_kernels.bias_add(X, W[0].half()), TypeError, ["bias_add: bias", "torch.float16", "torch.bfloat16"]),
+    ("linear weight elsewhere", lambda: bi_kernels.linear(X, W.to("meta")), ValueError,
+     ["linear: weight is on meta", "x is on cpu", "one device"]),
+    ("linear bias elsewhere", lambda: bi_kernels.linear(X, W, BIAS.to("meta")), ValueError, ["linear: bias is on meta", "cpu"]),
+    ("add elsewhere", lambda: bi_kernels.add(X, X.to("meta")), ValueError, ["add: residual is on meta", "cpu"]),
+    ("mask_fill elsewhere", lambda: bi_kernels.mask_fill(X, MASK.to("meta"), 0.0), ValueError, ["mask_fill: mask is on meta", "cpu"]),
+    ("rope positions elsewhere", lambda: rope(positions=P.to("meta")), ValueError, ["rope: positions is on meta", "cpu"]),
+    ("rope table elsewhere", lambda: rope(table=bi_kernels.RopeTable(COS.to("meta"), SIN)), ValueError, ["rope:", "cos is on meta", "cpu"]),
+    ("all elsewhere", lambda: bi_kernels.silu(X.to("meta")), ValueError, ["silu: x is on meta", "supported are cuda, and cpu"]),
+    ("linear inner size", lambda: bi_kernels.linear(X[:, :4], W), ValueError, ["linear: x has shape (5, 4)", "(..., 32)", "(24, 32)"]),
+    ("linear weight rank", lambda: bi_kernels.linear(X, W[0]), ValueError, ["linear: weight has shape (32,)", "(N, K)"]),
+    ("linear x rank", lambda: bi_kernels.linear(X[0, 0], W), ValueError, ["linear: x has shape ()", "(..., 32)"]),
+    ("linear bias size", lambda: bi_kernels.linear(X, W, BIAS[:3]), ValueError, ["linear: bias has shape (3,)", "(24,)"]),
+    ("matmul inner size", lambda: bi_kernels.matmul(X, W), ValueError, ["matmul:", "(5, 32)", "(24, 32)", "(K, N)"]),
+    ("matmul rank", lambda: bi_kernels.matmul(X[0], W.t()), ValueError, ["matmul: a has shape (32,)", "(..., M, K)"]),
+    ("add size", lambda: bi_kernels.add(X, X[0]), ValueError, ["add: residual has shape (32,)", "(5, 32)"]),
+    ("swiglu size", lambda: bi_kernels.swiglu(X, X[:, :8]), ValueError, ["swiglu: up has shape (5, 8)", "(5, 32)"]),
+    ("bias_add size", lambda: bi_kernels.bias_add(X, BIAS), ValueError, ["bias_add: bias has shape (24,)", "(32,)"]),
+    ("mask_fill size", lambda: bi_kernels.mask_fill(X, MASK[:3], 0.0), ValueError, ["mask_fill: mask has shape (3, 32)", "(5, 32)"]),
+    ("mask_fill mask dtype", lambda: bi_kernels.mask_fill(X, MASK.int(), 0.0), TypeError, ["mask_fill: mask", "torch.int32", "torch.bool"]),
+    ("not a tensor", lambda: bi_kernels.silu([1.0]), TypeError, ["silu: x is a list", "torch.Tensor"]),
+    ("add a number", lambda: bi_kernels.add(X, 1.0), TypeError, ["add: residual is a float", "torch.Tensor"]),
+    ("linear no weight", lambda: bi_kernels.linear(X, None), TypeError, ["linear: weight is", "None", "torch.Tensor"]),
+    ("add nothing", lambda: bi_kernels.add(X, None), TypeError, ["add: residual is", "None", "torch.Tensor"]),
+    ("silu of nothing", lambda: bi_kernels.silu(None), TypeError, ["silu: x is", "None", "torch.Tensor"]),
+    ("mask_fill no mask", lambda: bi_kernels.mask_fill(X, None, 0.0), TypeError, ["mask_fill: mask is", "None", "torch.Tensor"]),
+    ("scale by a string", lambda: bi_kernels.scale(X, "a"), (TypeError, ValueError), ["scale: factor", "'a'"]),
+    ("mask_fill with nothing", lambda: bi_kernels.mask_fill(X, MASK, None), (TypeError, ValueError), ["mask_fill: value", "None"]),
+    ("gelu approximate", lambda: bi_kernels.gelu(X, "tan"), ValueError, ["gelu: approximate is 'tan'", "'none' or 'tanh'"]),
+    ("rope rank", lambda: rope(Q[0, 0]), ValueError, ["rope: x has shape (16,)", "(..., heads, head_dim)"]),
+    ("rope odd head_dim", lambda: rope(numbers(6, 2, 17)), ValueError, ["rope:", "17", "even"]),
+    ("rope neither", lambda: bi_kernels.rope(Q, TABLE), ValueError, ["rope:", "positions", "cu_seqlens"]),
+    ("rope both", lambda: rope(positions=P, cu_seqlens=torch.tensor([0, 6])), ValueError, ["rope:", "positions", "cu_seqlens"]),
+    ("rope positions dtype", lambda: rope(positions=P.float()), TypeError, ["rope: positions", "torch.float32", "integers"]),
+    ("rope positions bool", lambda: rope(positions=P > 0), TypeError, ["rope: positions", "torch.bool", "integers"]),
+    ("rope positions size", lambda: rope(positions=P[:5]), ValueError, ["rope: positions has shape (5,)", "(6,)"]),
+    ("rope positions rank", lambda: rope(positions=P.expand(2, 6)), ValueError, ["rope: positions has shape (2, 6)", "(6,)"]),
+    ("rope positions list", lambda: rope(positions=[0, 1]), TypeError, ["rope: positions is a list", "torch.Tensor"]),
+    *[(f"rope cu_seqlens {cu}", lambda cu=cu: rope(cu_seqlens=torch.tensor(cu)), (TypeError, ValueError),
+       ["rope:", "cu_seqlens", allowed]) for cu, allowed in (
+           ([0, 2, 5], "end at 6"), ([1, 6], "start at 0"), ([0, 4, 2, 6], "never decrease"), ([], "integers"),
+           ([[0, 6]], "one dimension"), ([0.0, 6.0], "integers"), ([False, True], "integers"))],
+    ("rope cu_seqlens rank of x", lambda: rope(Q[None], cu_seqlens=torch.tensor([0, 6])), ValueError,
+     ["rope: x has shape (1, 6, 2, 16)", "(tokens, heads, head_dim)"]),
+    ("rope no table", lambda: rope(table=None), TypeError, ["rope: table is", "None", "RopeTable"]),
+    ("rope table a tensor", lambda: rope(table=COS), TypeError, ["rope: table is", "Tensor", "RopeTable"]),
+    ("rope table of nothing", lambda: rope(table=bi_kernels.RopeTable(COS, None)), TypeError, ["rope:", "sin", "None", "torch.Tensor"]),
+    ("rope table dtype", lambda: rope(table=bi_kernels.RopeTable(COS.double(), SIN.double())), TypeError,
+     ["rope: table.cos", "torch.float64", "torch.float32"]),
+    ("rope table width", lambda: rope(table=bi_kernels.rope_table(8, 32)), ValueError, ["rope: table.cos has shape (8, 16)", "(8, 8)"]),
+    ("rope table halves", lambda: rope(table=bi_kernels.RopeTable(COS, SIN[:9])), ValueError, ["rope: table.sin has shape (9, 8)", "(512, 8)"]),
+    ("rope table rank", lambda: rope(table=bi_kernels.RopeTable(COS[0, 0], SIN[0, 0])), ValueError, ["rope: table.cos has shape ()", "8"]),
+    ("rope_table size", lambda: bi_kernels.rope_table(0, 8), ValueError, ["rope_table: positions is 0", "at least 1"]),
+    ("rope_table head_dim", lambda: bi_kernels.rope_table(4, 7), ValueError, ["rope_table: head_dim is 7", "even"]),
+]
+
+
+@pytest.mark.parametrize("call, error, words", [row[1:] for row in BAD_INPUT], ids=[row[0] for row in BAD_INPUT])
+def test_bad_input_is_one_clear_sentence(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 250, message
+    for word in words:
+        assert word in message
+
+
+def test_an_op_names_itself_in_every_dtype_error():
+    for name, (fn, _) in CALLS.items():
+        with pytest.raises(TypeError, match=f"^{name.removesuffix('_bias').split('_tanh')[0].split('_inter')[0]}: "):
+            fn(**{k: t.double() for k, t in arguments(name).items()})
+
+
+def test_a_cpu_tensor_without_the_interpreter_says_what_to_set():
+    code = "import torch, bi_kernels\nbi_kernels.linear(torch.ones(2, 16), torch.ones(3, 16))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stderr.splitlines()[-1] == (
+        "RuntimeError: linear: x is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before Python starts, or "
+        "move it to a CUDA device")
