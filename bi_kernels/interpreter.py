@@ -5,9 +5,9 @@
   of FMAs that Triton compiles for input_precision="ieee".
 - A NaN that arithmetic or tl.sum makes is the GPU's: 0x7fffffff in fp32, 0x7fff in fp16 and bf16.
 - What is not right raises. Not made equal, because the GPU's own result depends on the layout or is an approximation:
-  fp32 sums and scans, `/` (but `tl.div_rn` is), exp, log, rsqrt and their like. Nor is what the compiler rewrites:
-  it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into tl.dot(a, b, acc), so write the latter; and it
-  clamps a NaN between a constant and its negative to either. Of +0 and -0, and of NaN alone, tl.max takes any.
+  fp32 sums and scans, the sign of a zero from `tl.max`, `/` (but `tl.div_rn` is), exp, log, rsqrt and their like.
+  Nor is what the compiler rewrites: it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into
+  tl.dot(a, b, acc), so write the latter; a NaN that it clamps between a constant and its negative may become either.
 """
 
 import inspect

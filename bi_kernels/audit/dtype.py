@@ -67,7 +67,7 @@ def accumulation(session) -> dict[str, dict[int, float]]:
         limit = contract.bound("linear", torch.bfloat16, exact, magnitude, k)
         half = lambda x, w: (bi_kernels.linear(x[:, :k // 2], w[:, :k // 2]) + bi_kernels.linear(x[:, k // 2:], w[:, k // 2:]))
         for name, fn in (("candidate", session.candidate.functions.get("linear", bi_kernels.linear)), ("partial sums rounded to bf16", half),
-                         ("fixed: accumulates in bf16", bf16_accumulation)):
+                         ("every step rounded to bf16", bf16_accumulation)):
             out.setdefault(name, {})[k] = float(((fn(x, w).double() - exact).abs() / limit).max())
     return out
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from IPython.display import Markdown
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
@@ -112,21 +112,22 @@ def verdict(session) -> Bundle:
     return Bundle(text, data, MIME)
 
 
-def heat(values: dict[str, dict[str, float]], title: str, unit: str, zero: str = "0", missing: str = "") -> plt.Figure:
-    """Rows × columns of non-negative numbers on a logarithmic scale; zeros are pale and say so."""
+def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
+    """Rows × columns of non-negative numbers, zeros pale: on a logarithmic scale, or a linear one from 0 to `top`."""
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     figure, ax = plt.subplots(figsize=(max(5.0, 1.8 + 0.42 * data.shape[1]), max(1.6, 0.8 + 0.3 * data.shape[0])))
     positive = np.ma.masked_where(~(data > 0), data)
     ax.set_facecolor("#eef2f4")
     if positive.count():
-        norm = LogNorm(vmin=min(1.0, float(positive.min())), vmax=max(10.0, float(positive.max())))
+        norm = Normalize(0, top) if top else LogNorm(min(1.0, float(positive.min())), max(10.0, float(positive.max())))
         mesh = ax.pcolormesh(positive, norm=norm, edgecolor="white", linewidth=1, cmap="viridis_r")
         figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
     for i in range(data.shape[0]):
         for j in range(data.shape[1]):
             v = data[i, j]
-            text = missing if np.isnan(v) else zero if v == 0 else f"{v:.3g}" if v < 1000 else f"{v / 1000:.3g}k"
+            text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else (
+                f"{v:.3g}" if v < 1000 else f"{v / 1000:.3g}k")
             dark = positive.count() and v > 0 and norm(v) > 0.45
             ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
     ax.set_xticks(np.arange(data.shape[1]) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")

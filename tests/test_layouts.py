@@ -1,0 +1,112 @@
+"""Layouts: every logical token computed, none invented, no layout the same call under another name."""
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bi_kernels
+from bi_kernels.audit.judge import Subject
+from bi_kernels.audit.layouts import Call, layouts, random_layout, spans
+from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.contract import SHAPES, SWEEP
+
+LENGTHS = SHAPES["tiny"]["lengths"]
+several = st.lists(st.integers(1, 40), min_size=2, max_size=7)
+
+
+def launched(calls: list[Call]) -> list[tuple]:
+    """What an op sees of a layout: the shapes of its calls and what stands where."""
+    return [(call.index.shape, call.index.tobytes(), call.cu_seqlens) for call in calls]
+
+
+def assert_sound(calls: list[Call], lengths: list[int]) -> None:
+    tokens = np.concatenate([call.index.reshape(-1) for call in calls])
+    assert sorted(set(tokens.tolist()) - {-1}) == list(range(sum(lengths))), "every logical token, and no other"
+    position = np.concatenate([np.arange(n) for n in lengths])
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    for call in calls:
+        if call.cu_seqlens is None:
+            assert call.index.ndim == 2, "(batch, length)"
+            for row in call.index:
+                real = row[row >= 0]
+                assert len(set(sample[real])) == 1 and (np.diff(real) == 1).all(), "one row, one sample, in order"
+                assert (np.diff(np.flatnonzero(row >= 0)) == 1).all(), "padding on one side only"
+            continue
+        starts, ends = call.cu_seqlens[:-1], call.cu_seqlens[1:]
+        assert call.cu_seqlens[0] == 0 and call.cu_seqlens[-1] == len(call.index) and (call.index >= 0).all()
+        for start, end in zip(starts, ends):
+            packed = call.index[start:end]
+            assert (position[packed] == np.arange(end - start)).all(), "positions restart at every sequence"
+            assert len(set(sample[packed])) == 1 and len(packed) == lengths[sample[packed[0]]], "whole sequences"
+
+
+@given(lengths=several, seed=st.integers(0, 99))
+def test_layouts_are_sound(lengths, seed):
+    for calls in layouts(lengths, seed).values():
+        assert_sound(calls, lengths)
+
+
+@given(lengths=several, data=st.data())
+def test_random_layouts_are_sound(lengths, data):
+    assert_sound(data.draw(random_layout(lengths)), lengths)
+
+
+@given(lengths=several, seed=st.integers(0, 99))
+def test_every_layout_but_packed_makes_other_calls_than_packed(lengths, seed):
+    every = {name: launched(calls) for name, calls in layouts(lengths, seed).items()}
+    packed = every.pop("packed")
+    assert not [name for name, calls in every.items() if calls == packed]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_the_layouts_of_the_contract_are_what_their_names_say(shapes):
+    lengths = SHAPES[shapes]["lengths"]
+    every, s = layouts(lengths), spans(lengths)
+    widths = lambda name: [call.index.shape for call in every[name]]
+    assert widths("packed") == [(sum(lengths), )] and every["packed"][0].cu_seqlens == (0, *accumulate(lengths))
+    assert widths("singles") == [(1, n) for n in lengths]
+    assert widths("batch") == widths("left_padded") == [(len(lengths), max(lengths))]
+    assert widths("batch:16") == widths("left_padded:16") == [(len(lengths), -(-max(lengths) // 16) * 16)]
+    assert every["batch"][0].index[:, 0].tolist() == [x[0] for x in s] and (every["batch"][0].index[:, -1] == -1).any()
+    assert every["left_padded"][0].index[:, -1].tolist() == [x[-1] for x in s]
+    assert len(widths("decode")) == max(lengths) and all(width == 1 for _, width in widths("decode"))
+    for size in SWEEP["chunks"]:
+        assert widths(f"chunked:{size}") == [(1, min(size, n - at)) for n in lengths for at in range(0, n, size)]
+    assert all(call.index.shape[0] <= 2 for name in ("neighbours", "neighbours:left") for call in every[name])
+    assert len({tuple(launched(calls)) for calls in every.values()}) >= len(every) - 2, "a chunk may hold every sample"
+
+
+def subject(op: str, function, dtype=torch.float32, case="") -> Subject:
+    return Subject(Problem(OPS[op], case, dtype, "tiny", torch.device("cpu")), function, "test", "interpreter")
+
+
+@pytest.mark.parametrize("name", layouts(LENGTHS))
+@pytest.mark.parametrize("kind", ["normal", "nonfinite"])
+def test_results_come_back_in_logical_order(name, kind):
+    s = subject("silu", lambda x: x.clone())
+    assert_same_bits(s.layout(name, kind), s.inputs(kind, sum(LENGTHS))[0]["x"], name)
+
+
+@pytest.mark.parametrize("name", layouts(LENGTHS))
+def test_every_token_is_given_its_own_position(name):
+    def position(x, table, positions=None, cu_seqlens=None):
+        if positions is None:
+            positions = bi_kernels.packed_positions(cu_seqlens, len(x))
+        return positions[..., None, None].expand_as(x).float()
+
+    expected = torch.cat([torch.arange(n) for n in LENGTHS]).float()[:, None, None].expand(-1, 4, 16)
+    assert_same_bits(subject("rope", position).layout(name), expected, name)
+
+
+@settings(max_examples=15)
+@given(random_layout(LENGTHS))
+@pytest.mark.parametrize("op, case, dtype", [("linear", "o", torch.bfloat16), ("linear", "o", torch.float32),
+                                             ("rope", "", torch.bfloat16), ("rope_interleaved", "", torch.float32)])
+def test_any_layout_gives_the_bits_of_packed(op, case, dtype, calls):
+    s = subject(op, getattr(bi_kernels, OPS[op].function or op), dtype, case)
+    assert_same_bits(s.compute(calls), s.layout("packed"), [call.index.shape for call in calls])
