@@ -48,6 +48,7 @@ class Recipe:
         token = {k: make(*p._shape(v)) > 0.5 if v.endswith(":bool") else make(*p._shape(v)).to(p.input_dtype)
                  for k, v in p.op.tokens.items()}
         shared = {k: make(*p._shape(v)).to(p.dtype).to(p.device) for k, v in p.op.shared.items()}
+        shared = {k: t.t().contiguous() if p.op.shared[k].endswith(":t") else t for k, t in shared.items()}
         out = []
         for place in (self.a, self.b):
             torch.manual_seed(self.seed + 1)
@@ -115,18 +116,20 @@ def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
     """The text of the standalone script."""
     p, op = s.problem, s.problem.op
     dtype, device = str(p.dtype), f'"{p.device.type}"'
+    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if p.device.type == "cpu" else []
     lines = [f"# {op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: one token, computed in a call of "
-             f"{recipe.a.lead} and in one of {recipe.b.lead}; the other rows hold {recipe.filler}.",
-             "import torch", candidate.imports(op), "", f"torch.manual_seed({recipe.seed})"]
+             f"{recipe.a.lead} and in one of {recipe.b.lead}; the other rows hold {recipe.filler}.", *interpret,
+             "import torch", candidate.imports(op), *["from bi_kernels import rope_table"] * op.positions, "",
+             f"torch.manual_seed({recipe.seed})"]
     dims = {k: ", ".join(map(str, p._shape(v))) for k, v in (op.tokens | op.shared).items()}
     for k, v in op.tokens.items():
         lines.append(f"{k} = torch.randn({dims[k]})" + (" > 0.5" if v.endswith(":bool") else f".to({p.input_dtype})"))
-    lines += [f"{k} = torch.randn({dims[k]}).to({dtype}).to({device})" for k in op.shared]
+    for k, v in op.shared.items():
+        lines.append(f"{k} = torch.randn({dims[k]}).to({dtype}).to({device})" + ".t().contiguous()" * v.endswith(":t"))
     arguments = [f"{k}={k}" for k in op.shared] + [f"{k}={v!r}" for k, v in op.constants.items()]
     if op.casts:
         arguments.append(f"dtype={dtype}")
     if op.positions:
-        lines.insert(3, "from bi_kernels import rope_table")
         arguments.append(f"table=rope_table({max(SWEEP['rows'])}, {p.dims['head_dim']}, device={device})")
         arguments.append(f"positions=torch.full(lead, {recipe.position}, device={device})")
     lines += ["", "", "def result(lead, at):", "    rows = torch.Size(lead).numel()",
@@ -138,7 +141,7 @@ def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
     calls = [f"{k}={k}_rows.to({device}).reshape(*lead, {dims[k]})" for k in op.tokens]
     lines += [f"    return fn({', '.join(calls + arguments)}).flatten(0, len(lead) - 1)[at]", "", "",
               f"a, b = result({recipe.a.lead}, {recipe.a.at}), result({recipe.b.lead}, {recipe.b.at})",
-              f"bits = torch.int{8 * torch.finfo(p.dtype).bits // 8}",
+              f"bits = torch.int{torch.finfo(p.dtype).bits}",
               "differ = a.view(bits) != b.view(bits)",
               'print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")',
               "raise SystemExit(bool(differ.any()))", ""]

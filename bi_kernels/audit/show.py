@@ -112,6 +112,12 @@ def verdict(session) -> Bundle:
     return Bundle(text, data, MIME)
 
 
+def _short(v: float) -> str:
+    """Three digits: 8, 1.02k, 5.1M."""
+    power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= p or p == 1)
+    return f"{v / power:.3g}{unit}"
+
+
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
     """Rows × columns of non-negative numbers, zeros pale: on a logarithmic scale, or a linear one from 0 to `top`."""
     frame = pd.DataFrame(values).T
@@ -126,8 +132,7 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     for i in range(data.shape[0]):
         for j in range(data.shape[1]):
             v = data[i, j]
-            text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else (
-                f"{v:.3g}" if v < 1000 else f"{v / 1000:.3g}k")
+            text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
             dark = positive.count() and v > 0 and norm(v) > 0.45
             ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
     ax.set_xticks(np.arange(data.shape[1]) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")

@@ -1,0 +1,31 @@
+# make audit | test | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: audit test lab notebooks clean
+
+audit: .venv/installed
+	$(BIN)/bi-audit run --jobs $(JOBS)
+
+# On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
+test: .venv/installed
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
+
+lab: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'
+	$(BIN)/jupyter lab notebooks
+
+# Runs the notebooks in place, as they are committed.
+notebooks: .venv/installed
+	CUDA_VISIBLE_DEVICES= $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv

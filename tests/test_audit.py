@@ -1,0 +1,330 @@
+"""The auditor flags what is broken, passes what is not, and calls nothing a pass that it did not run."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import bi_kernels
+from bi_kernels.audit import controls, golden, judge
+from bi_kernels.audit.candidates import resolve
+from bi_kernels.audit.controls import CONTROLS
+from bi_kernels.audit.inputs import KINDS
+from bi_kernels.audit.layouts import layouts
+from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.audit.repro import export
+from bi_kernels.audit.session import start
+from bi_kernels.contract import DTYPES, SHAPES, rows
+
+AUDITS = list(dict.fromkeys(c.audit for c in CONTROLS))
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_recorded(monkeypatch):
+    monkeypatch.delenv("BI_AUDIT_OUT", raising=False)
+
+
+def unbroken(op: str):
+    return getattr(bi_kernels, OPS[op].function or op)
+
+
+def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judge.Subject:
+    problem = Problem(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
+    return judge.Subject(problem, function or unbroken(op), "test", "interpreter")
+
+
+def report(found: list[judge.Row]) -> str:
+    return "\n".join(f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} M={r.rows}: {r.mismatches} of {r.elements} at "
+                     f"{r.first_index}; {r.detail}" for r in found)
+
+
+# Controls
+
+@pytest.mark.parametrize("audit", AUDITS)
+def test_every_control_is_caught(audit):
+    session = start(audit, {})
+    found = session.controls()
+    assert len(found) == len([c for c in CONTROLS if c.audit == audit and not c.gpu]) > 0
+    assert not [r.candidate for r in found if not r.caught] and all(r.control for r in found)
+    assert not session.passed, "controls alone are no verdict"
+
+
+@pytest.mark.parametrize("audit", AUDITS)
+def test_the_same_experiments_pass_the_unbroken_op(audit, monkeypatch):
+    monkeypatch.setattr(controls, "CONTROLS", [replace(c, function=unbroken(c.op)) for c in CONTROLS if not c.gpu])
+    session = start(audit, {})
+    found = session.controls()
+    assert found and not [r for r in found if r.caught], report([r for r in found if r.caught])
+    session.add([replace(found[0], control=False, verdict=judge.PASS)])
+    assert session.failures == found and not session.passed, "a control that nobody caught fails the audit"
+
+
+def test_every_invariance_control_is_wrong_in_nothing_but_the_bits():
+    """The defects that only invariance can see: their accuracy is within the bound, so no tolerance would show them."""
+    for name in ("split-K chosen by M", "K order reversed for M ≤ 16", "one element off by one ULP at M = 17"):
+        control = next(c for c in CONTROLS if c.name == name)
+        found = judge.accuracy(subject(control.op, control.function, control.dtype, control.case))
+        assert found.verdict == judge.PASS, report([found])
+
+
+# Judging one op
+
+@pytest.fixture(scope="module")
+def add_rows():
+    return judge.judge(subject("add"), examples=3)
+
+
+@pytest.mark.parametrize("op, case, dtype", [("linear", "o", "bf16"), ("linear_bias", "qkv", "fp32"), ("matmul", "o", "fp16"),
+                                             ("rope", "", "bf16"), ("swiglu", "", "fp16"), ("cast", "", "fp32")])
+def test_an_op_of_this_package_passes_every_relation(op, case, dtype):
+    s = subject(op, dtype=dtype, case=case)
+    found = judge.judge(s, examples=2)
+    assert not (bad := [r for r in found if r.verdict != judge.PASS]), report(bad)
+    assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
+    assert not judge.coverage(found, [s]) and all(r.elements for r in found)
+
+
+REQUIRED = {
+    **{f"M = {m}": lambda r, m=m: r.layout == "rows" and r.rows == m and r.relation == "invariance" for m in (1, 17, 300)},
+    **{name: lambda r, name=name: r.relation == "invariance" and r.layout == name for name in (*layouts([1, 2, 3]), "random")},
+    **{f"accuracy on {k}": lambda r, k=k: r.relation == "accuracy" and r.inputs == k for k in KINDS},
+    **{f"rows of {k}": lambda r, k=k: r.layout == "rows" and r.relation == "invariance" and r.inputs == k for k in KINDS},
+    "determinism": lambda r: r.relation == "determinism",
+    "decode against prefill": lambda r: r.relation == "parity" and r.layout == "decode=chunked:16",
+}
+
+
+@pytest.mark.parametrize("what", REQUIRED)
+def test_what_was_not_run_needs_a_fix(what, add_rows):
+    s = subject("add")
+    assert not judge.coverage(add_rows, [s])
+    kept = [r for r in add_rows if not REQUIRED[what](r)]
+    assert len(kept) < len(add_rows)
+    missing = judge.coverage(kept, [s])
+    assert missing and all(r.verdict == judge.NEEDS_FIX and "not run" in r.detail for r in missing), what
+    assert any(REQUIRED[what](r) for r in missing), report(missing)
+
+
+def test_another_dtype_another_op_or_a_control_covers_nothing(add_rows):
+    for s in (subject("add", dtype="fp32"), subject("scale")):
+        assert len(judge.coverage(add_rows, [s])) == len(judge.coverage([], [s])) > len(rows(s.largest))
+    as_controls = [replace(r, control=True) for r in add_rows]
+    assert len(judge.coverage(as_controls, [subject("add")])) == len(judge.coverage([], [subject("add")]))
+
+
+@pytest.mark.parametrize("layout", ["decode", "left_padded", "chunked:7"])
+def test_an_error_in_one_layout_is_reported_there(layout):
+    every = layouts(SHAPES["tiny"]["lengths"])
+    shapes = {call.index.shape for call in every[layout]} - {call.index.shape for call in every["singles"]}
+
+    def fails(x, residual):
+        if tuple(x.shape[:-1]) in shapes:
+            raise RuntimeError("boom\nand more")
+        return bi_kernels.add(x, residual)
+
+    found = {r.layout: r for r in judge.invariance(subject("add", fails))}
+    assert found[layout].verdict == judge.NEEDS_FIX and "RuntimeError: boom" in found[layout].detail
+    assert found["packed"].verdict == judge.PASS, report([found["packed"]])
+    assert "and more" not in found[layout].detail
+
+
+@pytest.mark.parametrize("op, broken, flags", [
+    ("silu", lambda x: None, ("NoneType", )),
+    ("silu", lambda x: bi_kernels.silu(x).tolist(), ("list", )),
+    ("silu", lambda x: bi_kernels.silu(x)[:-1], ("returned (", "expected")),
+    ("silu", lambda x: bi_kernels.silu(x).flatten(), ("returned (", "expected")),
+    ("silu", lambda x: bi_kernels.silu(x)[..., :-1], ("torch.bfloat16", "expected")),
+    ("silu", lambda x: bi_kernels.silu(x).float(), ("torch.float32", "expected torch.bfloat16")),
+    ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
+], ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"])
+def test_a_result_of_the_wrong_kind_needs_a_fix(op, broken, flags):
+    bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == judge.NEEDS_FIX]
+    assert bad and all(word in report(bad) for word in flags), report(bad)
+
+
+@pytest.mark.parametrize("dtype, error, verdict", [
+    ("fp16", TypeError("x has dtype fp16; supported are bf16, fp32"), "unsupported"),
+    ("fp32", NotImplementedError("no float32 path"), "unsupported"),
+    ("fp16", RuntimeError("CUDA error: an illegal memory access"), "needs-fix"),
+    ("fp16", TypeError("unsupported operand"), "needs-fix"),
+    ("bf16", TypeError("x has dtype bf16; supported are fp16, fp32"), "needs-fix"),
+    ("bf16", NotImplementedError("no bfloat16 path"), "needs-fix"),
+])
+def test_unsupported_is_a_clear_refusal_of_an_optional_dtype(dtype, error, verdict):
+    def refuses(x):
+        raise error
+
+    s = subject("silu", refuses, dtype)
+    found = judge.judge(s)
+    assert [r.verdict for r in found] == [verdict] and str(error) in found[0].detail, report(found)
+    assert bool(judge.coverage(found, [s])) == (verdict == "needs-fix"), "a refusal stands for all of its checks"
+
+
+def test_a_candidate_that_is_not_deterministic_is_caught():
+    calls = iter(range(10**6))
+    found = judge.determinism(subject("add", lambda x, residual: bi_kernels.add(x, residual) + (next(calls) == 7)))
+    assert found.verdict == judge.NEEDS_FIX and found.mismatches
+
+
+# Reproducers
+
+SPLIT_K = '''
+import torch.nn.functional as F
+
+
+def linear(x, weight, bias=None):
+    x, w, half = x.double(), weight.double(), x.shape[-1] // 2
+    if x.shape[:-1].numel() > {threshold}:
+        return F.linear(x, w).to(weight.dtype)
+    return F.linear(x[..., :half], w[:, :half]).to(weight.dtype) + F.linear(x[..., half:], w[:, half:]).to(weight.dtype)
+'''
+WITH_KERNELS = '''
+import bi_kernels
+
+
+def linear(x, weight, bias=None):
+    flip = x.shape[:-1].numel() {threshold}
+    return bi_kernels.linear(x.float().flip(-1) if flip else x.float(), weight.float().flip(-1) if flip else weight.float())
+'''
+
+
+@pytest.mark.parametrize("source, drifting, steady", [(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")],
+                         ids=["torch", "kernels"])
+def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, steady):
+    file = tmp_path / "candidate.py"
+    file.write_text(source.format(threshold=drifting))
+    candidate = resolve(f"{file}:linear", "gemm")
+    s = subject("linear", candidate.functions["linear"], "fp32", case="o")
+    found = judge.row_counts(s)
+    drifts = [r for r in found if r.mismatches]
+    assert {r.rows for r in drifts} == {m for m in rows(300) if m <= 16}, report(drifts)
+    path = export(s, candidate, found, tmp_path / "repro")
+    assert path and {r.repro for r in drifts} == {f"python repro/{path.name}"}
+    text = path.read_text()
+    assert len(text.splitlines()) < 40 and str(file) in text
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    by_itself = lambda: subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    shown = by_itself()
+    assert shown.returncode == 1 and "elements differ" in shown.stdout and not shown.stdout.startswith("0 "), shown
+    file.write_text(source.format(threshold=steady))
+    gone = by_itself()
+    assert gone.returncode == 0 and gone.stdout.startswith("0 of "), gone
+
+
+@pytest.mark.parametrize("function", [
+    controls.split_k_by_m, controls.reversed_k_for_small_m, controls.one_ulp_in_one_element,
+    controls.residual_downcast_for_large_m, controls.batch_amax_activation, controls.rope_by_row,
+], ids=lambda f: f.__name__)
+def test_the_reproducer_of_a_control_is_two_small_calls(function, tmp_path, capsys):
+    control = next(c for c in CONTROLS if c.function is function)
+    s = subject(control.op, function, "bf16" if function is controls.batch_amax_activation else "fp32", control.case)
+    found = judge.row_counts(s) + judge.invariance(s, only=("singles", "batch"))
+    candidate = resolve(f"{function.__module__}:{function.__name__}", control.audit, control.op)
+    path = export(s, candidate, found, tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path))
+    shown = capsys.readouterr().out
+    assert ended.value.code and "elements differ" in shown and not shown.startswith("0 "), path.read_text()
+    leads = [eval(call) for call in re.findall(r"in (?:a call )?(?:one )?of (\(.*?\))", path.read_text().splitlines()[0])]
+    assert len(leads) == 2 and min(torch.Size(lead).numel() for lead in leads) <= 17, leads
+
+
+# Golden digests
+
+def test_the_interpreter_gives_the_digests_of_an_h200():
+    found = golden.check("cpu")
+    assert not [case for case, same in found.items() if not same] and set(found) == set(golden.recorded()["digests"])
+    products = [c for c in golden.cases() if c.op in ("linear", "matmul") and c.dtype in ("bf16", "fp16")]
+    assert len(products) >= 20 and len({c.k for c in products}) >= 4 and "H200" in golden.recorded()["device"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
+    linear = bi_kernels.linear
+    monkeypatch.setattr(bi_kernels, "linear", lambda x, w, b=None: linear(x.flip(-1), w.flip(-1), b))
+    sums = [c for c in golden.cases() if c.op == "linear" and c.dtype == dtype and c.inputs != "special"]
+    assert sum(golden.digest(c, "cpu") != golden.recorded()["digests"][str(c)] for c in sums) >= 3
+
+
+def test_one_bit_changes_the_digest(monkeypatch):
+    add = bi_kernels.add
+
+    def off_by_one_bit(x, residual):
+        y = add(x, residual)
+        y.view(torch.int16)[-1, -1] ^= 1
+        return y
+
+    monkeypatch.setattr(bi_kernels, "add", off_by_one_bit)
+    case = golden.Case("add", "bf16", "normal")
+    assert golden.digest(case, "cpu") != golden.recorded()["digests"][str(case)]
+
+
+# Parameters
+
+@pytest.mark.parametrize("audit, given, words", [
+    ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
+    ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
+    ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
+    ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
+    ("gemm", {"seed": -1}, ["seed is -1", "at least 0"]),
+    ("gemm", {"seed": 1.5}, ["seed is 1.5", "integer"]),
+    ("gemm", {"shapes": "huge"}, ["shapes is 'huge'", "tiny", "qwen3-8b", "llama3-8b"]),
+    ("gemm", {"shapes": "qwen3-8b"}, ["shapes is 'qwen3-8b'", "needs a CUDA device", "tiny"]),
+    ("gemm", {"shapes": ["tiny"]}, ["shapes is ['tiny']", "tiny"]),
+    ("gemm", {"device": "tpu"}, ["device is 'tpu'", "auto, cpu or cuda"]),
+    ("gemm", {"device": "cuda"}, ["device is 'cuda'", "cpu"]),
+    ("gemm", {"candidate": "nonsense"}, ["candidate is 'nonsense'", "bi_kernels, torch", "package.module:function"]),
+    ("gemm", {"candidate": 5}, ["candidate is 5", "package.module:function"]),
+    ("gemm", {"candidate": "no_such_module:linear"}, ["candidate 'no_such_module:linear'", "cannot import no_such_module"]),
+    ("gemm", {"candidate": ".relative:linear"}, ["candidate '.relative:linear'"]),
+    ("gemm", {"candidate": "math:linear"}, ["candidate 'math:linear'", "no function linear"]),
+    ("gemm", {"candidate": "math:pi"}, ["candidate 'math:pi'", "no function pi"]),
+    ("gemm", {"candidate": "nowhere.py:linear"}, ["no file nowhere.py"]),
+    ("elementwise", {"candidate": "math:sqrt"}, ["candidate 'math:sqrt'", "-p op NAME", "silu"]),
+    ("gemm", {"op": "nonsense"}, ["op is 'nonsense'", "linear", "matmul", "gemm"]),
+    ("gemm", {"op": "silu"}, ["op is 'silu'", "linear", "gemm"]),
+    ("gemm", {"op": 5}, ["op is 5", "linear"]),
+], ids=str)
+def test_a_wrong_parameter_is_one_clear_sentence(audit, given, words):
+    with pytest.raises(ValueError) as caught:
+        start(audit, given)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("source, words", [("def linear(:\n", ["SyntaxError"]), ("import no_such_module\n", ["no_such_module"]),
+                                           ("1 / 0\n", ["ZeroDivisionError"]), ("x = 1\n", ["no function linear"])])
+def test_a_candidate_that_cannot_be_loaded_is_one_clear_sentence(source, words, tmp_path):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(ValueError) as caught:
+        start("gemm", {"candidate": f"{tmp_path / 'broken.py'}:linear"})
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in ["candidate", "broken.py", *words]), message
+
+
+@pytest.mark.parametrize("given, functions", [
+    ({}, {"linear", "linear_bias", "matmul"}), ({"candidate": "torch"}, {"linear", "linear_bias", "matmul"}),
+    ({"op": "matmul"}, {"matmul"}), ({"candidate": "torch:mm", "op": "matmul"}, {"matmul"}),
+    ({"candidate": "torch.nn.functional:linear"}, {"linear"}), ({"candidate": "torch:addmm"}, {"linear"}),
+], ids=str)
+def test_which_ops_a_candidate_stands_for(given, functions):
+    session = start("gemm", given | {"dtype": "fp16"})
+    assert set(session.candidate.functions) == functions and session.dtypes == ["fp16"]
+    assert {s.problem.op.name for s in session.make()} == functions
+
+
+def test_inputs_are_the_seeds_and_nothing_elses():
+    same, other = (Problem(OPS["linear"], "o", DTYPES["bf16"], "tiny", torch.device("cpu"), seed) for seed in (0, 1))
+    for kind in KINDS[:-1]:
+        a, b, c = (p.inputs(kind, 20)[0]["x"] for p in (same, replace(same), other))
+        assert_same_bits(a, b, kind)
+        assert not torch.equal(a, c)
