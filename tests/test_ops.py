@@ -112,6 +112,23 @@ def test_linear_takes_any_shape(lead, n, k, bias, dtype):
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize("name, exact", [
+    ("silu", reference.silu), ("gelu", reference.gelu), ("gelu_tanh", lambda x: reference.gelu(x, "tanh")),
+    ("swiglu", reference.swiglu), ("add", reference.add), ("scale", lambda x: reference.scale(x, 0.3)),
+    ("bias_add", reference.bias_add), ("linear", reference.linear), ("linear_bias", reference.linear),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_nonfinite_inputs_give_what_fp64_gives(name, exact, dtype):
+    given, specials = arguments(name, dtype), torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1.0], dtype=dtype)
+    first, *others = given
+    for k in given:  # every special of the first argument meets every special of the others
+        given[k].view(-1)[:36] = specials.repeat_interleave(6) if k == first else specials.repeat(6)[:given[k].numel()]
+    y, (y64, _) = CALLS[name][0](**given), exact(**given)
+    special = lambda t: torch.where(t.isfinite(), 0.0, t.double().nan_to_num(nan=9.0, posinf=1.0, neginf=-1.0))
+    wrong = (special(y) != special(y64)).nonzero()
+    assert not len(wrong), f"{len(wrong)} differ, first {y[tuple(wrong[0])]} instead of {y64[tuple(wrong[0])]} at {tuple(wrong[0])}"
+
+
+@EVERY_DTYPE
 def test_an_empty_sum_is_a_sum_of_zeros(dtype):
     bias = torch.tensor([1.5, -2.0, -0.0, float("inf")], dtype=dtype)
     empty, zeros = (torch.zeros(3, k, dtype=dtype) for k in (0, 16))

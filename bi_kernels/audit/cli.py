@@ -78,15 +78,30 @@ def run(names, out, extra, jobs, **options) -> None:
     mine = [r for r in rows if r["audit"] in names]
     failing = [r for r in mine if not r["control"] and r["verdict"] == "needs-fix"]
     controls = [r for r in mine if r["control"]]
-    for r in failing[:10]:
-        click.echo(f"needs-fix  {r['op']} {r['case']} {r['dtype']} {r['relation']} {r['layout']} M={r['rows']} "
-                   f"{r['inputs']}: {r['mismatches']} of {r['elements']} differ, first at {r['first_index']}; "
-                   f"{r['detail'] or r['repro']}")
-    if len(failing) > 10:
-        click.echo(f"… and {len(failing) - 10} more in {out / 'verdicts.json'}")
+    for line in _summary(failing, out):
+        click.echo(line)
     click.echo(f"{len(mine) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
                f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; documents in {out}")
     sys.exit(0 if passed else 1)
+
+
+def _summary(failing: list[dict], out: Path) -> list[str]:
+    """One line for each op, shape, dtype and relation that needs a fix: where it drifts, how much at first, and how to
+    see it."""
+    groups: dict[tuple, list[dict]] = {}
+    for r in failing:
+        groups.setdefault((r["op"], r["case"], r["dtype"], r["relation"]), []).append(r)
+    lines = []
+    for key, rows in groups.items():
+        counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"})
+        others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
+        where = ([f"M = {', '.join(map(str, counts))}"] if counts else []) + others
+        first = min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
+        size = f"{first['mismatches']} of {first['elements']} elements differ" if first["elements"] else first["detail"]
+        lines.append(f"needs-fix  {' '.join(filter(None, key))}: {'; '.join(where)}. First: {size} at M = {first['rows']}, "
+                     f"{first['inputs']}, index {first['first_index']}. "
+                     + first["repro"].replace("python repro/", f"python {out / first['audit'] / 'repro'}/"))
+    return lines
 
 
 def _checked(names: list[str], parameters: dict) -> list:

@@ -39,6 +39,7 @@ class Recipe:
     filler: str
     seed: int
     position: int = 0
+    cancel: bool = False  # the token's sum grows and then nearly vanishes: another order shows in the last bits
 
     def results(self, s: Subject) -> tuple[torch.Tensor, torch.Tensor]:
         """The token's result in both calls, exactly as the script computes it."""
@@ -48,6 +49,13 @@ class Recipe:
         token = {k: make(*p._shape(v)) > 0.5 if v.endswith(":bool") else make(*p._shape(v)).to(p.input_dtype)
                  for k, v in p.op.tokens.items()}
         shared = {k: make(*p._shape(v)).to(p.dtype).to(p.device) for k, v in p.op.shared.items()}
+        if self.cancel:
+            half = p.reduction // 2
+            for t in token.values():
+                t[half:2 * half], t[half - 1], t[-1] = -t[:half], 0, 2**-12
+            for t in shared.values():
+                if t.dim() == 2:
+                    t[:, half:2 * half] = t[:, :half]
         shared = {k: t.t().contiguous() if p.op.shared[k].endswith(":t") else t for k, t in shared.items()}
         out = []
         for place in (self.a, self.b):
@@ -96,8 +104,9 @@ def shrink(s: Subject, row: Row) -> Recipe | None:
     if found is None:
         return None
     a, b, position = found
-    recipe = next((r for filler in FILLERS for seed in (0, 2, 4) for r in (Recipe(a, b, filler, seed, position), )
-                   if r.drifts(s)), None)
+    sums = (False, True) if s.problem.reduction > 1 else (False, )
+    recipe = next((r for filler in FILLERS for cancel in sums for seed in (0, 2, 4)
+                   for r in (Recipe(a, b, filler, seed, position, cancel), ) if r.drifts(s)), None)
     if recipe is None:
         return None
     for side in ("a", "b"):
@@ -124,8 +133,16 @@ def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
     dims = {k: ", ".join(map(str, p._shape(v))) for k, v in (op.tokens | op.shared).items()}
     for k, v in op.tokens.items():
         lines.append(f"{k} = torch.randn({dims[k]})" + (" > 0.5" if v.endswith(":bool") else f".to({p.input_dtype})"))
+    if recipe.cancel:
+        half = p.reduction // 2
+        lines += ["# the sum grows over the first half of k and vanishes over the second, but for the last term",
+                  *(f"{k}[{half}:{2 * half}], {k}[{half - 1}], {k}[-1] = -{k}[:{half}], 0, 2**-12" for k in op.tokens)]
     for k, v in op.shared.items():
-        lines.append(f"{k} = torch.randn({dims[k]}).to({dtype}).to({device})" + ".t().contiguous()" * v.endswith(":t"))
+        lines.append(f"{k} = torch.randn({dims[k]}).to({dtype}).to({device})")
+        if recipe.cancel and len(p._shape(v)) == 2:
+            lines.append(f"{k}[:, {half}:{2 * half}] = {k}[:, :{half}]")
+        if v.endswith(":t"):
+            lines.append(f"{k} = {k}.t().contiguous()")
     arguments = [f"{k}={k}" for k in op.shared] + [f"{k}={v!r}" for k, v in op.constants.items()]
     if op.casts:
         arguments.append(f"dtype={dtype}")

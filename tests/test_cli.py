@@ -1,0 +1,111 @@
+"""bi-audit: what it names, what it refuses, what it makes of verdicts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bi_kernels.audit.cli import cli
+from bi_kernels.audit.judge import Row
+from bi_kernels.audit.runner import audits
+
+ROOT = Path(__file__).parents[1]
+
+
+def bi_audit(*arguments: object) -> subprocess.CompletedProcess:
+    """`bi-audit` with these arguments, in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", *map(str, arguments)], capture_output=True, text=True,
+                          cwd=ROOT, timeout=300)
+
+
+def test_list_names_every_audit_with_its_parameters():
+    done = bi_audit("list")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert audits()
+    for audit in audits().values():
+        assert f"{audit.name} " in done.stdout and audit.title in done.stdout and audit.notebook.name in done.stdout
+    assert done.stdout.count("dtype, candidate, shapes, device, seed, op") == len(audits())
+
+
+def test_the_names_of_the_command_line_are_fixed():
+    assert set(cli.commands) >= {"list", "run", "report"}
+    assert {o for p in cli.commands["run"].params for o in p.opts if o.startswith("-")} >= {
+        "--candidate", "--dtype", "--shapes", "--device", "--seed", "--out", "-p", "--jobs"}
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["run", "nonsense"], ["unknown audit 'nonsense'", "gemm"]),
+    (["run", "gemm", "--candidate", "nonsense"], ["candidate is 'nonsense'", "path/to/file.py:function"]),
+    (["run", "gemm", "--candidate", "nowhere.py:linear"], ["nowhere.py:linear", "no file nowhere.py"]),
+    (["run", "gemm", "--candidate", "{tmp}/broken.py:linear"], ["broken.py:linear", "ZeroDivisionError"]),
+    (["run", "gemm", "-p", "dtpye", "bf16"], ["unknown parameter 'dtpye'", "dtype"]),
+    (["run", "gemm", "--dtype", "bf61"], ["dtype is 'bf61'", "bf16, fp16, fp32"]),
+    (["run", "gemm", "--seed", "x"], ["--seed", "'x'", "integer"]),
+    (["run", "gemm", "--jobs", "0"], ["--jobs", "0"]),
+    (["run", "gemm", "--out", "{tmp}/broken.py/below"], ["--out", "broken.py/below", "cannot be written"]),
+    (["run", "--no-such-option"], ["--no-such-option"]),
+    (["report", "{tmp}/nowhere"], ["nowhere", "not a folder"]),
+    (["nonsense"], ["nonsense"]),
+], ids=" ".join)
+def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    done = bi_audit(*(a.replace("{tmp}", str(tmp_path)) for a in arguments))
+    assert done.returncode == 2 and not done.stdout, done
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("bi-audit: "), done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass",
+          mismatches=0, elements=100)
+
+
+def write(folder: Path, *rows: Row) -> None:
+    folder.mkdir(parents=True)
+    (folder / "verdicts.json").write_text(json.dumps([r.json() for r in rows]))
+    (folder / "provenance.json").write_text(json.dumps({"device": "a device", "commit": "abc", "parameters": "dtype=all"}))
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_report_builds_the_matrix_from_verdicts(tmp_path):
+    write(tmp_path / "gpu" / "gemm", ROW, replace(ROW, dtype="fp16", verdict="needs-fix", mismatches=3), replace(ROW, dtype="fp16"),
+          replace(ROW, dtype="fp32", verdict="unsupported"), replace(ROW, relation="accuracy"),
+          replace(ROW, op="matmul", relation="determinism"), replace(ROW, candidate="a control", control=True, caught=True))
+    write(tmp_path / "gpu" / "elementwise", replace(ROW, audit="elementwise", op="silu"),
+          replace(ROW, audit="elementwise", op="silu", verdict="needs-fix", control=True, caught=False))
+    write(tmp_path / "cpu" / "gemm", ROW, replace(ROW, op="matmul", verdict="needs-fix", control=True, caught=True))
+    write(tmp_path / ".gemm.partial", replace(ROW, op="unfinished"))
+    done = bi_audit("report", tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    documents = {cells(line)[0]: cells(line) for line in lines if "/README.md)" in line}
+    word = {link: row[3] for link, row in documents.items()}
+    assert word == {"[gemm](cpu/gemm/README.md)": "✅ pass", "[gemm](gpu/gemm/README.md)": "❌ needs-fix",
+                    "[elementwise](gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
+    assert documents["[gemm](gpu/gemm/README.md)"][6] == "1 of 1" and documents["[elementwise](gpu/elementwise/README.md)"][6] == "0 of 1"
+    gpu = lines[lines.index("### gpu"):]
+    header = next(cells(line) for line in gpu if line.startswith("| op"))
+    matrix = {cells(line)[0]: dict(zip(header, cells(line))) for line in gpu if line.startswith("| ")}
+    assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
+    assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
+    assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
+    cpu = lines[lines.index("### cpu"):lines.index("### gpu")]
+    assert not [line for line in cpu if line.startswith("| matmul")], "a control is no op of the matrix"
+    assert "unfinished" not in "\n".join(lines)
+
+
+def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path):
+    write(tmp_path / "gemm", replace(ROW, op="", verdict="needs-fix", mismatches=None, elements=None, detail="the notebook stopped"))
+    (tmp_path / "gemm" / "provenance.json").unlink()
+    assert bi_audit("report", tmp_path).returncode == 0
+    assert "❌ needs-fix" in (tmp_path / "README.md").read_text()
+
+
+def test_report_of_an_empty_folder_says_so(tmp_path):
+    assert bi_audit("report", tmp_path).returncode == 0
+    assert "No document here yet" in (tmp_path / "README.md").read_text()
