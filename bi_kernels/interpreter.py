@@ -212,11 +212,16 @@ class Builder(InterpreterBuilder):
         dst = dst_type.scalar
         if dst.is_fp8():
             _refuse(f"a cast to {dst}")
+        data = _values(src)
+        # From fp64, and from bf16 to fp32, the GPU keeps a NaN's sign and as much of its payload as fits.
+        keeps_nan = src.dtype.scalar in (tl.float64, tl.bfloat16)
         if dst == tl.bfloat16:
-            return _handle(_values(src), dst)
-        data = _values(src).astype(stock._get_np_dtype(dst))
-        # bf16 to fp32 is a shift on the GPU too: the NaN keeps its payload.
-        return TensorHandle(data if src.dtype.scalar == tl.bfloat16 else _canonical(data), dst)
+            bits = _to_bf16(data)
+            if src.dtype.scalar == tl.float64:
+                bits = np.where(np.isnan(data), data.astype(np.float32).view(np.uint32) >> 16, bits).astype(np.uint16)
+            return TensorHandle(bits, dst)
+        data = data.astype(stock._get_np_dtype(dst))
+        return TensorHandle(data if keeps_nan else _canonical(data), dst)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         dst = dst_type.scalar

@@ -23,6 +23,8 @@ class Candidate:
         name = op.function or op.name
         if self.spec == "bi_kernels":
             return f"from bi_kernels import {name} as fn"
+        if self.spec == "torch" and name in ("silu", "gelu", "linear"):
+            return f"from torch.nn.functional import {name} as fn"
         if self.spec == "torch":
             return f"from bi_kernels.audit.stock import {name} as fn"
         module, _, function = self.spec.rpartition(":")

@@ -93,7 +93,7 @@ def _summary(failing: list[dict], out: Path) -> list[str]:
         groups.setdefault((r["op"], r["case"], r["dtype"], r["relation"]), []).append(r)
     lines = []
     for key, rows in groups.items():
-        counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"})
+        counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
         others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
         where = ([f"M = {', '.join(map(str, counts))}"] if counts else []) + others
         first = min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))

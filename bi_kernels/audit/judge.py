@@ -97,14 +97,18 @@ class Subject:
 
     def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
              cu_seqlens: Sequence[int] | None = None) -> torch.Tensor:
-        """One call of the candidate on tokens already gathered, (rows, …), given the leading shape `lead`."""
-        arguments = {k: t.reshape(*lead, *t.shape[1:]) for k, t in tokens.items()} | shared | self.constants()
+        """One call of the candidate on tokens already gathered, (rows, …), given the leading shape `lead`.
+
+        Tensors go by position, so a candidate may name them as it likes; constants and positions go by name.
+        """
+        tensors = [t.reshape(*lead, *t.shape[1:]) for t in tokens.values()] + list(shared.values())
+        arguments = dict(self.constants())
         if self.problem.op.positions:
             if cu_seqlens is not None:
                 arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
             else:
                 arguments["positions"] = positions.reshape(lead)
-        out = self.function(**arguments)
+        out = self.function(*tensors, **arguments)
         if not isinstance(out, torch.Tensor) or tuple(out.shape[:len(lead)]) != tuple(lead):
             got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
             raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")

@@ -31,12 +31,12 @@ def report(folder: Path) -> str:
         controls = [r for r in rows if r["control"]]
         verdict = _worst([r["verdict"] for r in mine] + ["needs-fix" for r in controls if not r["caught"]])
         where = path.relative_to(folder).as_posix()
-        listing.append({"document": f"[{path.name}]({where}/README.md)", "device": made["device"],
+        listing.append({"document": f"[{where}]({where}/README.md)", "device": made["device"],
                         "candidate": next((r["candidate"] for r in mine), ""), "verdict": f"{MARK[verdict]} {verdict}",
                         "checks": f"{len(mine):,}", "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
                         "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
                         "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
-                        "commit": made["commit"], "parameters": made["parameters"]})
+                        "commit": made["commit"], "command": made["command"]})
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
         matrix.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")
@@ -46,10 +46,12 @@ def report(folder: Path) -> str:
         for op in names:
             line = {"op": op}
             for column in COLUMNS:
-                cell = {d: _worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
-                                   (op, d, RELATION[column])]) for _, d in ops if _ == op}
-                known = {d: v for d, v in cell.items() if v}
-                line[column] = " ".join(f"{MARK[v]} {d}" for d, v in known.items()) or MARK[""]
+                found: dict[str, list[str]] = {}
+                for d in [d for name, d in ops if name == op]:
+                    found.setdefault(_worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
+                                             (op, d, RELATION[column])]), []).append(d)
+                line[column] = " ".join(f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
+                                        for v, d in found.items() if v) or MARK[""]
             lines.append(line)
         matrix.append(_markdown(lines) + "\n")
     missing = "" if listing else "\nNo document here yet.\n"

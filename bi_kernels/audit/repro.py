@@ -143,7 +143,7 @@ def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
             lines.append(f"{k}[:, {half}:{2 * half}] = {k}[:, :{half}]")
         if v.endswith(":t"):
             lines.append(f"{k} = {k}.t().contiguous()")
-    arguments = [f"{k}={k}" for k in op.shared] + [f"{k}={v!r}" for k, v in op.constants.items()]
+    arguments = [*op.shared, *(f"{k}={v!r}" for k, v in op.constants.items())]
     if op.casts:
         arguments.append(f"dtype={dtype}")
     if op.positions:
@@ -155,7 +155,7 @@ def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
         filler = (f"torch.zeros(rows, {dims[k]}, dtype=torch.bool)" if v.endswith(":bool") else
                   FILLERS[recipe.filler].format(dims=dims[k]) + f".to({p.input_dtype})")
         lines += [f"    {k}_rows = {filler}", f"    {k}_rows[at] = {k}"]
-    calls = [f"{k}={k}_rows.to({device}).reshape(*lead, {dims[k]})" for k in op.tokens]
+    calls = [f"{k}_rows.to({device}).reshape(*lead, {dims[k]})" for k in op.tokens]
     lines += [f"    return fn({', '.join(calls + arguments)}).flatten(0, len(lead) - 1)[at]", "", "",
               f"a, b = result({recipe.a.lead}, {recipe.a.at}), result({recipe.b.lead}, {recipe.b.at})",
               f"bits = torch.int{torch.finfo(p.dtype).bits}",
