@@ -14,9 +14,10 @@ if INTERPRETED:
     interpreter.install()
 
 
-def check(op: str, same_dtype: bool = True, **tensors: torch.Tensor | None) -> None:
-    """dtypes in the contract's set and equal, one device, and a device that Triton can run on."""
-    given = {name: t for name, t in tensors.items() if t is not None}
+def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
+    """Tensors all (those in `optional` may be None), dtypes in the contract's set and equal, one device, and one that
+    Triton can run on."""
+    given = {name: t for name, t in tensors.items() if t is not None or name not in optional}
     for name, t in given.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected a torch.Tensor")
@@ -34,6 +35,12 @@ def check(op: str, same_dtype: bool = True, **tensors: torch.Tensor | None) -> N
                            "Python starts, or move it to a CUDA device")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{op}: {first} is on {x.device.type}; supported are cuda, and cpu under TRITON_INTERPRET=1")
+
+
+def check_number(op: str, name: str, value: float) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} is {value!r}, expected a number")
+    return float(value)
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:

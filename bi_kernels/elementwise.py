@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.checks import apply, check, check_shape
+from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.contract import DTYPES
 
 BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16
@@ -21,9 +21,9 @@ def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: t
     inside = at < n
     raw = tl.load(x + at, mask=inside)
     if OP == "mask_fill":
-        # copied, not computed: the payload of a NaN survives
-        fill = tl.full((BLOCK, ), factor, tl.float32).to(raw.dtype)
-        z = tl.where(tl.load(other + at, mask=inside, other=0) != 0, fill, raw)
+        # copied, not computed: the payload of a NaN survives; and tl.full would turn a fill of -0 into +0
+        filled = tl.load(other + at, mask=inside, other=0) != 0
+        z = tl.where(filled, tl.where(filled, factor, 0.0).to(raw.dtype), raw)
     else:
         a = raw.to(tl.float32)
         if OP == "add":
@@ -39,8 +39,7 @@ def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: t
         elif OP == "gelu":
             z = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
         elif OP == "gelu_tanh":
-            z2 = 1.5957691216057308 * (a + 0.044715 * (a * a * a))
-            z = a - tl.div_rn(a, 1.0 + tl.exp(z2))
+            z = tl.div_rn(a, 1.0 + tl.exp(-1.5957691216057308 * (a + 0.044715 * (a * a * a))))
         elif OP == "cast":
             z = a
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
@@ -76,7 +75,8 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32."""
+    """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
+    latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
     check("gelu", x=x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate is {approximate!r}, expected 'none' or 'tanh'")
@@ -100,7 +100,7 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     """x · factor, the factor rounded to fp32, the product in fp32 and rounded once."""
     check("scale", x=x)
-    return _apply("scale", x, factor=float(factor))
+    return _apply("scale", x, factor=check_number("scale", "factor", factor))
 
 
 def bias_add(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def mask_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor
     except RuntimeError:
         raise ValueError(f"mask_fill: mask has shape {tuple(mask.shape)}, which does not broadcast to x's "
                          f"{tuple(x.shape)}") from None
-    return _apply("mask_fill", x, mask, factor=float(value))
+    return _apply("mask_fill", x, mask, factor=check_number("mask_fill", "value", value))
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

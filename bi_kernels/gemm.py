@@ -153,7 +153,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     _gemm_kernel[(grid, )](
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
-        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), bias, M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n,
+        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n,
         EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap, HALVES=halves,
         FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages)
     return y if N % unit == 0 else y[:, :N].contiguous()
@@ -195,7 +195,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     The bits of a row of y depend on that row of x, on weight and on bias alone. bf16, fp16 or fp32, any strides.
     Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
     """
-    check("linear", x=x, weight=weight, bias=bias)
+    check("linear", optional=("bias", ), x=x, weight=weight, bias=bias)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected two dimensions (N, K)")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:

@@ -47,6 +47,14 @@ def install() -> None:
     stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch
     stock._patch_lang = lambda fn: stock._LangPatchScope()
     stock._patch_builtin = _patch_builtin
+    stock._implicit_cvt = _argument
+
+
+def _argument(value, convert=stock._implicit_cvt):
+    """A kernel's argument; a Python float is an fp32 value, as on the GPU, where stock keeps the Python number."""
+    if type(value) is float:
+        return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+    return convert(value)
 
 
 def _refuse(what: str):

@@ -48,7 +48,7 @@ def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTER
 
 
 def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    x, positions = x.contiguous(), positions.contiguous()
+    x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     heads, dim = x.shape[-2:]
     rows = positions.numel() * heads
@@ -83,13 +83,14 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """The position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected one "
-                         "dimension of integers")
-    if cu_seqlens.device.type == "cpu":  # on a GPU the check would wait for the device; positions then come out NaN
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool or not len(cu_seqlens):
+        raise ValueError(f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
+                         "one dimension of integers, one more than there are sequences")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        # elsewhere the check would wait for the device; a position that comes out wrong there gives NaN
         ends = cu_seqlens.tolist()
-        if ends[:1] != [0] or ends[-1] != tokens or ends != sorted(ends):
-            raise ValueError(f"cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}")
+        if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
+            raise ValueError(f"rope: cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}")
     at = torch.arange(tokens, device=cu_seqlens.device)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
@@ -102,21 +103,28 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
     does not hold gives NaN. Returns x's shape and dtype.
     """
     check("rope", x=x)
-    check("rope", same_dtype=False, x=x, cos=table.cos, sin=table.sin, positions=positions, cu_seqlens=cu_seqlens)
-    if x.dim() < 2:
-        raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim)")
+    if not isinstance(table, RopeTable):
+        raise TypeError(f"rope: table is a {type(table).__name__}, expected a RopeTable, as rope_table returns it")
+    check("rope", same_dtype=False, optional=("positions", "cu_seqlens"), x=x, cos=table.cos, sin=table.sin,
+          positions=positions, cu_seqlens=cu_seqlens)
+    if x.dim() < 2 or x.shape[-1] % 2:
+        raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim) with an even head_dim")
     if (positions is None) == (cu_seqlens is None):
         raise ValueError("rope: give either positions or cu_seqlens, and not both")
     for name, part in zip(("cos", "sin"), table):
         if part.dtype != torch.float32:
             raise TypeError(f"rope: table.{name} has dtype {part.dtype}, expected torch.float32")
-        check_shape("rope", f"table.{name}", part, (table.cos.shape[0], x.shape[-1] // 2), "positions, head_dim/2")
+        check_shape("rope", f"table.{name}", part, (*table.cos.shape[:1], x.shape[-1] // 2), "positions, head_dim/2")
     if positions is None:
         if x.dim() != 3:
             raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
         positions = packed_positions(cu_seqlens, x.shape[0])
-    if positions.is_floating_point():
+    if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
     if positions.shape != x.shape[:-2]:
-        positions = positions.expand(x.shape[:-2])
+        try:
+            positions = positions.expand(x.shape[:-2])
+        except RuntimeError:
+            raise ValueError(f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
+                             "that broadcasts to it") from None
     return apply("rope", _launch, _opaque, x, table.cos, table.sin, positions, interleaved)

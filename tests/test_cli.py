@@ -85,9 +85,9 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path):
     lines = (tmp_path / "README.md").read_text().splitlines()
     documents = {cells(line)[0]: cells(line) for line in lines if "/README.md)" in line}
     word = {link: row[3] for link, row in documents.items()}
-    assert word == {"[gemm](cpu/gemm/README.md)": "✅ pass", "[gemm](gpu/gemm/README.md)": "❌ needs-fix",
-                    "[elementwise](gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
-    assert documents["[gemm](gpu/gemm/README.md)"][6] == "1 of 1" and documents["[elementwise](gpu/elementwise/README.md)"][6] == "0 of 1"
+    assert word == {"[cpu/gemm](cpu/gemm/README.md)": "✅ pass", "[gpu/gemm](gpu/gemm/README.md)": "❌ needs-fix",
+                    "[gpu/elementwise](gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
+    assert documents["[gpu/gemm](gpu/gemm/README.md)"][6] == "1 of 1" and documents["[gpu/elementwise](gpu/elementwise/README.md)"][6] == "0 of 1"
     gpu = lines[lines.index("### gpu"):]
     header = next(cells(line) for line in gpu if line.startswith("| op"))
     matrix = {cells(line)[0]: dict(zip(header, cells(line))) for line in gpu if line.startswith("| ")}

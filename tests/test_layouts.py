@@ -110,3 +110,12 @@ def test_every_token_is_given_its_own_position(name):
 def test_any_layout_gives_the_bits_of_packed(op, case, dtype, calls):
     s = subject(op, getattr(bi_kernels, OPS[op].function or op), dtype, case)
     assert_same_bits(s.compute(calls), s.layout("packed"), [call.index.shape for call in calls])
+
+
+@pytest.mark.parametrize("kind, stale", [("normal", 7.0), ("nonfinite", float("nan"))])
+def test_padding_holds_numbers_that_no_token_may_see(kind, stale):
+    seen = []
+    subject("silu", lambda x: seen.append(x) or x.clone()).layout("left_padded", kind)
+    padding = seen[0][torch.from_numpy(layouts(LENGTHS)["left_padded"][0].index < 0)]
+    assert padding.numel()
+    assert_same_bits(padding, torch.full_like(padding, stale), kind)

@@ -34,24 +34,25 @@ class Candidate:
 
 
 def _load(spec: str) -> Callable:
-    module, _, name = spec.rpartition(":")
+    module, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not module or not name:
         raise ValueError(f"candidate is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
                          "path/to/file.py:function")
-    if module.endswith(".py"):
-        path = Path(module)
-        if not path.is_file():
-            raise ValueError(f"candidate {spec!r}: no file {module}")
-        found = importlib.util.spec_from_file_location(f"candidate_{path.stem}", path)
-        loaded = importlib.util.module_from_spec(found)
-        sys.modules[found.name] = loaded  # Triton and inspect look a kernel's module up by name
-        found.loader.exec_module(loaded)
-    else:
-        sys.path.insert(0, "") if "" not in sys.path else None
-        try:
+    if module.endswith(".py") and not Path(module).is_file():
+        raise ValueError(f"candidate {spec!r}: no file {module}")
+    try:
+        if module.endswith(".py"):
+            found = importlib.util.spec_from_file_location(f"candidate_{Path(module).stem}", module)
+            loaded = importlib.util.module_from_spec(found)
+            sys.modules[found.name] = loaded  # Triton and inspect look a kernel's module up by name
+            found.loader.exec_module(loaded)
+        else:
+            if "" not in sys.path:
+                sys.path.insert(0, "")
             loaded = importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"candidate {spec!r}: cannot import {module} ({error})") from None
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ValueError(f"candidate {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
     function = getattr(loaded, name, None)
     if not callable(function):
         raise ValueError(f"candidate {spec!r}: {module} has no function {name}")

@@ -290,15 +290,13 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
         return subject.row("accuracy", "rows", None, "fp64", kind, n,
                            detail=f"returned {y.dtype} {tuple(y.shape)}, expected {p.dtype} {tuple(exact.shape)}")
     share = (y.double() - exact).abs() / limit
-    # a result beyond the dtype's range is infinite, and NaN answers NaN; there the share is 0 if so, else infinite
-    beyond = ~exact.isfinite() | ~limit.isfinite() | (exact.abs() + limit >= largest)
-    agrees = torch.where(exact.isnan(), y.isnan(), torch.where(
-        exact.abs() - limit >= largest, y.double() == exact.sign() * torch.inf, ~y.isnan()))
-    agrees |= ~limit.isfinite() & ~exact.isnan()
-    share = torch.where(beyond, torch.where(agrees, 0.0, torch.inf), share.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
+    infinite = (exact.abs() + limit >= largest) & (y.double() == exact.sign() * torch.inf)
+    right = torch.where(exact.isnan(), y.isnan(), infinite)
+    finite = exact.isfinite() & y.isfinite()
+    share = torch.where(right, 0.0, torch.where(finite, share, torch.inf))
     over = int((share > 1).sum())
     worst = float(share.max()) if share.numel() else 0.0
-    finite = ~beyond
     gap = (y.double() - exact).abs()[finite]
     first = [int(i) for i in torch.unravel_index((share > 1).flatten().to(torch.uint8).argmax(), share.shape)]
     row = subject.row("accuracy", "rows", Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
@@ -349,13 +347,15 @@ def coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
                 (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))]
         if any(r.verdict == UNSUPPORTED for r in mine):
             continue
-        required = {("invariance", layout, None, None) for layout in (*SWEEP["layouts"], "random")}
+        names = layouts(s.lengths, s.problem.seed)
+        assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
+        required = {("invariance", layout, None, None) for layout in (*names, "random")}
         required |= {("invariance", "rows", m, None) for m in contract.rows(s.largest)}
         required |= {("invariance", "rows", None, kind) for kind in KINDS} | {("accuracy", "rows", None, k) for k in KINDS}
         required |= {("determinism", "packed", None, None)} | {("parity", f"{a}={b}", None, None) for a, b in PARITIES}
         for relation, layout, m, kind in sorted(required, key=str):
-            if not any(r.relation == relation and r.layout.split(":")[0] == layout.split(":")[0] and m in (None, r.rows)
-                       and kind in (None, r.inputs) for r in mine):
+            if not any((r.relation, r.layout) == (relation, layout) and m in (None, r.rows) and kind in (None, r.inputs)
+                       for r in mine):
                 missing.append(s.row(relation, layout, None, inputs=kind or "", rows=m or 0,
                                      detail="required by the contract, not run"))
     return missing

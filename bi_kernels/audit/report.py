@@ -20,23 +20,24 @@ def _markdown(lines: list[dict]) -> str:
 
 def report(folder: Path) -> str:
     """The text of folder/README.md, made from every verdicts.json below it."""
-    documents = sorted(p.parent for p in folder.rglob("verdicts.json") if (p.parent / "provenance.json").exists()
-                       and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    documents = sorted(p.parent for p in folder.rglob("verdicts.json") if not list(p.parent.glob("*/verdicts.json"))
+                       and p.parent != folder and not any(part.startswith(".") for part in p.relative_to(folder).parts))
     listing, matrix = [], []
     groups: dict[Path, list] = {}
     for path in documents:
         rows = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
-        made = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+        known = path / "provenance.json"  # not there if the notebook stopped before it
+        made = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
         mine = [r for r in rows if not r["control"]]
         controls = [r for r in rows if r["control"]]
         verdict = _worst([r["verdict"] for r in mine] + ["needs-fix" for r in controls if not r["caught"]])
         where = path.relative_to(folder).as_posix()
-        listing.append({"document": f"[{where}]({where}/README.md)", "device": made["device"],
+        listing.append({"document": f"[{where}]({where}/README.md)", "device": made.get("device", "–"),
                         "candidate": next((r["candidate"] for r in mine), ""), "verdict": f"{MARK[verdict]} {verdict}",
                         "checks": f"{len(mine):,}", "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
                         "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
                         "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
-                        "commit": made["commit"], "command": made["command"]})
+                        "commit": made.get("commit", "–"), "command": made.get("command", "–")})
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
         matrix.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")

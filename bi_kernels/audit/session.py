@@ -46,7 +46,7 @@ def start(audit: str, namespace: dict) -> "Session":
 
     if p["dtype"] not in ("all", *DTYPES):
         raise ValueError(f"dtype is {p['dtype']!r}, expected all, {', '.join(DTYPES)}")
-    if p["shapes"] not in SHAPES:
+    if p["shapes"] not in list(SHAPES):
         raise ValueError(f"shapes is {p['shapes']!r}, expected one of {', '.join(SHAPES)}")
     if isinstance(p["seed"], bool) or not isinstance(p["seed"], int) or p["seed"] < 0:
         raise ValueError(f"seed is {p['seed']!r}, expected an integer of at least 0")
