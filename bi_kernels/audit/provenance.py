@@ -17,12 +17,11 @@ def commit() -> str:
     given = os.environ.get("BI_COMMIT")
     if given:
         return given
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = lambda *arguments: subprocess.run(["git", "-C", str(Path(__file__).parents[1]), *arguments], capture_output=True,
+                                            text=True, check=True).stdout.strip()
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain", "--", "bi_kernels", "notebooks"], capture_output=True,
-                               text=True, cwd=Path(__file__).parents[2])
-        return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+        git("ls-files", "--error-unmatch", "contract.toml")  # installed into somebody else's repository, it is not ours
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -1,0 +1,22 @@
+# linear down, fp16: one token, computed in a call of (1,) and in one of (32,); the other rows hold zeros.
+import torch
+from torch.nn.functional import linear as fn
+
+torch.manual_seed(0)
+x = torch.randn(12288).to(torch.float16)
+weight = torch.randn(4096, 12288).to(torch.float16).to("cuda")
+
+
+def result(lead, at):
+    rows = torch.Size(lead).numel()
+    torch.manual_seed(1)
+    x_rows = torch.zeros(rows, 12288).to(torch.float16)
+    x_rows[at] = x
+    return fn(x_rows.to("cuda").reshape(*lead, 12288), weight).flatten(0, len(lead) - 1)[at]
+
+
+a, b = result((1,), 0), result((32,), 0)
+bits = torch.int16
+differ = a.view(bits) != b.view(bits)
+print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")
+raise SystemExit(bool(differ.any()))
