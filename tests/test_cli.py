@@ -68,8 +68,12 @@ def write(folder: Path, *rows: Row) -> None:
     (folder / "provenance.json").write_text(json.dumps({"device": "a device", "commit": "abc", "parameters": "dtype=all"}))
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+def table(lines: list[str], first: str) -> list[dict[str, str]]:
+    """The rows of the first Markdown table whose first column is `first`."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    start = next(i for i, row in enumerate(rows) if row[0] == first)
+    end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
+    return [dict(zip(rows[start], row)) for row in rows[start + 2:end]]
 
 
 def test_report_builds_the_matrix_from_verdicts(tmp_path):
@@ -83,19 +87,16 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path):
     done = bi_audit("report", tmp_path)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "README.md").read_text().splitlines()
-    documents = {cells(line)[0]: cells(line) for line in lines if "/README.md)" in line}
-    word = {link: row[3] for link, row in documents.items()}
-    assert word == {"[cpu/gemm](cpu/gemm/README.md)": "✅ pass", "[gpu/gemm](gpu/gemm/README.md)": "❌ needs-fix",
-                    "[gpu/elementwise](gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
-    assert documents["[gpu/gemm](gpu/gemm/README.md)"][6] == "1 of 1" and documents["[gpu/elementwise](gpu/elementwise/README.md)"][6] == "0 of 1"
-    gpu = lines[lines.index("### gpu"):]
-    header = next(cells(line) for line in gpu if line.startswith("| op"))
-    matrix = {cells(line)[0]: dict(zip(header, cells(line))) for line in gpu if line.startswith("| ")}
+    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document")}
+    assert {link: row["verdict"] for link, row in documents.items()} == {
+        "cpu/gemm/README.md)": "✅ pass", "gpu/gemm/README.md)": "❌ needs-fix",
+        "gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
+    assert [documents[f"gpu/{name}/README.md)"]["controls caught"] for name in ("gemm", "elementwise")] == ["1 of 1", "0 of 1"]
+    matrix = {row["op"]: row for row in table(lines[lines.index("### gpu"):], "op")}
     assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
     assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
     assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
-    cpu = lines[lines.index("### cpu"):lines.index("### gpu")]
-    assert not [line for line in cpu if line.startswith("| matmul")], "a control is no op of the matrix"
+    assert [row["op"] for row in table(lines[lines.index("### cpu"):], "op")] == ["linear"], "a control is no op of the matrix"
     assert "unfinished" not in "\n".join(lines)
 
 
