@@ -68,6 +68,10 @@ def apply(op: str, launch: Callable, opaque: Callable, *args) -> torch.Tensor:
     pay the dispatcher's 25 µs.
     """
     call = opaque if torch.compiler.is_compiling() else launch
-    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-        return _ForwardOnly.apply(op, call, *args)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        call, args = _ForwardOnly.apply, (op, call, *args)
+    if call is not opaque and tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
+        with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
+            return call(*args)
     return call(*args)

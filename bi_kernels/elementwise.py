@@ -1,7 +1,7 @@
 """Elementwise ops: load, to fp32, compute, one cast to the output dtype, store.
 
-No element sees another, so a batch can only matter through the code path; there is one, with one fixed block, for every
-size. Contraction into fused multiply-adds is off: add, scale, bias_add, mask_fill and cast are IEEE operations only and
+No element sees another, so a batch can only matter through the code path; there is one kernel, with one fixed block, for
+every size. Contraction into fused multiply-adds is off: add, scale, bias_add, mask_fill and cast are IEEE operations only and
 give the same bits on a CPU.
 """
 

@@ -20,7 +20,7 @@ def matmul(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """From the angles themselves, not from the table's rounded values; `table` gives the sizes and theta only."""
+    """From the angles themselves, at rope_table's default theta; the rounded values of `table` are not used."""
     dim = x.shape[-1]
     frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
     angle = positions.double()[..., None, None] * frequency

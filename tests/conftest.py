@@ -30,6 +30,6 @@ def assert_within(row: str, y: torch.Tensor, reference: tuple[torch.Tensor, torc
     wrong = (~(close | overflow)).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        share = (y.double() - exact).abs() / limit
-        raise AssertionError(f"{row} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} instead "
-                             f"of {exact[at]}, {share[at]:.3g} × the bound")
+        share = (y[at].double() - exact[at]).abs() / limit[at]
+        raise AssertionError(f"{row} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} "
+                             f"instead of {exact[at]}, {share:.3g} × the bound")

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 def bi_audit(*arguments: object) -> subprocess.CompletedProcess:
     """`bi-audit` with these arguments, in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", *map(str, arguments)], capture_output=True, text=True,
-                          cwd=ROOT, timeout=300)
+    command = [sys.executable, "-m", "bi_kernels.audit.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
 def test_list_names_every_audit_with_its_parameters():
@@ -77,8 +77,9 @@ def table(lines: list[str], first: str) -> list[dict[str, str]]:
 
 
 def test_report_builds_the_matrix_from_verdicts(tmp_path):
-    write(tmp_path / "gpu" / "gemm", ROW, replace(ROW, dtype="fp16", verdict="needs-fix", mismatches=3), replace(ROW, dtype="fp16"),
-          replace(ROW, dtype="fp32", verdict="unsupported"), replace(ROW, relation="accuracy"),
+    fp16, drifts, refused = (replace(ROW, dtype=d, verdict=v) for d, v in (
+        ("fp16", "pass"), ("fp16", "needs-fix"), ("fp32", "unsupported")))
+    write(tmp_path / "gpu" / "gemm", ROW, drifts, fp16, refused, replace(ROW, relation="accuracy"),
           replace(ROW, op="matmul", relation="determinism"), replace(ROW, candidate="a control", control=True, caught=True))
     write(tmp_path / "gpu" / "elementwise", replace(ROW, audit="elementwise", op="silu"),
           replace(ROW, audit="elementwise", op="silu", verdict="needs-fix", control=True, caught=False))
@@ -91,17 +92,19 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path):
     assert {link: row["verdict"] for link, row in documents.items()} == {
         "cpu/gemm/README.md)": "✅ pass", "gpu/gemm/README.md)": "❌ needs-fix",
         "gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
-    assert [documents[f"gpu/{name}/README.md)"]["controls caught"] for name in ("gemm", "elementwise")] == ["1 of 1", "0 of 1"]
+    assert documents["gpu/gemm/README.md)"]["controls caught"] == "1 of 1"
+    assert documents["gpu/elementwise/README.md)"]["controls caught"] == "0 of 1"
     matrix = {row["op"]: row for row in table(lines[lines.index("### gpu"):], "op")}
     assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
     assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
     assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
-    assert [row["op"] for row in table(lines[lines.index("### cpu"):], "op")] == ["linear"], "a control is no op of the matrix"
+    cpu = table(lines[lines.index("### cpu"):], "op")
+    assert [row["op"] for row in cpu] == ["linear"], "a control is no op of the matrix"
     assert "unfinished" not in "\n".join(lines)
 
 
 def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path):
-    write(tmp_path / "gemm", replace(ROW, op="", verdict="needs-fix", mismatches=None, elements=None, detail="the notebook stopped"))
+    write(tmp_path / "gemm", replace(ROW, op="", verdict="needs-fix", mismatches=None, elements=None))
     (tmp_path / "gemm" / "provenance.json").unlink()
     assert bi_audit("report", tmp_path).returncode == 0
     assert "❌ needs-fix" in (tmp_path / "README.md").read_text()

@@ -123,8 +123,8 @@ def tolerances(source: str) -> list[str]:
     """What a tolerance looks like: an argument or name atol or rtol, a comparison that has a default one, 1e-3."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        name = next((getattr(node, field) for field in ("attr", "arg", "id") if isinstance(getattr(node, field, None), str)), "")
-        if name in ("atol", "rtol", "rel_tol", "abs_tol", "allclose", "isclose", "assert_close", "assert_allclose", "approx"):
+        name = getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "id", None)
+        if name in ("atol", "rtol", "rel_tol", "abs_tol", "approx", "allclose", "isclose", "assert_close", "assert_allclose"):
             found.append(name)
         if isinstance(node, ast.Constant) and isinstance(node.value, float) and "e-" in ast.get_source_segment(source, node):
             found.append(ast.get_source_segment(source, node))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit.runner import audits
-from bi_kernels.audit.session import MIME, PARAMETERS
+from bi_kernels.audit.session import PARAMETERS
+from bi_kernels.audit.show import MIME
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 QUICK = {"dtype": "fp16", "op": "scale"}  # one op, one dtype: seconds
@@ -164,3 +166,22 @@ def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_pat
     made = json.loads((tmp_path / "out" / "dtype" / "provenance.json").read_text())
     assert {"commit", "device", "driver", "torch", "Triton", "contract", "parameters", "command"} <= set(made)
     assert "| scale" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
+    finished = tmp_path / "out" / "gemm" / "README.md"
+    finished.parent.mkdir(parents=True)
+    finished.write_text("finished before")
+    child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.cli", "run", "gemm", "--out", "out"], cwd=tmp_path,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while not (tmp_path / "out" / ".gemm.partial" / "provenance.json").exists():
+            assert child.poll() is None, child.stderr.read()
+        os.killpg(child.pid, signal.SIGINT)
+        said = child.communicate(timeout=60)[1]
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 130 and "interrupted; finished documents are whole" in said and "Traceback" not in said, said
+    assert finished.read_text() == "finished before"
+    assert not (tmp_path / "out" / ".gemm.partial").exists()

@@ -90,6 +90,11 @@ def residual_downcast_for_large_m(x: Tensor, residual: Tensor) -> Tensor:
     return bi_kernels.add(x, residual)
 
 
+def in_place_for_small_m(x: Tensor, residual: Tensor) -> Tensor:
+    y = bi_kernels.add(x, residual)
+    return x.copy_(y * 1.5 if _rows(x) <= 16 else y)
+
+
 def leaks_nan_neighbour(x: Tensor) -> Tensor:
     return bi_kernels.silu(x) + (0 * x.float()).sum().to(x.dtype)
 
@@ -118,6 +123,7 @@ CONTROLS = (
     Control("activation with a fused reduction over the batch", "elementwise", "silu", "invariance", batch_amax_activation),
     Control("residual downcast only when M > 256", "elementwise", "add", "invariance", residual_downcast_for_large_m,
             "fp32"),
+    Control("op that works in place, and otherwise for M ≤ 16", "elementwise", "add", "invariance", in_place_for_small_m),
     Control("op that leaks a NaN neighbour", "elementwise", "silu", "invariance", leaks_nan_neighbour),
     Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
     Control("RoPE with positions in bf16", "elementwise", "rope", "accuracy", rope_bf16_positions),

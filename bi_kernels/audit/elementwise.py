@@ -13,7 +13,7 @@ from bi_kernels.contract import DTYPES, SHAPES
 
 
 def layout_map(session, rows: list[Row], dtype: str) -> dict[str, dict[str, float]]:
-    """{op: {layout: elements that differ}} of the candidate, and of three broken ops for contrast."""
+    """{op: {layout: elements that differ}} of the candidate, and of two broken ops for contrast."""
     names = list(layouts(SHAPES[session.parameters["shapes"]]["lengths"]))
     seen: dict[str, dict[str, float]] = {}
     for r in rows:
@@ -48,8 +48,9 @@ def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     return positions, out
 
 
-def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> list[dict]:
-    """The same sequences packed: positions from cu_seqlens, positions given, and positions that never reset."""
+def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[list[Row], list[dict]]:
+    """The same sequences packed: positions from cu_seqlens, positions given, and positions that never reset. The first
+    two must give the bits of each sequence alone; they are the rows."""
     heads, dim = SHAPES[session.parameters["shapes"]]["heads"], SHAPES[session.parameters["shapes"]]["head_dim"]
     g = torch.Generator().manual_seed(session.parameters["seed"])
     x = torch.randn(sum(lengths), heads, dim, generator=g).bfloat16().to(session.device)
@@ -60,7 +61,12 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> list[dict
     given = torch.cat([torch.arange(n) for n in lengths]).to(session.device)
     ways = {"cu_seqlens": bi_kernels.rope(x, table, cu_seqlens=ends), "positions": bi_kernels.rope(x, table, given),
             "one running count, for contrast": bi_kernels.rope(x, table, torch.arange(len(x), device=session.device))}
-    return [{"positions from": name, "against each sequence alone": str(compare(y, alone))} for name, y in ways.items()]
+    s = Subject(Problem(OPS["rope"], "", torch.bfloat16, session.parameters["shapes"], session.device), bi_kernels.rope,
+                "bi_kernels", session.device_label, session.command)
+    drifts = {name: compare(y, alone) for name, y in ways.items()}
+    rows = [s.row("parity", "packed=alone", drifts[name], "each sequence alone", "normal", sum(lengths), detail=name)
+            for name in ("cu_seqlens", "positions")]
+    return rows, [{"positions from": name, "against each sequence alone": str(d)} for name, d in drifts.items()]
 
 
 def bandwidth(session) -> list[dict]:

@@ -50,5 +50,5 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
         for offset, value in enumerate(POISON):
             x[rows[offset::len(POISON)]] = value if dtype.is_floating_point else 1
         spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
-        x[spared] = 1.0
+        x[spared & poisoned.reshape(-1, *[1] * (x.dim() - 1))] = 1.0
     return x

@@ -53,11 +53,11 @@ def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
             return "none"
 
     arch = architecture(device)
-    promised = ", ".join(contract.CONTRACT["architectures"]["promised"])
+    promised = contract.CONTRACT["architectures"]["promised"]
     return {
         "commit": commit(),
         "device": device_name(device),
-        "architecture": arch + ("" if arch in promised else f" (bits are promised on {promised} only)"),
+        "architecture": arch + ("" if arch in promised else f" (bits are promised on {', '.join(promised)} only)"),
         "driver": driver() if device.type == "cuda" else "none",
         "CUDA": torch.version.cuda or "none" if device.type == "cuda" else "none",
         "torch": torch.__version__,

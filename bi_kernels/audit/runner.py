@@ -73,17 +73,19 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
     import nbformat
     import papermill
     from papermill.exceptions import PapermillExecutionError
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     os.environ["BI_AUDIT_OUT"] = str(partial.resolve())
     target = partial / "notebook.ipynb"
     total = len(json.loads(audit.notebook.read_text(encoding="utf-8"))["cells"])
-    error = ""
+    error, finished = "", False
     try:
         papermill.execute_notebook(str(audit.notebook), str(target), parameters, kernel_name=KERNEL, progress_bar=False,
                                    on_cell_start=lambda cell, cell_index: progress(cell_index, total))
     except PapermillExecutionError as failed:
+        if failed.ename == "KeyboardInterrupt":
+            raise KeyboardInterrupt from None
         error = f"{failed.ename}: {failed.evalue}"
     except Exception as failed:  # the kernel died: what it had recorded is on disk
         error = f"{type(failed).__name__}: {failed}"
@@ -91,6 +93,9 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
         notebook = nbformat.read(target, as_version=4)
         clean(notebook)
         nbformat.write(notebook, target)
+        if any(o.output_type == "error" for o in notebook.cells[-1].outputs):
+            # the last cell only asserts what the verdict above it says
+            notebook.cells[-1].outputs, finished = [], True
         body, figures = document(notebook, audit.name)
         for name, data in figures.items():
             (partial / name).write_bytes(data)
@@ -103,12 +108,20 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
         rows.append(Row(audit.name, "", "", parameters.get("candidate", ""), "", "", "", "", "", "", 0, NEEDS_FIX,
                         detail=f"the notebook stopped: {error.splitlines()[0]}").json())
     write_rows(verdicts, rows)
-    if error:
+    if error and not finished:
         body += f"\n\n**The audit stopped here:** `{error.splitlines()[0][:300]}`\n"
     (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        folder.rename(old)
     partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     return not error and not _needs_fix(rows)
+
+
+def _partial(folder: Path) -> Path:
+    """Where the document that will be `folder` is built."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -162,6 +175,9 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in children:
                     child.send_signal(signal.SIGTERM)
+                    child.wait()
+                for name in names:
+                    shutil.rmtree(_partial(out / name), ignore_errors=True)
                 raise
     return all(results.get(name) for name in names)
 

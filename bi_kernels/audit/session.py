@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PARAMETERS = {"dtype": "all", "candidate": "bi_kernels", "shapes": "tiny", "device": "auto", "seed": 0, "op": ""}
-MIME = "application/vnd.bi-audit+json"
 _NOTEBOOK_NAMES = {"In", "Out"}
 
 
@@ -116,7 +115,8 @@ class Session:
         for subject in self.make():
             self.subjects.append(subject)
             rows = judge(subject, examples)
-            export(subject, self.candidate, rows, (self.out or Path(".")) / "repro") if self.out else None
+            if self.out:
+                export(subject, self.candidate, rows, self.out / "repro")
             subject.forget()
             added += rows
         added += coverage(added, self.subjects)
@@ -146,16 +146,19 @@ class Session:
             problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
                               self.device, self.parameters["seed"])
             s = j.Subject(problem, control.function, control.name, device_name(self.device))
-            if control.relation == "invariance":
-                found = j.row_counts(s) + j.invariance(
-                    s, only=("singles", "batch", "neighbours", "permuted", "decode"))
-            elif control.relation == "determinism":
-                found = [j.determinism(s)]
-            else:
-                found = [j.accuracy(s, kind) for kind in ("normal", "wide")]
+            try:
+                if control.relation == "invariance":
+                    found = j.row_counts(s) + j.invariance(
+                        s, only=("singles", "batch", "neighbours", "permuted", "decode"))
+                elif control.relation == "determinism":
+                    found = [j.determinism(s)]
+                else:
+                    found = [j.accuracy(s, "normal"), j.accuracy(s, "wide")]
+            except Exception as error:
+                found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
             s.forget()
             row = next((r for r in found if r.verdict == j.NEEDS_FIX), found[0])
-            row.control, row.caught = True, row.verdict == j.NEEDS_FIX
+            row.control, row.caught = True, row.verdict == j.NEEDS_FIX and bool(row.mismatches)  # not by an error
             rows.append(row)
         self.add(rows)
         return rows
@@ -168,7 +171,8 @@ class Session:
     @property
     def passed(self) -> bool:
         """Something was judged, nothing needs a fix, and there were controls, all caught."""
-        return any(not r.control for r in self.rows) and any(r.control for r in self.rows) and not self.failures
+        return (any(r.verdict == "pass" for r in self.rows if not r.control) and any(r.control for r in self.rows)
+                and not self.failures)
 
     def verdict(self):
         """The verdict bundle: a table for people, JSON for programs, the same on every run."""

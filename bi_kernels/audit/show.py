@@ -10,6 +10,7 @@ from matplotlib.colors import LogNorm, Normalize
 
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
+MIME = "application/vnd.bi-audit+json"
 RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract")
 MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
 plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
@@ -92,7 +93,6 @@ def _number(x) -> str:
 
 def verdict(session) -> Bundle:
     """Op × relation over all dtypes, the controls, and the one word; no number that could change between runs."""
-    from bi_kernels.audit.session import MIME
     rows = session.rows
     ops = list(dict.fromkeys(r.op for r in rows if not r.control))
     relations = [k for k in RELATIONS if any(r.relation == k and not r.control for r in rows)]
@@ -100,7 +100,8 @@ def verdict(session) -> Bundle:
             for op in ops}
     caught = [r for r in rows if r.control and r.caught]
     missed = [r.candidate for r in rows if r.control and not r.caught]
-    word = PASS if session.passed else NEEDS_FIX
+    judged = {r.verdict for r in rows if not r.control}
+    word = PASS if session.passed else UNSUPPORTED if judged == {UNSUPPORTED} and not missed else NEEDS_FIX
     data = {"audit": session.audit, "candidate": session.candidate.spec, "device": session.device_label,
             "dtypes": session.dtypes, "verdict": word, "ops": mine,
             "controls": {"caught": len(caught), "total": len(caught) + len(missed), "missed": missed}}
