@@ -59,6 +59,8 @@ def test_every_control_is_caught(audit):
     assert session.passed
     session.add([replace(found[0], control=False, verdict=judge.NEEDS_FIX)])
     assert session.failures == session.rows[-1:] and not session.passed
+    session.rows = [replace(found[0], control=False, verdict=judge.PASS)]
+    assert not session.failures and not session.passed, "nor are checks without a control"
 
 
 @pytest.mark.parametrize("audit", AUDITS)
@@ -69,6 +71,14 @@ def test_the_same_experiments_pass_the_unbroken_op(audit, monkeypatch):
     assert found and not [r for r in found if r.caught], report([r for r in found if r.caught])
     session.add([replace(found[0], control=False, verdict=judge.PASS)])
     assert session.failures == found and not session.passed, "a control that nobody caught fails the audit"
+
+
+def test_a_control_that_raises_is_not_caught(monkeypatch):
+    def raises(*tensors, **more):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(controls, "CONTROLS", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"])
+    assert not [r for r in start("elementwise", {}).controls() if r.caught]
 
 
 def test_every_invariance_control_is_wrong_in_nothing_but_the_bits():
