@@ -170,7 +170,7 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
 
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                list(pool.map(one, names))
+                list(pool.map(one, reversed(names)))  # the last of the reading order take longest
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in children:

@@ -164,6 +164,6 @@ def lines(series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits:
     if log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    ax.legend(frameon=False, ncols=2, fontsize=8)
+    ax.legend(framealpha=0.9, edgecolor="none", ncols=2, fontsize=8)
     figure.tight_layout()
     return figure
