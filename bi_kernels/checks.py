@@ -67,11 +67,12 @@ def apply(op: str, launch: Callable, opaque: Callable, *args) -> torch.Tensor:
     The compiler sees no launch through a custom op, so it cannot freeze the tile of the traced M; eager code does not
     pay the dispatcher's 25 µs.
     """
-    call = opaque if torch.compiler.is_compiling() else launch
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if torch.compiler.is_compiling():
+        return opaque(*args)
+    call, tensors = launch, [a for a in args if isinstance(a, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         call, args = _ForwardOnly.apply, (op, call, *args)
-    if call is not opaque and tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
+    if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
             return call(*args)
     return call(*args)

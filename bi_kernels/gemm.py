@@ -153,9 +153,10 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     _gemm_kernel[(grid, )](
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
-        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n,
-        EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap, HALVES=halves,
-        FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages)
+        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), M, N, K,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t,
+        SWAP=tile.swap, HALVES=halves, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None, num_warps=tile.warps,
+        num_stages=tile.stages)
     return y if N % unit == 0 else y[:, :N].contiguous()
 
 

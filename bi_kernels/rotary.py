@@ -83,7 +83,10 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """The position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool or not len(cu_seqlens):
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"rope: cu_seqlens is a {type(cu_seqlens).__name__}, expected a torch.Tensor")
+    integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
+    if cu_seqlens.dim() != 1 or not integers or not len(cu_seqlens):
         raise ValueError(f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
                          "one dimension of integers, one more than there are sequences")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -119,7 +122,7 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
         if x.dim() != 3:
             raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
         positions = packed_positions(cu_seqlens, x.shape[0])
-    if positions.is_floating_point() or positions.dtype == torch.bool:
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
     if positions.shape != x.shape[:-2]:
         try:

@@ -50,7 +50,7 @@ def _load(spec: str) -> Callable:
             if "" not in sys.path:
                 sys.path.insert(0, "")
             loaded = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = str(error).splitlines()[0] if str(error) else ""
         raise ValueError(f"candidate {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
     function = getattr(loaded, name, None)
