@@ -54,7 +54,7 @@ TILES = (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
 def _gemm_kernel(x, w, w_extra, y, bias, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  EXTRA_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, X_T: tl.constexpr,
                  W_T: tl.constexpr, SWAP: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,

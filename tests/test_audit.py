@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit import controls, golden, judge
+from bi_kernels.audit import controls, gemm, golden, judge
 from bi_kernels.audit.candidates import resolve
 from bi_kernels.audit.controls import CONTROLS
 from bi_kernels.audit.inputs import KINDS
@@ -22,6 +22,7 @@ from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.audit.repro import export
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, rows
+from bi_kernels.gemm import tiles
 
 AUDITS = list(dict.fromkeys(c.audit for c in CONTROLS))
 ROOT = Path(__file__).parents[1]
@@ -133,6 +134,25 @@ def test_another_dtype_another_op_or_a_control_covers_nothing(add_rows):
         assert len(judge.coverage(add_rows, [s])) == len(judge.coverage([], [s])) > len(rows(s.largest))
     as_controls = [replace(r, control=True) for r in add_rows]
     assert len(judge.coverage(as_controls, [subject("add")])) == len(judge.coverage([], [subject("add")]))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_tile_or_a_captured_call_that_was_not_run_needs_a_fix(on_gpu, monkeypatch):
+    run = start("gemm", {"device": "cpu"})
+    monkeypatch.setattr(type(run), "device_label", "-")
+    if on_gpu:
+        run.device, run.parameters["shapes"] = torch.device("cuda"), "qwen3-8b"
+    run.rows = gemm.missing(run)
+    assert {(r.dtype, r.layout) for r in run.rows} == {
+        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile") * on_gpu)}
+    for dtype in DTYPES:
+        met = {r.detail for r in run.rows if r.layout == ("cuda_graph" if on_gpu else "tiles") and r.dtype == dtype}
+        assert len(met) == len(tiles(DTYPES[dtype])), "every tile of the table"
+    for r in run.rows:
+        r.detail = r.detail.removesuffix(": required, not run")
+    assert not gemm.missing(run)
+    lost = run.rows.pop(len(run.rows) // 2)
+    assert [(r.layout, r.rows, r.verdict) for r in gemm.missing(run)] == [(lost.layout, lost.rows, judge.NEEDS_FIX)]
 
 
 @pytest.mark.parametrize("layout", ["decode", "left_padded", "chunked:7"])

@@ -15,7 +15,7 @@ from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.judge import SHARPEST, Row, Subject
 from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name, linears
-from bi_kernels.gemm import FP32_TILE, Tile, launch
+from bi_kernels.gemm import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.gemm import tiles as table_tiles
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
@@ -61,30 +61,38 @@ def _name(tile: Tile) -> str:
 def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
     """Every tile of the table at every row count against one fixed tile at the largest; and a split-K for contrast.
 
-    Returns the rows, and {tile: {M: elements that differ}}.
+    Each tile runs plain, and with a bias and both operands stored transposed. Returns the rows, and
+    {tile: {M: elements that differ}}.
     """
     rows, seen = [], {}
-    for dtype in [d for d in session.dtypes if d != "fp32"][:1 if not session.on_gpu else None] or ["fp32"]:
+    for dtype in session.dtypes:
         subject = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
-        table = table_tiles(DTYPES[dtype])
         tokens, shared = subject.inputs(SHARPEST, subject.largest)
         x, w = tokens["x"], shared["weight"]
+        bias = x[0, :1] * torch.ones_like(w[:, 0])
+        stored_transposed = lambda t: t.t().contiguous().t()
+        variants = {"": (x, w, None), ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias)}
         fixed = FP32_TILE if dtype == "fp32" else FIXED
-        whole = launch(x, w, None, fixed)
-        counts = contract.rows(subject.largest) if session.on_gpu else (1, 17, 65, subject.largest)
-        for tile in table:
+        whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
+        for tile in table_tiles(DTYPES[dtype]):
             line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
-            for m in counts:
-                drift = compare(launch(x[:m], w, None, tile), whole[:m])
-                line[str(m)] = drift.mismatches
-                rows.append(subject.row("invariance", "tiles", drift, _name(fixed), SHARPEST, m, detail=_name(tile)))
+            for m in _tile_rows(subject):
+                drifts = {name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()}
+                line[str(m)] = sum(d.mismatches for d in drifts.values())
+                rows += [subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
+                         for name, d in drifts.items()]
         half = x.shape[1] // 2
         line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
-        for m in counts:
+        for m in _tile_rows(subject):
             parts = [launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))]
             whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
             line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
     return rows, seen
+
+
+def _tile_rows(subject: Subject) -> list[int]:
+    on_gpu = subject.problem.device.type == "cuda"
+    return contract.rows(subject.largest) if on_gpu else [1, 17, 65]
 
 
 def slabs(session) -> tuple[list[Row], list[dict]]:
@@ -134,34 +142,54 @@ def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
     return out
 
 
-def captured(session, case: str = "o") -> list[Row]:
-    """Under CUDA graphs and under torch.compile, at every row count: the bits of the eager call. GPU only.
+def captured(session) -> list[Row]:
+    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call, so
+    every tile of the table is met. GPU only.
 
-    With static shapes every M is compiled anew, so there the sweep takes every fourth M.
+    With static shapes every M is compiled anew, so there the sweep takes every eighth M.
     """
     rows = []
     torch._dynamo.config.recompile_limit = 64
     static = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=False)
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
     for dtype in session.dtypes:
-        s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
-        tokens, shared = s.inputs(SHARPEST, s.largest)
-        x, w = tokens["x"], shared["weight"]
-        whole = bi_kernels.linear(x, w)
-        for number, m in enumerate(contract.rows(s.largest)):
-            part = torch.zeros_like(x[:m])
-            bi_kernels.linear(part, w)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = bi_kernels.linear(part, w)
-            part.copy_(x[:m])  # the graph must read what is there when it runs
-            graph.replay()
-            found = {"cuda_graph": out, "torch.compile:dynamic": dynamic(part, w)}
-            if number % 4 == 0:
-                found["torch.compile"] = static(part, w)
-            rows += [s.row("invariance", name, compare(y, whole[:m]), f"{s.largest} rows, eager", SHARPEST, m)
-                     for name, y in found.items()]
+        for case in linears(session.parameters["shapes"]):
+            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+            tokens, shared = s.inputs(SHARPEST, s.largest)
+            x, w = tokens["x"], shared["weight"]
+            whole = bi_kernels.linear(x, w)
+            for number, m in enumerate(contract.rows(s.largest)):
+                part = torch.zeros_like(x[:m])
+                bi_kernels.linear(part, w)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = bi_kernels.linear(part, w)
+                part.copy_(x[:m])  # the graph must read what is there when it runs
+                graph.replay()
+                found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
+                if number % 8 == 0:
+                    found["torch.compile:static"] = static(part, w)
+                rows += [s.row("invariance", name, compare(y, whole[:m]), f"{s.largest} rows, eager", SHARPEST, m,
+                               detail=_name(tile_for(m, *w.shape, x.dtype))) for name, y in found.items()]
     return rows
+
+
+def missing(session) -> list[Row]:
+    """A needs-fix row for every tile × M, and on a GPU every layer × M captured and compiled, that is not in the rows."""
+    out = []
+    for dtype in session.dtypes:
+        for case in linears(session.parameters["shapes"]):
+            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+            met = {(r.layout, r.rows, r.detail) for r in session.rows if (r.op, r.case, r.dtype) == ("linear", case, dtype)}
+            names = [_name(t) for t in table_tiles(DTYPES[dtype])]
+            required = {("tiles", m, name) for m in _tile_rows(s) for name in names} if case == "o" else set()
+            if session.on_gpu:
+                n, k = linears(session.parameters["shapes"])[case]
+                required |= {(layout, m, _name(tile_for(m, n, k, DTYPES[dtype]))) for m in contract.rows(s.largest)
+                             for layout in ("cuda_graph", "torch.compile")}
+            out += [s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
+                    for layout, m, name in sorted(required - met)]
+    return out
 
 
 def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
