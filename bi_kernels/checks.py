@@ -48,21 +48,9 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """The autograd rung of an op whose backward is not written: a gradient is refused, never silently missing."""
-
-    @staticmethod
-    def forward(ctx, name, launch, *args):
-        ctx.name = name
-        return launch(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(f"{ctx.name}: the backward is not implemented yet; call it under torch.no_grad()")
-
-
-def apply(op: str, launch: Callable, opaque: Callable, *args) -> torch.Tensor:
-    """Calls an op's launcher: directly, or under torch.compile as the custom op `opaque`.
+def apply(op: str, launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
+    """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
+    torch.compile as the custom op `opaque`.
 
     The compiler sees no launch through a custom op, so it cannot freeze the tile of the traced M; eager code does not
     pay the dispatcher's 25 µs.
@@ -71,7 +59,7 @@ def apply(op: str, launch: Callable, opaque: Callable, *args) -> torch.Tensor:
         return opaque(*args)
     call, tensors = launch, [a for a in args if isinstance(a, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        call, args = _ForwardOnly.apply, (op, call, *args)
+        call = differentiable
     if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
             return call(*args)

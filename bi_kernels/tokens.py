@@ -1,0 +1,146 @@
+"""Whose token is whose: what a reduction over tokens must know of a batch.
+
+The gradient of a parameter is a left fold over slabs of 16 tokens, counted from each sequence's start, sequences in
+logical order. Where the sequences lie in memory is no part of that order, so the ops are told:
+
+    with TokenLayout.packed(cu_seqlens):
+        loss = model(ids)          # the ops keep the layout for their backward
+
+Without one, x of shape (..., length, features) is read as sequences of `length` tokens, in order, without padding.
+"""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+
+SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
+COLUMNS, WARPS = 1024, 4
+_current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
+
+
+@triton.jit
+def _gather_kernel(x, slots, y, columns, stride, BLOCK: tl.constexpr):
+    slot = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(slots + slot).to(tl.int64)
+    value = tl.load(x + row * stride + at, mask=(at < columns) & (row >= 0), other=0.0)
+    tl.store(y + slot.to(tl.int64) * columns + at, value, mask=at < columns)
+
+
+class TokenLayout:
+    """The sequences of one call: sequence i holds the rows starts[i] … starts[i] + lengths[i] of `rows` token rows.
+
+    order: the logical number of each sequence, where memory holds them in another order than the step does; with
+    several micro-batches, each holds the sequences that follow those of the one before. Rows of no sequence are padding:
+    no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
+    """
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
+        count = len(starts)
+        if not count:
+            raise ValueError("TokenLayout: lengths is empty, expected at least one sequence")
+        order = list(range(count)) if order is None else [int(i) for i in order]
+        if len(set(order)) != count or len(order) != count:
+            raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
+        spans = sorted(zip(starts, lengths))
+        if min(lengths) < 0 or spans[0][0] < 0 or max(s + n for s, n in spans) > rows or any(
+                s + n > following for (s, n), (following, _) in zip(spans, spans[1:])):
+            raise ValueError(f"TokenLayout: sequences start at {list(starts)} with lengths {list(lengths)}, expected them "
+                             f"to lie in {rows} rows and not to overlap")
+        slots: list[int] = []
+        for _, start, length in sorted(zip(order, starts, lengths)):
+            slots += range(start, start + length)
+            slots += [-1] * (-length % SLAB)
+        self.rows, self.tokens = rows, sum(lengths)
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.identity = bool((self.slots[:rows] == torch.arange(rows)[:len(slots)]).all()) and len(slots) - rows in range(SLAB)
+        self._on: dict[torch.device, torch.Tensor] = {}
+        self._outer: list = []
+
+    @classmethod
+    def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
+        """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
+        if isinstance(cu_seqlens, torch.Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+            raise ValueError(f"TokenLayout: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, "
+                             "expected one dimension of integers, one more than there are sequences")
+        ends = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else [int(c) for c in cu_seqlens]
+        if not ends or ends[0] != 0 or ends != sorted(ends):
+            raise ValueError(f"TokenLayout: cu_seqlens is {ends}, expected it to start at 0 and never decrease")
+        return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
+
+    @classmethod
+    def padded(cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False,
+               order: Sequence[int] | None = None) -> "TokenLayout":
+        """A (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
+        lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(n) for n in lengths]
+        if lengths and max(lengths) > width:
+            raise ValueError(f"TokenLayout: lengths holds {max(lengths)}, expected at most the width {width}")
+        starts = [i * width + (width - n if left else 0) for i, n in enumerate(lengths)]
+        return cls(starts, lengths, width * len(lengths), order)
+
+    def __enter__(self) -> "TokenLayout":
+        self._outer.append(_current.set(self))
+        return self
+
+    def __exit__(self, *error) -> None:
+        _current.reset(self._outer.pop())
+
+    @property
+    def padding(self) -> bool:
+        return self.tokens < self.rows
+
+    def slots_on(self, device: torch.device) -> torch.Tensor:
+        """(slots,) int32: the row of each slot of the fold, −1 where a slab is not full; a multiple of 16 of them."""
+        if device not in self._on:
+            self._on[device] = self.slots.to(device)
+        return self._on[device]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its order."""
+        if self.identity:
+            return x
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        y = x.new_empty(len(self.slots), x.shape[1])
+        if y.numel():
+            _gather_kernel[(len(y), triton.cdiv(x.shape[1], COLUMNS))](x, self.slots_on(x.device), y, x.shape[1], x.stride(0),
+                                                                       BLOCK=COLUMNS, num_warps=WARPS)
+        return y
+
+
+@lru_cache(maxsize=64)
+def _dense(sequences: int, length: int) -> TokenLayout:
+    return TokenLayout([i * length for i in range(sequences)], [length] * sequences, sequences * length)
+
+
+def layout_for(op: str, lead: Sequence[int]) -> TokenLayout:
+    """The layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they differ."""
+    *outer, length = lead or (1, )
+    sequences = torch.Size(outer).numel()
+    layout = _current.get()
+    if layout is None:
+        return _dense(max(sequences, 1), length if sequences else 0)
+    if layout.rows != sequences * length:
+        raise ValueError(f"{op}: x has {sequences * length} tokens, shape {tuple(lead)}, but the token layout has "
+                         f"{layout.rows} rows; enter the layout of this very call")
+    return layout
+
+
+def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:
+    """The fp32 buffer on a parameter into which backward accumulates, checked; None if it has none."""
+    buffer = getattr(weight, attribute, None)
+    if buffer is None:
+        return None
+    if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
+        what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
+        raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
+    if buffer.shape != weight.shape or buffer.device != weight.device or not buffer.is_contiguous():
+        raise ValueError(f"{op}: {name}.{attribute} has shape {tuple(buffer.shape)} on {buffer.device}, expected it "
+                         f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}")
+    return buffer
