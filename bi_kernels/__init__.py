@@ -11,6 +11,9 @@ _OPS = {
     "scale": "elementwise", "bias_add": "elementwise", "mask_fill": "elementwise", "cast": "elementwise",
     "rope": "rotary", "rope_table": "rotary", "RopeTable": "rotary", "packed_positions": "rotary",
     "linear": "gemm", "matmul": "gemm",
+    "rms_norm": "norm", "qk_norm": "norm", "add_rms_norm": "norm", "embedding": "embed",
+    "lm_head_logprob": "logprob", "token_logprob": "logprob", "log_softmax": "logprob",
+    "TokenLayout": "tokens", "MainGrads": "grads",
 }
 __all__ = list(_OPS)
 

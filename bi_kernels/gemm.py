@@ -4,6 +4,9 @@ The sum over K is a left fold over slabs of 16 in ascending order, in one accumu
 no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend on the tile, the grid, the number of
 warps or the operand that sits on the tensor core's M side, so `TILES` picks them by M for speed alone.
 Rounding points: the fp32 sum, the fp32 sum plus bias, then once to the output dtype.
+
+Backward: dX = dY W is the same product, its sum over N. dW = dYᵀ X and dbias = 1ᵀ dY are left folds over slabs of 16
+tokens in the order of the token layout (bi_kernels.tokens), which continue from `main_grad` where the parameter has one.
 """
 
 from functools import cache
@@ -12,9 +15,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import apply, check, check_shape
+from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 
 class Tile(NamedTuple):
@@ -54,11 +59,19 @@ TILES = (
 )
 
 
+@triton.jit
+def _load_tile(start, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """An fp32 tile of a row-major (M, N) matrix."""
+    rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
-def _gemm_kernel(x, w, w_extra, y, bias, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  EXTRA_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, X_T: tl.constexpr,
                  W_T: tl.constexpr, SWAP: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
-                 HAS_BIAS: tl.constexpr):
+                 HAS_BIAS: tl.constexpr, CONTINUES: tl.constexpr):
     TILE_N: tl.constexpr = BLOCK_N + EXTRA_N
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, TILE_N)
@@ -68,12 +81,19 @@ def _gemm_kernel(x, w, w_extra, y, bias, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N
         rows = tl.minimum(tiles_m - first_m, GROUP_M)
         m = (first_m + tile % width % rows) * BLOCK_M
         n = tile % width // rows * TILE_N
-        if SWAP:
+        if CONTINUES:  # the fold goes on from what an earlier call left
+            acc = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N)
+            if SWAP:
+                acc = acc.T
+        elif SWAP:
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if EXTRA_N > 0:
-            acc_extra = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.float32)
+            if CONTINUES:
+                acc_extra = _load_tile(start, m, n + BLOCK_N, M, N, BLOCK_M, EXTRA_N)
+            else:
+                acc_extra = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             if X_T:
                 x_tile = x.load([k, m]).T
@@ -95,6 +115,10 @@ def _gemm_kernel(x, w, w_extra, y, bias, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N
                 acc_extra = tl.dot(x_tile, e_tile, acc_extra, input_precision="ieee")
         if SWAP:
             acc = acc.T
+        if CONTINUES:  # an fp32 fold may end at -0, and a slab more of zeros would turn it into +0
+            acc += 0.0
+            if EXTRA_N > 0:
+                acc_extra += 0.0
         if HAS_BIAS:
             cols = n + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -138,12 +162,18 @@ def _tma_ready(t: torch.Tensor) -> torch.Tensor:
 
 
 def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile,
-           out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless out_dtype is given."""
+           out_dtype: torch.dtype | None = None, start: torch.Tensor | None = None,
+           out: torch.Tensor | None = None) -> torch.Tensor:
+    """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
+    out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
     (M, K), N = x.shape, w.shape[0]
     out_dtype = out_dtype or x.dtype
     unit = 16 // out_dtype.itemsize
-    y = x.new_empty((M, N) if N % unit == 0 else (M, _ceil(N, unit) * unit), dtype=out_dtype)
+    ready = N % unit == 0 if out is None else out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0
+    if out is not None and ready:
+        y = out
+    else:
+        y = x.new_empty((M, N) if ready else (M, _ceil(N, unit) * unit), dtype=out_dtype)
     x, w = _tma_ready(x), _tma_ready(w)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
     halves = tile.halves or tile.extra_n > 0
@@ -153,11 +183,13 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     _gemm_kernel[(grid, )](
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
-        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), M, N, K,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t,
-        SWAP=tile.swap, HALVES=halves, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None, num_warps=tile.warps,
-        num_stages=tile.stages)
-    return y if N % unit == 0 else y[:, :N].contiguous()
+        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), start,
+        M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t,
+        W_T=w_t, SWAP=tile.swap, HALVES=halves, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
+        CONTINUES=start is not None, num_warps=tile.warps, num_stages=tile.stages)
+    if out is not None:
+        return out if ready else out.copy_(y[:, :N])
+    return y if ready else y[:, :N].contiguous()
 
 
 def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
@@ -190,10 +222,64 @@ def _(x, w, bias):
     return x.new_empty(x.shape[0], w.shape[0])
 
 
+def product(x: torch.Tensor, w: torch.Tensor, start: torch.Tensor | None = None, out: torch.Tensor | None = None,
+            out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """start + x (M, K) wᵀ (N, K) with the table's tile: one left fold over K, which may continue an earlier call's."""
+    (M, K), N = x.shape, w.shape[0]
+    if M == 0 or N == 0 or K == 0:
+        y = x.new_zeros(M, N, dtype=out_dtype or x.dtype) if start is None else start.to(out_dtype or start.dtype)
+        return y if out is None else out.copy_(y)
+    return launch(x, w, None, tile_for(M, N, K, x.dtype), out_dtype, start, out)
+
+
+def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    if buffer is None:
+        return product(dy.t(), x.t(), out_dtype=parameter.dtype)
+    into = buffer.view(dy.shape[1], x.shape[1])
+    product(dy.t(), x.t(), into, into, torch.float32)
+    return None
+
+
+def fold_weight(op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout,
+                name: str = "weight") -> torch.Tensor | None:
+    """dW (N, K) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or returned in weight's
+    dtype where there is none."""
+    return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
+
+
+def fold_bias(op: str, dy: torch.Tensor, bias: torch.Tensor, layout: TokenLayout, name: str = "bias") -> torch.Tensor | None:
+    """dbias (N,) = Σ_t dy[t], likewise: the product of dy with a column of ones."""
+    dy = layout.gather(dy)
+    grad = _fold(dy.new_ones(len(dy), 1), dy, bias, main_grad(op, bias, name))
+    return None if grad is None else grad.view(-1)
+
+
+class _Linear(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, layout, x, weight, bias):
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if parameter is not None and parameter.requires_grad:
+                main_grad("linear", parameter, name)
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight, bias)
+        return _gemm(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias = ctx.saved_tensors
+        dx = product(dy, weight.t()) if ctx.needs_input_grad[1] else None
+        dw = fold_weight("linear", dy, x, weight, ctx.layout) if ctx.needs_input_grad[2] else None
+        db = fold_bias("linear", dy, bias, ctx.layout) if ctx.needs_input_grad[3] else None
+        return None, dx, dw, db
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K) times weightᵀ, weight (N, K), plus bias (N,): (..., N) in the dtype of x, fp32 accumulation.
 
-    The bits of a row of y depend on that row of x, on weight and on bias alone. bf16, fp16 or fp32, any strides.
+    The bits of a row of y and of dx depend on that row of x and dy, on weight and on bias alone; those of dW and dbias
+    on the tokens in the order of the token layout. bf16, fp16 or fp32, any strides.
     Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
     """
     check("linear", optional=("bias", ), x=x, weight=weight, bias=bias)
@@ -204,14 +290,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                          f"{tuple(weight.shape)}")
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
+    differentiable = lambda *args: _Linear.apply(layout_for("linear", x.shape[:-1]), *args)
     if x.dim() == 2:
-        return apply("linear", _gemm, _opaque, x, weight, bias)
-    y = apply("linear", _gemm, _opaque, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
+        return apply("linear", _gemm, _opaque, differentiable, x, weight, bias)
+    y = apply("linear", _gemm, _opaque, differentiable, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit."""
+    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit; a `main_grad` on b is
+    not used."""
     check("matmul", a=a, b=b)
     if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[0]:
         raise ValueError(f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, expected (..., M, K) and (K, N)")

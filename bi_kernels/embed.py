@@ -1,0 +1,137 @@
+"""Embedding: rows of a table. Forward copies; the gradient of a row is a left fold over the tokens that hold its id, in
+the order of the token layout, one token at a time in fp32, on from `main_grad` where the table has one.
+
+A weight that is also the LM head's has a second buffer for this path, `embedding_main_grad` (see bi_kernels.grads): two
+folds that were interleaved would depend on the micro-batch split.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from bi_kernels.checks import apply, check
+from bi_kernels.tokens import TokenLayout, layout_for, main_grad
+
+COLUMNS, WARPS = 1024, 4
+UNROLL = 8
+
+
+@triton.jit
+def _embedding_kernel(ids, weight, y, vocab, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(ids + token).to(tl.int64)
+    known = (index >= 0) & (index < vocab)  # elsewhere NaN, not a stranger's row
+    row = tl.load(weight + index * width + col, mask=(col < width) & known, other=float("nan"))
+    tl.store(y + token.to(tl.int64) * width + col, row, mask=col < width)
+
+
+@triton.jit
+def _embedding_backward_kernel(dy, ids, rows, ends, out, width, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+                               CONTINUES: tl.constexpr):
+    """ids, sorted, with the token row of each; the program of an id's first token folds all of them."""
+    first = tl.program_id(0)
+    index = tl.load(ids + first).to(tl.int64)
+    before = tl.load(ids + tl.maximum(first - 1, 0)).to(tl.int64)
+    if (first == 0) | (before != index):
+        col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = col < width
+        end = tl.load(ends + first)
+        total = tl.zeros((BLOCK, ), dtype=tl.float32)
+        if CONTINUES:
+            total = tl.load(out + index * width + col, mask=inside, other=0.0)
+        for at in range(first, end, UNROLL):
+            for i in tl.static_range(UNROLL):
+                row = tl.load(rows + at + i, mask=at + i < end, other=0).to(tl.int64)
+                total += tl.load(dy + row * width + col, mask=inside & (at + i < end), other=0.0).to(tl.float32)
+        tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    ids, weight = ids.contiguous(), weight.contiguous()
+    vocab, width = weight.shape
+    y = weight.new_empty(*ids.shape, width)
+    if y.numel():
+        _embedding_kernel[(ids.numel(), triton.cdiv(width, COLUMNS))](ids, weight, y, vocab, width, BLOCK=COLUMNS,
+                                                                      num_warps=WARPS)
+    return y
+
+
+def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None,
+               layout: TokenLayout, padding_id: int | None) -> torch.Tensor | None:
+    rows = layout.slots_on(ids.device)
+    rows = rows[rows >= 0]
+    ids = ids.reshape(-1)[rows]
+    if padding_id is not None:
+        rows, ids = rows[ids != padding_id], ids[ids != padding_id]
+    ids, order = torch.sort(ids, stable=True)
+    rows, ends = rows[order], torch.searchsorted(ids, ids, right=True)
+    out = torch.zeros_like(weight) if buffer is None else buffer
+    if dy.numel() and len(ids):
+        _embedding_backward_kernel[(len(ids), triton.cdiv(dy.shape[-1], COLUMNS))](
+            dy.contiguous(), ids, rows, ends, out, dy.shape[-1], BLOCK=COLUMNS, UNROLL=UNROLL,
+            CONTINUES=buffer is not None, num_warps=WARPS)
+    return out if buffer is None else None
+
+
+class _Embedding(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, layout, padding_id, ids, weight):
+        ctx.layout, ctx.padding_id = layout, padding_id
+        _buffer(weight)
+        ctx.save_for_backward(ids, weight)
+        return _launch(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        ids, weight = ctx.saved_tensors
+        return None, None, None, _fold_rows(dy, ids, weight, _buffer(weight), ctx.layout, ctx.padding_id)
+
+
+def _buffer(weight: torch.Tensor) -> torch.Tensor | None:
+    own = main_grad("embedding", weight, attribute="embedding_main_grad")
+    return main_grad("embedding", weight) if own is None else own
+
+
+_opaque = torch.library.custom_op("bi_kernels::embedding", _launch, mutates_args=())
+
+
+@_opaque.register_fake
+def _(ids, weight):
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:
+    """Integers from 0 to `largest` − 1, or `allowed`. Waits for the device, so not under torch.compile or in the capture
+    of a CUDA graph."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
+    if torch.compiler.is_compiling() or not ids.numel() or ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = (ids < 0) | (ids >= largest)
+    if allowed is not None:
+        wrong &= ids != allowed
+    if bool(wrong.any()):
+        at = int(wrong.flatten().to(torch.uint8).argmax())
+        raise ValueError(f"{op}: {name} holds {int(ids.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
+                         + (f" or {allowed}" if allowed is not None else ""))
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
+    """weight[ids]: ids (...) integers, weight (vocab, hidden); (..., hidden), copied bit for bit.
+
+    The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; in a captured CUDA graph, which
+    cannot raise, such a token gets NaN.
+    """
+    check("embedding", weight=weight)
+    check("embedding", same_dtype=False, ids=ids, weight=weight)
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
+    check_ids("embedding", "ids", ids, weight.shape[0])
+    if padding_id is not None and not 0 <= padding_id < weight.shape[0]:
+        raise ValueError(f"embedding: padding_id is {padding_id}, expected None or 0 to {weight.shape[0] - 1}")
+    differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
+    return apply("embedding", _launch, _opaque, differentiable, ids, weight)

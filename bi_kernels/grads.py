@@ -1,0 +1,51 @@
+"""fp32 gradient buffers on parameters (`main_grad`), and the masters that an optimizer steps."""
+
+from collections.abc import Iterable
+
+import torch
+
+
+class MainGrads:
+    """Attaches a zeroed fp32 `main_grad` to every parameter; the backward of this package's ops accumulates into it.
+
+    tied: parameters used both as an embedding and as an LM head. They get a second buffer, `embedding_main_grad`, so that
+    neither fold is cut by the other; `join` adds the two once, at the end of the step.
+
+        grads = MainGrads(model.parameters(), tied=[model.lm_head.weight])
+        optimizer = torch.optim.AdamW(grads.masters)
+        for every step:
+            for every micro-batch, in logical order: loss.backward()
+            grads.join(); optimizer.step(); grads.finish()
+
+    masters: an fp32 copy of each parameter, whose `.grad` is the parameter's `main_grad`. Raises ValueError for a tied
+    parameter that is not among the parameters.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], tied: Iterable[torch.nn.Parameter] = ()):
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self.tied = list(tied)
+        if any(all(t is not p for p in self.parameters) for t in self.tied):
+            raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
+        self.masters = []
+        for p in self.parameters:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+            master = torch.nn.Parameter(p.detach().to(torch.float32, copy=True))
+            master.grad = p.main_grad
+            self.masters.append(master)
+        for p in self.tied:
+            p.embedding_main_grad = torch.zeros_like(p.main_grad)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed."""
+        for p in self.tied:
+            p.main_grad.add_(p.embedding_main_grad)
+            p.embedding_main_grad.zero_()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
+        for p, master in zip(self.parameters, self.masters):
+            p.copy_(master)
+            p.main_grad.zero_()
+            master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it

@@ -1,0 +1,191 @@
+"""RMSNorm (Zhang and Sennrich, 2019), alone, over heads (QK-norm), and after a residual addition.
+
+y = x · rstd · weight, rstd = 1 / √(mean(x²) + eps), in fp32, rounded once. A row's sums are fixed trees: one block shape
+for a row width, whatever the number of rows. dx = rstd (dy·weight − x̂ · mean(dy·weight·x̂)) with x̂ = x · rstd.
+dweight = Σ dy·x̂: each slab of 16 tokens is one partial sum, and the partials are folded from left to right in the order
+of the token layout, on from `main_grad` where the weight has one. Contraction is off.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from bi_kernels.checks import apply, check, check_number, check_shape
+from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
+
+ELEMENTS, WARPS = 4096, 8  # of a block: one row of 4096, or 32 of 128
+WIDEST = 32768  # of a row: it is held in registers
+FOLD_COLUMNS, FOLD_UNROLL = 32, 32
+
+
+@triton.jit
+def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, HAS_RESIDUAL: tl.constexpr,
+                     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_H)
+    at = row[:, None] * width + col[None, :]
+    inside = (row < rows)[:, None] & (col < width)[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:  # the sum is rounded to the storage dtype, and that is what is normalised
+        rounded = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
+        tl.store(h + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(value * value, 1), count) + eps))
+    tl.store(rstd + row, scale, mask=row < rows)
+    w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
+    tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads, width, count,
+                              HAS_DH: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, BLOCK_R: tl.constexpr,
+                              BLOCK_H: tl.constexpr):
+    """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
+    slab = tl.program_id(0)
+    col = tl.arange(0, BLOCK_H)
+    w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_H, ), dtype=tl.float32)
+    for first in range(0, SLAB * heads, BLOCK_R):
+        at_row = first + tl.arange(0, BLOCK_R)
+        token = tl.load(slots + slab * SLAB + at_row // heads, mask=at_row < SLAB * heads, other=-1)
+        row = token.to(tl.int64) * heads + at_row % heads
+        at = row[:, None] * width + col[None, :]
+        inside = (token >= 0)[:, None] & (col < width)[None, :]
+        scale = tl.load(rstd + row, mask=token >= 0, other=0.0)[:, None]
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        upstream = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        if NEEDS_DX:
+            weighted = upstream * w[None, :]
+            mean = tl.div_rn(tl.sum(weighted * normed, 1), count)
+            z = scale * (weighted - normed * mean[:, None])
+            if HAS_DH:
+                z += tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
+        if NEEDS_DW:
+            total += tl.sum(upstream * normed, 0)
+    if NEEDS_DW:
+        tl.store(partial + slab.to(tl.int64) * width + col, total, mask=col < width)
+
+
+@triton.jit
+def _fold_partials_kernel(partial, start, out, slabs, width, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+                          CONTINUES: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    total = tl.zeros((BLOCK, ), dtype=tl.float32)
+    if CONTINUES:
+        total = tl.load(start + col, mask=inside, other=0.0)
+    at = col.to(tl.int64)
+    for first in range(0, slabs, UNROLL):
+        for i in tl.static_range(UNROLL):  # the loads of a round are all on their way before the first is added
+            total += tl.load(partial + at, mask=inside & (first + i < slabs), other=0.0)
+            at += width
+    tl.store(out + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)  # a zero sum is +0, however many zeros
+
+
+def _blocks(width: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(width)
+    return {"BLOCK_R": max(1, ELEMENTS // columns), "BLOCK_H": columns, "num_warps": WARPS}
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
+    """y, rstd of every row, and h = x + residual where a residual is given; all x's shape but rstd."""
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    width = x.shape[-1]
+    rows = x.shape[:-1].numel()
+    y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if x.numel():
+        blocks = _blocks(width)
+        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]), )](
+            x, residual, weight, h, y, rstd, rows, width, float(width), eps, HAS_RESIDUAL=residual is not None, enable_fp_fusion=False,
+            **blocks)
+    return [y, rstd] if residual is None else [y, rstd, h]
+
+
+def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int, needs_dx: bool, needs_dw: bool):
+    """(dx, dweight), each where asked for; dweight is None too where it went into weight.main_grad."""
+    width = x.shape[-1]
+    buffer = main_grad(op, weight) if needs_dw else None
+    slabs = len(layout.slots) // SLAB
+    dx = dw = None
+    if needs_dx:
+        dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
+    partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
+    if slabs and width:
+        _rms_norm_backward_kernel[(slabs, )](
+            x, weight.contiguous(), rstd, dy.contiguous(), None if dh is None else dh.contiguous(), layout.slots_on(x.device), dx, partial,
+            heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, SLAB=SLAB, enable_fp_fusion=False,
+            **_blocks(width))
+    if needs_dw:
+        out = torch.empty_like(weight) if buffer is None else buffer
+        _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS), )](
+            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, CONTINUES=buffer is not None,
+            num_warps=1, enable_fp_fusion=False)
+        dw = out if buffer is None else None
+    return dx, dw
+
+
+class _RMSNorm(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, op, layout, heads, x, residual, weight, eps):
+        if weight.requires_grad:
+            main_grad(op, weight)
+        y, rstd, *h = _launch(x, residual, weight, eps)
+        ctx.op, ctx.layout, ctx.heads = op, layout, heads
+        ctx.save_for_backward(h[0] if h else x.contiguous(), weight, rstd)
+        return (y, *h) if h else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dh=None):
+        h, weight, rstd = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
+        dx, dw = _backward(ctx.op, h, weight, rstd, dy, dh, ctx.layout, ctx.heads, needs_x or needs_residual, needs_weight)
+        return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
+
+
+_opaque = torch.library.custom_op("bi_kernels::rms_norm", _launch, mutates_args=())
+
+
+@_opaque.register_fake
+def _(x, residual, weight, eps):
+    like = lambda: torch.empty_like(x, memory_format=torch.contiguous_format)
+    return [like(), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32), *([] if residual is None else [like()])]
+
+
+def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
+    check(op, optional=("residual", ), x=x, residual=residual, weight=weight)
+    if x.dim() < 1 + heads:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected {'(..., heads, head_dim)' if heads else '(..., hidden)'}")
+    if residual is not None:
+        check_shape(op, "residual", residual, x.shape, "that of x")
+    check_shape(op, "weight", weight, x.shape[-1:], "the last dimension of x")
+    if not 0 < x.shape[-1] <= WIDEST:
+        raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
+    eps = check_number(op, "eps", eps)
+    lead = x.shape[:-2] if heads else x.shape[:-1]
+    differentiable = lambda *args: _RMSNorm.apply(op, layout_for(op, lead), x.shape[-2] if heads else 1, *args)
+    out = apply(op, _launch, _opaque, differentiable, x, residual, weight, eps)
+    if residual is not None:
+        return (out[0], out[-1])
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x / √(mean(x²) + eps) · weight over the last dimension: x (..., hidden), weight (hidden,), fp32, rounded once."""
+    return _apply("rms_norm", x, None, weight, eps, heads=False)
+
+
+def qk_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """RMSNorm of every head of queries or keys: x (..., length, heads, head_dim), weight (head_dim,)."""
+    return _apply("qk_norm", x, None, weight, eps, heads=True)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(h), h) with h = x + residual, summed in fp32 and rounded once to x's dtype; x, residual (..., hidden)."""
+    return _apply("add_rms_norm", x, residual, weight, eps, heads=False)
