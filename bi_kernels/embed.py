@@ -14,7 +14,7 @@ from bi_kernels.checks import apply, check
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 COLUMNS, WARPS = 1024, 4
-UNROLL = 8
+FOLD_COLUMNS, FOLD_WARPS, UNROLL = 256, 2, 16
 
 
 @triton.jit
@@ -41,10 +41,14 @@ def _embedding_backward_kernel(dy, ids, rows, ends, out, width, BLOCK: tl.conste
         total = tl.zeros((BLOCK, ), dtype=tl.float32)
         if CONTINUES:
             total = tl.load(out + index * width + col, mask=inside, other=0.0)
-        for at in range(first, end, UNROLL):
+        whole = first + (end - first) // UNROLL * UNROLL
+        for at in range(first, whole, UNROLL):  # an id that is everywhere: the loads of a round are on their way together
             for i in tl.static_range(UNROLL):
-                row = tl.load(rows + at + i, mask=at + i < end, other=0).to(tl.int64)
-                total += tl.load(dy + row * width + col, mask=inside & (at + i < end), other=0.0).to(tl.float32)
+                row = tl.load(rows + at + i).to(tl.int64)
+                total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
+        for at in range(whole, end):
+            row = tl.load(rows + at).to(tl.int64)
+            total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
@@ -69,9 +73,9 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
     rows, ends = rows[order], torch.searchsorted(ids, ids, right=True)
     out = torch.zeros_like(weight) if buffer is None else buffer
     if dy.numel() and len(ids):
-        _embedding_backward_kernel[(len(ids), triton.cdiv(dy.shape[-1], COLUMNS))](
-            dy.contiguous(), ids, rows, ends, out, dy.shape[-1], BLOCK=COLUMNS, UNROLL=UNROLL,
-            CONTINUES=buffer is not None, num_warps=WARPS)
+        _embedding_backward_kernel[(len(ids), triton.cdiv(dy.shape[-1], FOLD_COLUMNS))](
+            dy.contiguous(), ids, rows, ends, out, dy.shape[-1], BLOCK=FOLD_COLUMNS, UNROLL=UNROLL,
+            CONTINUES=buffer is not None, num_warps=FOLD_WARPS)
     return out if buffer is None else None
 
 

@@ -60,17 +60,32 @@ TILES = (
 
 
 @triton.jit
-def _load_tile(start, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """An fp32 tile of a row-major (M, N) matrix."""
-    rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+def _load_tile(start, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr):
+    """An fp32 tile of a row-major (M, N) matrix, PART_N columns at a time: each passes through shared memory."""
+    if BLOCK_N > PART_N:
+        left = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
+        right = _load_tile(start, m, n + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
+        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, BLOCK_N)
+    else:
+        rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(y, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr):
+    if BLOCK_N > PART_N:
+        left, right = tile.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        _store_tile(y, left, m, n, BLOCK_M, BLOCK_N // 2, PART_N)
+        _store_tile(y, right, m, n + BLOCK_N // 2, BLOCK_M, BLOCK_N // 2, PART_N)
+    else:
+        y.store([m, n], tile.to(y.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
 def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  EXTRA_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, X_T: tl.constexpr,
-                 W_T: tl.constexpr, SWAP: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+                 W_T: tl.constexpr, SWAP: tl.constexpr, PART_N: tl.constexpr, FLATTEN: tl.constexpr,
                  HAS_BIAS: tl.constexpr, CONTINUES: tl.constexpr):
     TILE_N: tl.constexpr = BLOCK_N + EXTRA_N
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -82,7 +97,7 @@ def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, 
         m = (first_m + tile % width % rows) * BLOCK_M
         n = tile % width // rows * TILE_N
         if CONTINUES:  # the fold goes on from what an earlier call left
-            acc = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N)
+            acc = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N, PART_N)
             if SWAP:
                 acc = acc.T
         elif SWAP:
@@ -91,7 +106,7 @@ def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, 
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if EXTRA_N > 0:
             if CONTINUES:
-                acc_extra = _load_tile(start, m, n + BLOCK_N, M, N, BLOCK_M, EXTRA_N)
+                acc_extra = _load_tile(start, m, n + BLOCK_N, M, N, BLOCK_M, EXTRA_N, PART_N)
             else:
                 acc_extra = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -122,17 +137,12 @@ def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, 
         if HAS_BIAS:
             cols = n + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        if HALVES:
-            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-            y.store([m, n], left.to(y.dtype))
-            y.store([m, n + BLOCK_N // 2], right.to(y.dtype))
-        else:
-            y.store([m, n], acc.to(y.dtype))
+        _store_tile(y, acc, m, n, BLOCK_M, BLOCK_N, PART_N)
         if EXTRA_N > 0:
             if HAS_BIAS:
                 extra_cols = n + BLOCK_N + tl.arange(0, EXTRA_N)
                 acc_extra += tl.load(bias + extra_cols, mask=extra_cols < N, other=0.0).to(tl.float32)[None, :]
-            y.store([m, n + BLOCK_N], acc_extra.to(y.dtype))
+            _store_tile(y, acc_extra, m, n + BLOCK_N, BLOCK_M, EXTRA_N, PART_N)
 
 
 @cache
@@ -176,16 +186,18 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
         y = x.new_empty((M, N) if ready else (M, _ceil(N, unit) * unit), dtype=out_dtype)
     x, w = _tma_ready(x), _tma_ready(w)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
-    halves = tile.halves or tile.extra_n > 0
+    part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
+    if start is not None:
+        part_n = min(part_n, 4096 // tile.m)
     grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
     if tile.persistent:
         grid = min(grid, tile.persistent * _multiprocessors(x.device))
     _gemm_kernel[(grid, )](
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
-        _descriptor(y, tile.m, tile.n // 2 if halves else tile.n), None if bias is None else bias.contiguous(), start,
+        _descriptor(y, tile.m, part_n), None if bias is None else bias.contiguous(), start,
         M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t,
-        W_T=w_t, SWAP=tile.swap, HALVES=halves, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
+        W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
         CONTINUES=start is not None, num_warps=tile.warps, num_stages=tile.stages)
     if out is not None:
         return out if ready else out.copy_(y[:, :N])

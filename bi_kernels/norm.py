@@ -16,7 +16,8 @@ from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 4096, 8  # of a block: one row of 4096, or 32 of 128
 WIDEST = 32768  # of a row: it is held in registers
-FOLD_COLUMNS, FOLD_UNROLL = 32, 32
+FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
+STAGES = 1
 
 
 @triton.jit
@@ -39,14 +40,14 @@ def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, H
 
 @triton.jit
 def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads, width, count,
-                              HAS_DH: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, BLOCK_R: tl.constexpr,
+                              HAS_DH: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
                               BLOCK_H: tl.constexpr):
     """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
     w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK_H, ), dtype=tl.float32)
-    for first in range(0, SLAB * heads, BLOCK_R):
+    total = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
+    for first in tl.range(0, SLAB * heads, BLOCK_R, num_stages=STAGES):
         at_row = first + tl.arange(0, BLOCK_R)
         token = tl.load(slots + slab * SLAB + at_row // heads, mask=at_row < SLAB * heads, other=-1)
         row = token.to(tl.int64) * heads + at_row % heads
@@ -63,21 +64,21 @@ def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads
                 z += tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
         if NEEDS_DW:
-            total += tl.sum(upstream * normed, 0)
+            total += upstream * normed
     if NEEDS_DW:
-        tl.store(partial + slab.to(tl.int64) * width + col, total, mask=col < width)
+        tl.store(partial + slab.to(tl.int64) * width + col, tl.sum(total, 0), mask=col < width)
 
 
 @triton.jit
 def _fold_partials_kernel(partial, start, out, slabs, width, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-                          CONTINUES: tl.constexpr):
+                          STAGES: tl.constexpr, CONTINUES: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
     total = tl.zeros((BLOCK, ), dtype=tl.float32)
     if CONTINUES:
         total = tl.load(start + col, mask=inside, other=0.0)
     at = col.to(tl.int64)
-    for first in range(0, slabs, UNROLL):
+    for first in tl.range(0, slabs, UNROLL, num_stages=STAGES):
         for i in tl.static_range(UNROLL):  # the loads of a round are all on their way before the first is added
             total += tl.load(partial + at, mask=inside & (first + i < slabs), other=0.0)
             at += width
@@ -117,12 +118,12 @@ def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int,
     if slabs and width:
         _rms_norm_backward_kernel[(slabs, )](
             x, weight.contiguous(), rstd, dy.contiguous(), None if dh is None else dh.contiguous(), layout.slots_on(x.device), dx, partial,
-            heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, SLAB=SLAB, enable_fp_fusion=False,
+            heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, SLAB=SLAB, STAGES=STAGES, enable_fp_fusion=False,
             **_blocks(width))
     if needs_dw:
         out = torch.empty_like(weight) if buffer is None else buffer
         _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS), )](
-            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, CONTINUES=buffer is not None,
+            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, STAGES=FOLD_STAGES, CONTINUES=buffer is not None,
             num_warps=1, enable_fp_fusion=False)
         dw = out if buffer is None else None
     return dx, dw
