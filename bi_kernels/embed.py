@@ -14,7 +14,9 @@ from bi_kernels.checks import apply, check
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 COLUMNS, WARPS = 1024, 4
-FOLD_COLUMNS, FOLD_WARPS, UNROLL = 256, 2, 16
+MANY = 64
+LIGHT = {"BLOCK": 512, "UNROLL": 4, "STAGES": 1, "num_warps": 2}
+HEAVY = {"BLOCK": 64, "UNROLL": 16, "STAGES": 4, "num_warps": 1}
 
 
 @triton.jit
@@ -28,26 +30,34 @@ def _embedding_kernel(ids, weight, y, vocab, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _embedding_backward_kernel(dy, ids, rows, ends, out, width, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-                               CONTINUES: tl.constexpr):
-    """ids, sorted, with the token row of each; the program of an id's first token folds all of them."""
-    first = tl.program_id(0)
-    index = tl.load(ids + first).to(tl.int64)
-    before = tl.load(ids + tl.maximum(first - 1, 0)).to(tl.int64)
-    if (first == 0) | (before != index):
+def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, width, HEAVY: tl.constexpr, MANY: tl.constexpr,
+                               BLOCK: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr):
+    """Token rows sorted by id, with the first and the last of the same id: one program folds all of an id's.
+
+    An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
+    run holds a multiple of MANY, and the first of those is its program's.
+    """
+    at = tl.program_id(0) * MANY if HEAVY else tl.program_id(0)
+    first = tl.load(starts + at)
+    end = tl.load(ends + at)
+    if HEAVY:
+        mine = (end - first >= 2 * MANY) & (at - first < MANY)
+    else:
+        mine = (at == first) & (end - first < 2 * MANY)
+    if mine:
+        index = tl.load(ids + at).to(tl.int64)
         col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = col < width
-        end = tl.load(ends + first)
         total = tl.zeros((BLOCK, ), dtype=tl.float32)
         if CONTINUES:
             total = tl.load(out + index * width + col, mask=inside, other=0.0)
         whole = first + (end - first) // UNROLL * UNROLL
-        for at in range(first, whole, UNROLL):  # an id that is everywhere: the loads of a round are on their way together
+        for token in tl.range(first, whole, UNROLL, num_stages=STAGES):
             for i in tl.static_range(UNROLL):
-                row = tl.load(rows + at + i).to(tl.int64)
+                row = tl.load(rows + token + i).to(tl.int64)
                 total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
-        for at in range(whole, end):
-            row = tl.load(rows + at).to(tl.int64)
+        for token in range(whole, end):
+            row = tl.load(rows + token).to(tl.int64)
             total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
@@ -70,12 +80,14 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
     if padding_id is not None:
         rows, ids = rows[ids != padding_id], ids[ids != padding_id]
     ids, order = torch.sort(ids, stable=True)
-    rows, ends = rows[order], torch.searchsorted(ids, ids, right=True)
+    rows, starts, ends = rows[order], torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
     out = torch.zeros_like(weight) if buffer is None else buffer
-    if dy.numel() and len(ids):
-        _embedding_backward_kernel[(len(ids), triton.cdiv(dy.shape[-1], FOLD_COLUMNS))](
-            dy.contiguous(), ids, rows, ends, out, dy.shape[-1], BLOCK=FOLD_COLUMNS, UNROLL=UNROLL,
-            CONTINUES=buffer is not None, num_warps=FOLD_WARPS)
+    dy, width = dy.contiguous(), dy.shape[-1]
+    for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
+        programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
+        if programs and width:
+            _embedding_backward_kernel[(programs, triton.cdiv(width, blocks["BLOCK"]))](
+                dy, rows, starts, ends, ids, out, width, HEAVY=heavy, MANY=MANY, CONTINUES=buffer is not None, **blocks)
     return out if buffer is None else None
 
 

@@ -190,14 +190,15 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     if start is not None:
         part_n = min(part_n, 4096 // tile.m)
     grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
-    if tile.persistent:
+    persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
+    if persistent:
         grid = min(grid, tile.persistent * _multiprocessors(x.device))
     _gemm_kernel[(grid, )](
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
         _descriptor(y, tile.m, part_n), None if bias is None else bias.contiguous(), start,
         M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t,
-        W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=tile.persistent > 0, HAS_BIAS=bias is not None,
+        W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=persistent > 0, HAS_BIAS=bias is not None,
         CONTINUES=start is not None, num_warps=tile.warps, num_stages=tile.stages)
     if out is not None:
         return out if ready else out.copy_(y[:, :N])

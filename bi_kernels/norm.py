@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
-ELEMENTS, WARPS = 4096, 8  # of a block: one row of 4096, or 32 of 128
-WIDEST = 32768  # of a row: it is held in registers
+# of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
+BLOCKS = ((1024, 2048, 4), (4096, 4096, 8), (32768, 0, 16))
+WIDEST = BLOCKS[-1][0]  # a row is held in registers
+STAGES = 3
 FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
-STAGES = 1
 
 
 @triton.jit
@@ -87,7 +88,8 @@ def _fold_partials_kernel(partial, start, out, slabs, width, BLOCK: tl.constexpr
 
 def _blocks(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
-    return {"BLOCK_R": max(1, ELEMENTS // columns), "BLOCK_H": columns, "num_warps": WARPS}
+    elements, warps = next((elements, warps) for most, elements, warps in BLOCKS if width <= most)
+    return {"BLOCK_R": max(1, elements // columns), "BLOCK_H": columns, "num_warps": warps}
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
