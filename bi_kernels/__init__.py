@@ -12,7 +12,7 @@ _OPS = {
     "rope": "rotary", "rope_table": "rotary", "RopeTable": "rotary", "packed_positions": "rotary",
     "linear": "gemm", "matmul": "gemm",
     "rms_norm": "norm", "qk_norm": "norm", "add_rms_norm": "norm", "embedding": "embed",
-    "lm_head_logprob": "logprob", "token_logprob": "logprob", "log_softmax": "logprob",
+    "lm_head_logprob": "lm_head", "token_logprob": "logprob", "log_softmax": "logprob",
     "TokenLayout": "tokens", "MainGrads": "grads",
 }
 __all__ = list(_OPS)

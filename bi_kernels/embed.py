@@ -16,7 +16,7 @@ from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 COLUMNS, WARPS = 1024, 4
 MANY = 64
 LIGHT = {"BLOCK": 512, "UNROLL": 4, "STAGES": 1, "num_warps": 2}
-HEAVY = {"BLOCK": 64, "UNROLL": 16, "STAGES": 4, "num_warps": 1}
+HEAVY = {"BLOCK": 32, "UNROLL": 32, "STAGES": 1, "num_warps": 1}
 
 
 @triton.jit

@@ -130,10 +130,9 @@ def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, 
                 acc_extra = tl.dot(x_tile, e_tile, acc_extra, input_precision="ieee")
         if SWAP:
             acc = acc.T
-        if CONTINUES:  # an fp32 fold may end at -0, and a slab more of zeros would turn it into +0
-            acc += 0.0
-            if EXTRA_N > 0:
-                acc_extra += 0.0
+        acc += 0.0  # fp32 products may underflow to -0, which a slab more of zeros, or a cut of the fold, turns into +0
+        if EXTRA_N > 0:
+            acc_extra += 0.0
         if HAS_BIAS:
             cols = n + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]

@@ -1,10 +1,7 @@
-"""Log-probabilities: log-softmax, the selected token's logprob with the entropy, and both fused with the LM head.
+"""Log-probabilities of given logits: log-softmax, and the selected token's logprob with the entropy.
 
 The vocabulary is reduced in fixed blocks of 4096: each gives its maximum m, Σ exp(z − m) and Σ exp(z − m) z in fp32, by
 one fixed tree, and the blocks are folded in ascending order. z = logit / temperature, the factor rounded to fp32.
-The LM head rounds its logits to the storage dtype, and so it does with dlogits; both kept or recomputed, in as many
-columns at a time as the memory budget allows, they have the same bits, and dhidden and dW go on from chunk to chunk in
-the fold's order.
 """
 
 import torch
@@ -14,12 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.embed import check_ids
-from bi_kernels.gemm import product
-from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
-BLOCK, WARPS = 4096, 8  # of the vocabulary
+BLOCK, WARPS = 4096, 4  # of the vocabulary
 ROWS = 32  # of the merge
-SCRATCH = 2**27  # logits computed at a time where they are not kept
 
 
 @triton.jit
@@ -110,7 +104,7 @@ def _row_sum_kernel(x, out, columns, BLOCK: tl.constexpr):
     tl.store(out + row, total)
 
 
-class _Statistics:
+class Statistics:
     """What the blocks of the vocabulary say of every row, and the merged lse, entropy and selected z."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float):
@@ -126,7 +120,7 @@ class _Statistics:
             self.inv_temperature, HAS_TARGETS=self.targets is not None, BLOCK=BLOCK, num_warps=WARPS,
             enable_fp_fusion=False)
 
-    def merge(self) -> "_Statistics":
+    def merge(self) -> "Statistics":
         _merge_kernel[(triton.cdiv(self.rows, ROWS), )](*self.parts, self.lse, self.entropy, self.rows, self.blocks, ROWS=ROWS,
                                                         num_warps=1, enable_fp_fusion=False)
         return self
@@ -136,7 +130,7 @@ class _Statistics:
         return (self.selected - self.lse).masked_fill_(ignored, 0.0), self.entropy.masked_fill(ignored, 0.0)
 
 
-def _dlogits(logits: torch.Tensor, first: int, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float,
+def dlogits(logits: torch.Tensor, first: int, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float,
              ignore_index: int, out: torch.Tensor) -> torch.Tensor:
     _dlogits_kernel[(logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))](
         logits, targets, lse, entropy, d_logprob, d_entropy, out, logits.shape[1], logits.stride(0), first, inv_temperature,
@@ -147,7 +141,7 @@ def _dlogits(logits: torch.Tensor, first: int, targets, lse, entropy, d_logprob,
 def _token_logprob(logits: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int) -> list[torch.Tensor]:
     """logprob, entropy and lse of every row, fp32."""
     logits = logits.contiguous()
-    stats = _Statistics(*logits.shape, logits.device, targets, inv_temperature)
+    stats = Statistics(*logits.shape, logits.device, targets, inv_temperature)
     stats.add(logits, 0)
     return [*stats.merge().results(ignore_index), stats.lse]
 
@@ -167,7 +161,7 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx, d_logprob, d_entropy, _):
         logits, targets, lse, entropy = ctx.saved_tensors
         logits = logits.contiguous()
-        return _dlogits(logits, 0, targets, lse, entropy, d_logprob.contiguous(), d_entropy.contiguous(), *ctx.constants,
+        return dlogits(logits, 0, targets, lse, entropy, d_logprob.contiguous(), d_entropy.contiguous(), *ctx.constants,
                         torch.empty_like(logits)), None, None, None
 
 
@@ -178,7 +172,7 @@ def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torc
     rows, columns = logits.shape
     total = None
     if dy is None:
-        stats = _Statistics(rows, columns, logits.device, None, 1.0)
+        stats = Statistics(rows, columns, logits.device, None, 1.0)
         stats.add(logits, 0)
         lse = stats.merge().lse
         out = torch.empty_like(logits, dtype=torch.float32)
@@ -206,99 +200,8 @@ class _LogSoftmax(torch.autograd.Function):
         return _log_softmax(logits, dy, lse)[0], None, None
 
 
-def _chunks(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:
-    """(first, end) of the columns computed at a time: the kept ones, then what the scratch memory holds."""
-    step = max(BLOCK, SCRATCH // max(rows, 1) // BLOCK * BLOCK)
-    return [(0, kept)] * (kept > 0) + [(first, min(first + step, vocab)) for first in range(kept, vocab, step)]
-
-
-def _lm_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int,
-             kept: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """logprob, entropy and lse of every row; the logits of the first columns stay in `kept` (rows, columns)."""
-    rows, vocab = len(hidden), len(weight)
-    stats = _Statistics(rows, vocab, hidden.device, targets, inv_temperature)
-    scratch = None
-    for first, end in _chunks(rows, vocab, 0 if kept is None else kept.shape[1]):
-        if kept is not None and end <= kept.shape[1]:
-            logits = kept
-        else:
-            if scratch is None:
-                scratch = _scratch(hidden, end - first)
-            logits = scratch[:, :end - first]
-        product(hidden, weight[first:end], out=logits)
-        stats.add(logits, first)
-    return [*stats.merge().results(ignore_index), stats.lse]
-
-
-def _scratch(hidden: torch.Tensor, columns: int) -> torch.Tensor:
-    return hidden.new_empty(len(hidden), triton.cdiv(columns, 8) * 8)
-
-
-class _LMHeadLogprob(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, layout, keep_bytes, hidden, weight, targets, inv_temperature, ignore_index):
-        ctx.set_materialize_grads(False)
-        if weight.requires_grad:
-            main_grad("lm_head_logprob", weight)
-        columns = min(len(weight), int(keep_bytes) // (len(hidden) * hidden.element_size()) // BLOCK * BLOCK)
-        if keep_bytes >= len(hidden) * len(weight) * hidden.element_size():
-            columns = len(weight)
-        ctx.kept = _scratch(hidden, columns)[:, :columns] if columns else None
-        logprob, entropy, lse = _lm_head(hidden, weight, targets, inv_temperature, ignore_index, ctx.kept)
-        ctx.layout, ctx.columns, ctx.constants = layout, columns, (inv_temperature, ignore_index)
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        return logprob, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_logprob, d_entropy):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        if d_logprob is None:
-            d_logprob = torch.zeros_like(lse)
-        d_entropy = None if d_entropy is None else d_entropy.contiguous()
-        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
-        kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
-        buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
-        dw = torch.empty_like(weight) if needs_weight and buffer is None else None
-        folded = ctx.layout.gather(hidden).t() if needs_weight else None
-        scratch = dhidden = None
-        for first, end in _chunks(len(hidden), len(weight), ctx.columns):
-            if kept is not None and end <= ctx.columns:
-                logits = kept
-            else:
-                if scratch is None:
-                    scratch = _scratch(hidden, end - first)
-                logits = product(hidden, weight[first:end], out=scratch[:, :end - first])
-            dlogits = _dlogits(logits, first, targets, lse, entropy, d_logprob.contiguous(), d_entropy, *ctx.constants, logits)
-            if needs_hidden:  # the fold over the vocabulary goes on in fp32, and ends in the storage dtype
-                last = end == len(weight)
-                if dhidden is None and not last:
-                    dhidden = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
-                    product(dlogits, weight[first:end].t(), out=dhidden, out_dtype=torch.float32)
-                else:
-                    dhidden = product(dlogits, weight[first:end].t(), dhidden, None if last else dhidden,
-                                      hidden.dtype if last else torch.float32)
-            if buffer is not None:
-                product(ctx.layout.gather(dlogits).t(), folded, buffer[first:end], buffer[first:end], torch.float32)
-            elif needs_weight:
-                product(ctx.layout.gather(dlogits).t(), folded, out=dw[first:end])
-        return None, None, dhidden, dw, None, None, None
-
-
-def _lm_head_unkept(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float,
-                    ignore_index: int) -> list[torch.Tensor]:
-    return _lm_head(hidden, weight, targets, inv_temperature, ignore_index)
-
-
-_opaque_lm_head = torch.library.custom_op("bi_kernels::lm_head_logprob", _lm_head_unkept, mutates_args=())
 _opaque_token = torch.library.custom_op("bi_kernels::token_logprob", _token_logprob, mutates_args=())
 _opaque_log_softmax = torch.library.custom_op("bi_kernels::log_softmax", _log_softmax, mutates_args=())
-
-
-@_opaque_lm_head.register_fake
-def _(hidden, weight, targets, inv_temperature, ignore_index):
-    return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3)]
 
 
 @_opaque_token.register_fake
@@ -311,7 +214,7 @@ def _(logits, dy=None, lse=None):
     return [torch.empty_like(logits, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
-def _checked(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int) -> float:
+def checked_targets(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int) -> float:
     """1 / temperature, once targets and temperature are known to be right."""
     check_shape(op, "targets", targets, lead, "one a token")
     if not targets.numel():
@@ -325,30 +228,6 @@ def _checked(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, 
     return 1.0 / temperature
 
 
-def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0,
-                    ignore_index: int = -100, keep_bytes: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target), entropy) of softmax(hidden weightᵀ / temperature), fp32, 0 where the target is ignore_index.
-
-    hidden (..., H), weight (V, H), targets (...) integers. No (tokens, V) logits are held, but for as many columns of
-    them as `keep_bytes` allows the backward, which computes the others again: the same bits either way. Raises
-    ValueError for a target outside the vocabulary or nothing but ignored ones.
-    """
-    op = "lm_head_logprob"
-    check(op, hidden=hidden, weight=weight)
-    check(op, same_dtype=False, hidden=hidden, targets=targets)
-    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
-                         "and (V, H)")
-    lead = hidden.shape[:-1]
-    inv_temperature = _checked(op, targets, lead, len(weight), temperature, ignore_index)
-    if check_number(op, "keep_bytes", keep_bytes) < 0:
-        raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
-    differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead), keep_bytes, *args)
-    logprob, entropy, *_ = apply(op, _lm_head, _opaque_lm_head, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,
-                                 targets.reshape(-1), inv_temperature, ignore_index)
-    return logprob.reshape(lead), entropy.reshape(lead)
-
-
 def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, ignore_index: int = -100
                   ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(target), entropy) of softmax(logits / temperature), fp32: logits (..., V), targets (...); as lm_head_logprob."""
@@ -358,7 +237,7 @@ def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
     if logits.dim() == 0 or not logits.shape[-1]:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (..., V)")
     lead, vocab = logits.shape[:-1], logits.shape[-1]
-    inv_temperature = _checked(op, targets, lead, vocab, temperature, ignore_index)
+    inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index)
     logprob, entropy, *_ = apply(op, _token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
                                  targets.reshape(-1), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)
