@@ -13,20 +13,21 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import apply, check
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
-COLUMNS, WARPS = 1024, 4
+ELEMENTS, WARPS = 1024, 4  # that one program copies
 MANY = 64
 LIGHT = {"BLOCK": 512, "UNROLL": 4, "STAGES": 1, "num_warps": 2}
 HEAVY = {"BLOCK": 32, "UNROLL": 32, "STAGES": 1, "num_warps": 1}
 
 
 @triton.jit
-def _embedding_kernel(ids, weight, y, vocab, width, BLOCK: tl.constexpr):
-    token = tl.program_id(0)
+def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(ids + token).to(tl.int64)
+    index = tl.load(ids + token, mask=token < tokens, other=0).to(tl.int64)
     known = (index >= 0) & (index < vocab)  # elsewhere NaN, not a stranger's row
-    row = tl.load(weight + index * width + col, mask=(col < width) & known, other=float("nan"))
-    tl.store(y + token.to(tl.int64) * width + col, row, mask=col < width)
+    inside = (token < tokens)[:, None] & (col < width)[None, :]
+    row = tl.load(weight + index[:, None] * width + col[None, :], mask=inside & known[:, None], other=float("nan"))
+    tl.store(y + token.to(tl.int64)[:, None] * width + col[None, :], row, mask=inside)
 
 
 @triton.jit
@@ -67,8 +68,9 @@ def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     vocab, width = weight.shape
     y = weight.new_empty(*ids.shape, width)
     if y.numel():
-        _embedding_kernel[(ids.numel(), triton.cdiv(width, COLUMNS))](ids, weight, y, vocab, width, BLOCK=COLUMNS,
-                                                                      num_warps=WARPS)
+        block = min(ELEMENTS, triton.next_power_of_2(width))
+        _embedding_kernel[(triton.cdiv(ids.numel(), ELEMENTS // block), triton.cdiv(width, block))](
+            ids, weight, y, ids.numel(), vocab, width, ROWS=ELEMENTS // block, BLOCK=block, num_warps=WARPS)
     return y
 
 

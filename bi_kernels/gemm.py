@@ -254,7 +254,7 @@ def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: to
 
 def fold_weight(op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout,
                 name: str = "weight") -> torch.Tensor | None:
-    """dW (N, K) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or returned in weight's
+    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or returned in weight's
     dtype where there is none."""
     return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
 
@@ -267,24 +267,37 @@ def fold_bias(op: str, dy: torch.Tensor, bias: torch.Tensor, layout: TokenLayout
 
 
 class _Linear(torch.autograd.Function):
+    """x (rows, K) times a weight, which is (N, K), or (K, N) as matmul is given it: `across`."""
 
     @staticmethod
-    def forward(ctx, layout, x, weight, bias):
-        for name, parameter in (("weight", weight), ("bias", bias)):
+    def forward(ctx, op, name, layout, across, x, weight, bias):
+        for label, parameter in ((name, weight), ("bias", bias)):
             if parameter is not None and parameter.requires_grad:
-                main_grad("linear", parameter, name)
-        ctx.layout = layout
+                main_grad(op, parameter, label)
+        ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
         ctx.save_for_backward(x, weight, bias)
-        return _gemm(x, weight, bias)
+        return _gemm(x, weight.t() if across else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight, bias = ctx.saved_tensors
-        dx = product(dy, weight.t()) if ctx.needs_input_grad[1] else None
-        dw = fold_weight("linear", dy, x, weight, ctx.layout) if ctx.needs_input_grad[2] else None
-        db = fold_bias("linear", dy, bias, ctx.layout) if ctx.needs_input_grad[3] else None
-        return None, dx, dw, db
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
+        dx = product(dy, weight if ctx.across else weight.t()) if needs_x else None
+        rows, columns = (x, dy) if ctx.across else (dy, x)
+        dw = fold_weight(ctx.op, rows, columns, weight, ctx.layout, ctx.name) if needs_weight else None
+        db = fold_bias(ctx.op, dy, bias, ctx.layout) if needs_bias else None
+        return None, None, None, None, dx, dw, db
+
+
+def _apply(op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool) -> torch.Tensor:
+    lead = x.shape[:-1]
+    call = lambda x, weight, bias: _gemm(x, weight.t() if across else weight, bias)
+    opaque = lambda x, weight, bias: _opaque(x, weight.t() if across else weight, bias)
+    differentiable = lambda *args: _Linear.apply(op, name, layout_for(op, lead), across, *args)
+    rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
+    y = apply(op, call, opaque, differentiable, rows, weight, bias)
+    return y if x.dim() == 2 else y.reshape(*lead, y.shape[-1])
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -302,17 +315,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                          f"{tuple(weight.shape)}")
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
-    differentiable = lambda *args: _Linear.apply(layout_for("linear", x.shape[:-1]), *args)
-    if x.dim() == 2:
-        return apply("linear", _gemm, _opaque, differentiable, x, weight, bias)
-    y = apply("linear", _gemm, _opaque, differentiable, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return _apply("linear", "weight", x, weight, bias, across=False)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit; a `main_grad` on b is
-    not used."""
+    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit, and so its gradients."""
     check("matmul", a=a, b=b)
     if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[0]:
         raise ValueError(f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, expected (..., M, K) and (K, N)")
-    return linear(a, b.t())
+    return _apply("matmul", "b", a, b, None, across=True)

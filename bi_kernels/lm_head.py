@@ -81,7 +81,7 @@ class _LMHeadLogprob(torch.autograd.Function):
                 if scratch is None:
                     scratch = _scratch(hidden, end - first)
                 logits = product(hidden, weight[first:end], out=scratch[:, :end - first])
-            dz = dlogits(logits, first, targets, lse, entropy, d_logprob.contiguous(), d_entropy, *ctx.constants, logits)
+            dz = dlogits(logits, first, len(weight), targets, lse, entropy, d_logprob.contiguous(), d_entropy, *ctx.constants, logits)
             if needs_hidden:  # the fold over the vocabulary goes on in fp32, and ends in the storage dtype
                 last = end == len(weight)
                 if dhidden is None and not last:

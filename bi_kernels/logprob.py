@@ -13,28 +13,30 @@ from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.embed import check_ids
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
-ROWS = 32  # of the merge
+MERGE_ROWS = 32
 
 
 @triton.jit
 def _block_kernel(logits, targets, m, s, u, selected, rows, columns, stride, first, inv_temperature, HAS_TARGETS: tl.constexpr,
-                  BLOCK: tl.constexpr):
-    """One block of one row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+                  ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here."""
+    row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     col = block * BLOCK + tl.arange(0, BLOCK)
-    inside = col < columns
-    z = tl.load(logits + row * stride + col, mask=inside, other=0.0).to(tl.float32) * inv_temperature
-    top = tl.max(tl.where(inside, z, -float("inf")), 0)
+    mine = row < rows
+    inside = mine[:, None] & (col < columns)[None, :]
+    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32) * inv_temperature
+    top = tl.max(tl.where(inside, z, -float("inf")), 1)
     base = tl.where(top == -float("inf"), 0.0, top)  # a block of -inf alone adds nothing
-    e = tl.where(inside, tl.exp(z - base), 0.0)
+    e = tl.where(inside, tl.exp(z - base[:, None]), 0.0)
     at = (first // BLOCK + block).to(tl.int64) * rows + row
-    tl.store(m + at, top)
-    tl.store(s + at, tl.sum(e, 0))
-    tl.store(u + at, tl.sum(tl.where(e > 0, e * z, 0.0), 0))  # 0 · -inf is no term
+    tl.store(m + at, top, mask=mine)
+    tl.store(s + at, tl.sum(e, 1), mask=mine)
+    tl.store(u + at, tl.sum(tl.where(e > 0, e * z, 0.0), 1), mask=mine)  # 0 · -inf is no term
     if HAS_TARGETS:
-        target = tl.load(targets + row) - first
-        if (target >= block * BLOCK) & (target < tl.minimum((block + 1) * BLOCK, columns)):
-            tl.store(selected + row, tl.load(logits + row * stride + target).to(tl.float32) * inv_temperature)
+        target = tl.load(targets + row, mask=mine, other=-1) - first
+        here = mine & (target >= block * BLOCK) & (target < tl.minimum((block + 1) * BLOCK, columns))
+        tl.store(selected + row, tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32) * inv_temperature,
+                 mask=here)
 
 
 @triton.jit
@@ -63,65 +65,80 @@ def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _dlogits_kernel(logits, targets, lse, entropy, d_logprob, d_entropy, out, columns, stride, first, inv_temperature,
-                    HAS_ENTROPY: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _dlogits_kernel(logits, targets, lse, entropy, d_logprob, d_entropy, out, rows, columns, stride, first, inv_temperature,
+                    HAS_ENTROPY: tl.constexpr, IGNORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < columns
-    target = tl.load(targets + row)
-    grad = tl.zeros((BLOCK, ), dtype=tl.float32)
-    if target != IGNORE:
-        z = tl.load(logits + row * stride + col, mask=inside, other=0.0).to(tl.float32) * inv_temperature
-        logp = z - tl.load(lse + row)
-        p = tl.exp(logp)
-        grad = tl.load(d_logprob + row) * (tl.where(col + first == target, 1.0, 0.0) - p)
-        if HAS_ENTROPY:
-            grad -= tl.where(p > 0, tl.load(d_entropy + row) * p * (logp + tl.load(entropy + row)), 0.0)
-        grad *= inv_temperature
-    tl.store(out + row * stride + col, grad.to(out.dtype.element_ty), mask=inside)
+    mine = row < rows
+    inside = mine[:, None] & (col < columns)[None, :]
+    target = tl.load(targets + row, mask=mine, other=IGNORE)[:, None]
+    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside & (target != IGNORE), other=0.0).to(tl.float32)
+    logp = z * inv_temperature - tl.load(lse + row, mask=mine, other=0.0)[:, None]
+    p = tl.exp(logp)
+    grad = tl.load(d_logprob + row, mask=mine, other=0.0)[:, None] * (tl.where(col[None, :] + first == target, 1.0, 0.0) - p)
+    if HAS_ENTROPY:
+        v = logp + tl.load(entropy + row, mask=mine, other=0.0)[:, None]
+        grad -= tl.where(p > 0, tl.load(d_entropy + row, mask=mine, other=0.0)[:, None] * p * v, 0.0)
+    grad = tl.where(target != IGNORE, grad * inv_temperature, 0.0)
+    tl.store(out + row[:, None] * stride + col[None, :], grad.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _log_softmax_kernel(logits, lse, dy, total, out, columns, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+def _log_softmax_kernel(logits, lse, dy, total, out, rows, columns, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
+                        BLOCK: tl.constexpr):
     """z − lse; backward dz = dy − exp(z − lse) Σ dy."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row * columns + col
-    y = tl.load(logits + at, mask=col < columns, other=0.0).to(tl.float32) - tl.load(lse + row)
+    mine = row < rows
+    inside = mine[:, None] & (col < columns)[None, :]
+    at = row[:, None] * columns + col[None, :]
+    y = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32) - tl.load(lse + row, mask=mine, other=0.0)[:, None]
     if BACKWARD:
-        y = tl.load(dy + at, mask=col < columns, other=0.0) - tl.exp(y) * tl.load(total + row)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=col < columns)
+        y = tl.load(dy + at, mask=inside, other=0.0) - tl.exp(y) * tl.load(total + row, mask=mine, other=0.0)[:, None]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _row_sum_kernel(x, out, columns, BLOCK: tl.constexpr):
+def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Σ of a row: one tree a block, the blocks from left to right."""
-    row = tl.program_id(0).to(tl.int64)
-    total = 0.0
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mine = row < rows
+    total = tl.zeros((ROWS, ), dtype=tl.float32)
     for first in range(0, columns, BLOCK):
         col = first + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(x + row * columns + col, mask=col < columns, other=0.0), 0)
-    tl.store(out + row, total)
+        inside = mine[:, None] & (col < columns)[None, :]
+        total += tl.sum(tl.load(x + row[:, None] * columns + col[None, :], mask=inside, other=0.0), 1)
+    tl.store(out + row, total, mask=mine)
+
+
+def _blocks(vocab: int) -> dict[str, int]:
+    """Fixed for a vocabulary: blocks of BLOCK, or one of a small vocabulary and several rows a program."""
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    return {"ROWS": BLOCK // block, "BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def _grid(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:
+    return triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(columns, blocks["BLOCK"])
 
 
 class Statistics:
     """What the blocks of the vocabulary say of every row, and the merged lse, entropy and selected z."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float):
-        self.rows, self.blocks, self.targets, self.inv_temperature = rows, triton.cdiv(vocab, BLOCK), targets, inv_temperature
+        self.rows, self.targets, self.inv_temperature = rows, targets, inv_temperature
+        self.blocks, self.shape = triton.cdiv(vocab, BLOCK), _blocks(vocab)
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
         self.parts = [make(self.blocks, rows) for _ in range(3)]
         self.selected, self.lse, self.entropy = make(rows), make(rows), make(rows)
 
     def add(self, logits: torch.Tensor, first: int) -> None:
         """Columns `first` and on; `first` and, but for the last, their number are multiples of BLOCK."""
-        _block_kernel[(self.rows, triton.cdiv(logits.shape[1], BLOCK))](
+        _block_kernel[_grid(self.rows, logits.shape[1], self.shape)](
             logits, self.targets, *self.parts, self.selected, self.rows, logits.shape[1], logits.stride(0), first,
-            self.inv_temperature, HAS_TARGETS=self.targets is not None, BLOCK=BLOCK, num_warps=WARPS,
-            enable_fp_fusion=False)
+            self.inv_temperature, HAS_TARGETS=self.targets is not None, **self.shape)
 
     def merge(self) -> "Statistics":
-        _merge_kernel[(triton.cdiv(self.rows, ROWS), )](*self.parts, self.lse, self.entropy, self.rows, self.blocks, ROWS=ROWS,
+        _merge_kernel[(triton.cdiv(self.rows, MERGE_ROWS), )](*self.parts, self.lse, self.entropy, self.rows, self.blocks, ROWS=MERGE_ROWS,
                                                         num_warps=1, enable_fp_fusion=False)
         return self
 
@@ -130,11 +147,13 @@ class Statistics:
         return (self.selected - self.lse).masked_fill_(ignored, 0.0), self.entropy.masked_fill(ignored, 0.0)
 
 
-def dlogits(logits: torch.Tensor, first: int, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float,
-             ignore_index: int, out: torch.Tensor) -> torch.Tensor:
-    _dlogits_kernel[(logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))](
-        logits, targets, lse, entropy, d_logprob, d_entropy, out, logits.shape[1], logits.stride(0), first, inv_temperature,
-        HAS_ENTROPY=d_entropy is not None, IGNORE=ignore_index, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+def dlogits(logits: torch.Tensor, first: int, vocab: int, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float,
+            ignore_index: int, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
+    blocks = _blocks(vocab)
+    _dlogits_kernel[_grid(*logits.shape, blocks)](
+        logits, targets, lse, entropy, d_logprob, d_entropy, out, *logits.shape, logits.stride(0), first, inv_temperature,
+        HAS_ENTROPY=d_entropy is not None, IGNORE=ignore_index, **blocks)
     return out
 
 
@@ -161,7 +180,7 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx, d_logprob, d_entropy, _):
         logits, targets, lse, entropy = ctx.saved_tensors
         logits = logits.contiguous()
-        return dlogits(logits, 0, targets, lse, entropy, d_logprob.contiguous(), d_entropy.contiguous(), *ctx.constants,
+        return dlogits(logits, 0, logits.shape[1], targets, lse, entropy, d_logprob.contiguous(), d_entropy.contiguous(), *ctx.constants,
                         torch.empty_like(logits)), None, None, None
 
 
@@ -170,7 +189,7 @@ def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torc
     """[log_softmax, lse]; or with dy and lse [dlogits]."""
     logits = logits.contiguous()
     rows, columns = logits.shape
-    total = None
+    blocks, total = _blocks(columns), None
     if dy is None:
         stats = Statistics(rows, columns, logits.device, None, 1.0)
         stats.add(logits, 0)
@@ -179,9 +198,9 @@ def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torc
     else:
         dy, out = dy.contiguous(), torch.empty_like(logits)
         total = torch.empty_like(lse)
-        _row_sum_kernel[(rows, )](dy, total, columns, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
-    _log_softmax_kernel[(rows, triton.cdiv(columns, BLOCK))](logits, lse, dy, total, out, columns, BACKWARD=dy is not None,
-                                                             BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        _row_sum_kernel[_grid(rows, columns, blocks)[:1]](dy, total, rows, columns, **blocks)
+    _log_softmax_kernel[_grid(rows, columns, blocks)](logits, lse, dy, total, out, rows, columns, BACKWARD=dy is not None,
+                                                      **blocks)
     return [out, lse] if dy is None else [out]
 
 

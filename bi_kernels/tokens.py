@@ -20,17 +20,18 @@ import triton.language as tl
 from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
-COLUMNS, WARPS = 1024, 4
+ELEMENTS, WARPS = 1024, 4  # that one program copies
 _current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
 
 
 @triton.jit
-def _gather_kernel(x, slots, y, columns, stride, BLOCK: tl.constexpr):
-    slot = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(slots + slot).to(tl.int64)
-    value = tl.load(x + row * stride + at, mask=(at < columns) & (row >= 0), other=0.0)
-    tl.store(y + slot.to(tl.int64) * columns + at, value, mask=at < columns)
+def _gather_kernel(x, slots, y, count, columns, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(slots + slot, mask=slot < count, other=-1).to(tl.int64)
+    inside = (slot < count)[:, None] & (col < columns)[None, :]
+    value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside & (row >= 0)[:, None], other=0.0)
+    tl.store(y + slot.to(tl.int64)[:, None] * columns + col[None, :], value, mask=inside)
 
 
 class TokenLayout:
@@ -109,8 +110,10 @@ class TokenLayout:
             x = x.contiguous()
         y = x.new_empty(len(self.slots), x.shape[1])
         if y.numel():
-            _gather_kernel[(len(y), triton.cdiv(x.shape[1], COLUMNS))](x, self.slots_on(x.device), y, x.shape[1], x.stride(0),
-                                                                       BLOCK=COLUMNS, num_warps=WARPS)
+            block = min(ELEMENTS, triton.next_power_of_2(x.shape[1]))
+            _gather_kernel[(triton.cdiv(len(y), ELEMENTS // block), triton.cdiv(x.shape[1], block))](
+                x, self.slots_on(x.device), y, len(y), x.shape[1], x.stride(0), ROWS=ELEMENTS // block, BLOCK=block,
+                num_warps=WARPS)
         return y
 
 
