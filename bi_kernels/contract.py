@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 
 import torch
@@ -11,6 +12,7 @@ VERSION: str = CONTRACT["version"]
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, CONTRACT["dtypes"][name]["torch"]) for name in CONTRACT["dtypes"]["supported"]
 }
+EPS: float = CONTRACT["arithmetic"]["eps"]
 SHAPES: dict[str, dict] = CONTRACT["shapes"]
 SWEEP: dict = CONTRACT["sweep"]
 
@@ -31,14 +33,37 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}; supported are {', '.join(DTYPES)}")
 
 
-def bound(op: str, dtype: torch.dtype, reference: torch.Tensor, magnitude: torch.Tensor, n: int = 1) -> torch.Tensor:
-    """The elementwise error bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like `reference`).
+def row(op: str, gradient: str | None = None) -> dict:
+    """An op's row, or that of its gradient of the input named `gradient`: S, derivation, c."""
+    found = CONTRACT["ops"][op]
+    if gradient is not None:
+        found = found["gradient"][gradient]
+    return row(op, found["like"]) if "like" in found else found
 
-    magnitude: the op's S of the contract; n: the length of the reduction.
+
+def rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """(u, tiny): one rounding of x to `dtype` errs by at most u |x| + tiny."""
+    found = CONTRACT["dtypes"][dtype_name(dtype)]
+    return 2.0**-found["p"], evaluate(found["tiny"])
+
+
+def factor(op: str, inputs: torch.dtype, n: int | Mapping[str, int] = 1, gradient: str | None = None) -> float:
+    """c of an op, or of a gradient of it, on inputs of a dtype; n: the length of the reduction, or several by name."""
+    c = row(op, gradient)["c"]
+    return evaluate(c.get(dtype_name(inputs), c.get("any")), **n if isinstance(n, Mapping) else {"n": n})
+
+
+def bound(op: str, dtype: torch.dtype, reference: torch.Tensor, magnitude: torch.Tensor,
+          n: int | Mapping[str, int] = 1, gradient: str | None = None, inputs: torch.dtype | None = None
+          ) -> torch.Tensor:
+    """The elementwise bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like `reference`).
+
+    magnitude: the op's S of the contract; n: the length of the reduction, or several by name; gradient: the input
+    whose gradient is judged, where it is one; inputs: the dtype of the op's inputs where the output has another, as a
+    gradient in a parameter's fp32 `main_grad` has.
     """
-    row, c = CONTRACT["dtypes"][dtype_name(dtype)], CONTRACT["ops"][op]["c"]
-    factor = evaluate(c.get(dtype_name(dtype), c.get("any")), n=n)
-    return 2.0**-row["p"] * reference.abs() + factor * (magnitude + 2.0**-126) + evaluate(row["tiny"])
+    u, tiny = rounding(dtype)
+    return u * reference.abs() + factor(op, inputs or dtype, n, gradient) * (magnitude + 2.0**-126) + tiny
 
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:

@@ -1,16 +1,20 @@
-"""Elementwise ops: load, to fp32, compute, one cast to the output dtype, store.
+"""Elementwise ops and their gradients: load, to fp32, compute, one cast to the output dtype, store.
 
-No element sees another, so a batch can only matter through the code path; there is one kernel, with one fixed block, for
-every size. Contraction into fused multiply-adds is off: add, scale, bias_add, mask_fill and cast are IEEE operations only and
-give the same bits on a CPU.
+No element sees another, so a batch can only matter through the code path; there is one fixed block for every size. The
+gradients of add, scale, mask_fill and cast are these very ops on dy; only bias_add's bias has a reduction, the fold
+over tokens of `fold_bias`. Contraction into fused multiply-adds is off: add, scale, bias_add, mask_fill and cast are
+IEEE operations only and give the same bits on a CPU.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.contract import DTYPES
+from bi_kernels.gemm import fold_bias
+from bi_kernels.tokens import layout_for, main_grad
 
 BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16
 
@@ -45,6 +49,37 @@ def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: t
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _gradient_kernel(x, up, dy, dx, d_up, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = dy f'(x); for swiglu dx = dy silu'(x) up and d_up = dy silu(x), each where its pointer is given."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(x + at, mask=inside).to(tl.float32)
+    g = tl.load(dy + at, mask=inside).to(tl.float32)
+    if d_up is not None:
+        tl.store(d_up + at, (tl.div_rn(a, 1.0 + tl.exp(-a)) * g).to(d_up.dtype.element_ty), mask=inside)
+    if dx is not None:
+        if OP == "gelu":  # Φ(x) + x φ(x)
+            z = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476)) + a * (tl.exp(-0.5 * (a * a)) * 0.3989422804014327)
+        else:
+            t = a
+            if OP == "gelu_tanh":
+                t = 1.5957691216057308 * (a + 0.044715 * (a * a * a))
+            # q = 1 / (1 + exp(-t)) and 1 - q from exp(-|t|): neither overflows, neither cancels
+            e = tl.exp(-tl.abs(t))
+            r = tl.div_rn(1.0, 1.0 + e)
+            q = tl.where(t >= 0, r, e * r)
+            if OP == "gelu_tanh":  # q + x q (1 - q) t'(x); beyond 16 e is 0, and t' could overflow
+                b = tl.minimum(tl.abs(a), 16.0)
+                z = q + a * (e * r * r * (1.5957691216057308 + 0.21406444881780073 * (b * b)))
+            else:  # q (1 + x (1 - q))
+                z = q * (1.0 + a * tl.where(t >= 0, e * r, r))
+        z = g * z
+        if OP == "swiglu":
+            z *= tl.load(up + at, mask=inside).to(tl.float32)
+        tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
+
+
 def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float, dtype: torch.dtype) -> torch.Tensor:
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)
@@ -53,6 +88,51 @@ def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float,
             x, other, y, x.numel(), x.shape[-1] if x.dim() else 1, factor, OP=op, BLOCK=BLOCK, num_warps=WARPS,
             enable_fp_fusion=False)
     return y
+
+
+def _launch_gradient(op: str, x: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, needs_dx: bool,
+                     needs_d_up: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, d_up) of silu, gelu, gelu_tanh or swiglu, each None where it is not needed."""
+    x, up, dy = x.contiguous(), None if up is None else up.contiguous(), dy.contiguous()
+    dx, d_up = torch.empty_like(x) if needs_dx else None, torch.empty_like(x) if needs_d_up else None
+    if x.numel():
+        _gradient_kernel[(triton.cdiv(x.numel(), BLOCK), )](x, up, dy, dx, d_up, x.numel(), OP=op, BLOCK=BLOCK,
+                                                            num_warps=WARPS, enable_fp_fusion=False)
+    return dx, d_up
+
+
+class _Elementwise(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, op, x, other, factor, dtype):
+        ctx.op, ctx.factor, ctx.dtype = op, factor, x.dtype
+        if op == "mask_fill":
+            ctx.save_for_backward(other)
+        elif op not in ("add", "bias_add", "scale", "cast"):
+            ctx.save_for_backward(x, other)
+        elif op == "bias_add" and ctx.needs_input_grad[2]:
+            ctx.layout = layout_for(op, x.shape[:-1])
+            ctx.bias = other  # for its main_grad: its numbers are not needed
+            main_grad(op, other, "bias")
+        return _launch(op, x, other, factor, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        op, (needs_x, needs_other) = ctx.op, ctx.needs_input_grad[1:3]
+        dx = d_other = None
+        if op in ("add", "bias_add"):
+            dx = dy if needs_x else None
+            if needs_other:
+                d_other = dy if op == "add" else fold_bias(
+                    op, dy.reshape(ctx.layout.rows, ctx.bias.numel()), ctx.bias, ctx.layout)
+        elif op == "mask_fill":
+            dx = _launch(op, dy, *ctx.saved_tensors, 0.0, dy.dtype)
+        elif op in ("scale", "cast"):
+            dx = _launch(op, dy, None, ctx.factor, ctx.dtype)
+        else:
+            dx, d_other = _launch_gradient(op, *ctx.saved_tensors, dy, needs_x, needs_other)
+        return None, dx, d_other, None, None
 
 
 _opaque = torch.library.custom_op("bi_kernels::elementwise", _launch, mutates_args=())
@@ -65,7 +145,7 @@ def _(op, x, other, factor, dtype):
 
 def _apply(op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0,
            dtype: torch.dtype | None = None) -> torch.Tensor:
-    return apply(op, _launch, _opaque, op, x, other, factor, dtype or x.dtype)
+    return apply(op, _launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

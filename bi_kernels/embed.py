@@ -122,12 +122,16 @@ def _(ids, weight):
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
+def can_wait(t: torch.Tensor) -> bool:
+    """Whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA graph."""
+    return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:
-    """Integers from 0 to `largest` − 1, or `allowed`. Waits for the device, so not under torch.compile or in the capture
-    of a CUDA graph."""
+    """Integers from 0 to `largest` − 1, or `allowed`; waits for the device."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
-    if torch.compiler.is_compiling() or not ids.numel() or ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not ids.numel() or not can_wait(ids):
         return
     wrong = (ids < 0) | (ids >= largest)
     if allowed is not None:

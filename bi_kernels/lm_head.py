@@ -114,7 +114,7 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
     hidden (..., H), weight (V, H), targets (...) integers. No (tokens, V) logits are held, but for as many columns of
     them as `keep_bytes` allows the backward, which computes the others again: the same bits either way. Raises
-    ValueError for a target outside the vocabulary or nothing but ignored ones.
+    ValueError for a target outside the vocabulary, and where a gradient is wanted of nothing but ignored ones.
     """
     op = "lm_head_logprob"
     check(op, hidden=hidden, weight=weight)
@@ -123,7 +123,8 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         raise ValueError(f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
                          "and (V, H)")
     lead = hidden.shape[:-1]
-    inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index)
+    trains = hidden.requires_grad or weight.requires_grad
+    inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index, trains)
     if check_number(op, "keep_bytes", keep_bytes) < 0:
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead), keep_bytes, *args)

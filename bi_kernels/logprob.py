@@ -10,7 +10,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number, check_shape
-from bi_kernels.embed import check_ids
+from bi_kernels.embed import can_wait, check_ids
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
 MERGE_ROWS = 32
@@ -233,15 +233,15 @@ def _(logits, dy=None, lse=None):
     return [torch.empty_like(logits, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
-def checked_targets(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int) -> float:
-    """1 / temperature, once targets and temperature are known to be right."""
+def checked_targets(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int,
+                    trains: bool) -> float:
+    """1 / temperature, once targets and temperature are known to be right. trains: a gradient is wanted."""
     check_shape(op, "targets", targets, lead, "one a token")
     if not targets.numel():
         raise ValueError(f"{op}: targets has shape {tuple(targets.shape)}, expected at least one token")
     check_ids(op, "targets", targets, vocab, ignore_index)
-    if not (torch.compiler.is_compiling() or targets.is_cuda and torch.cuda.is_current_stream_capturing()):
-        if bool((targets == ignore_index).all()):
-            raise ValueError(f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to score")
+    if trains and torch.is_grad_enabled() and can_wait(targets) and bool((targets == ignore_index).all()):
+        raise ValueError(f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to train on")
     if not check_number(op, "temperature", temperature) > 0:
         raise ValueError(f"{op}: temperature is {temperature}, expected a positive number")
     return 1.0 / temperature
@@ -256,7 +256,7 @@ def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
     if logits.dim() == 0 or not logits.shape[-1]:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (..., V)")
     lead, vocab = logits.shape[:-1], logits.shape[-1]
-    inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index)
+    inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index, logits.requires_grad)
     logprob, entropy, *_ = apply(op, _token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
                                  targets.reshape(-1), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)

@@ -1,25 +1,35 @@
-"""fp64 references: name(...) returns (y, S), the exact result and the sum of magnitudes that the contract's bound uses.
+"""fp64 references: name(...) returns (y, S), the exact result and the sum of magnitudes that the contract's bound uses;
+an op with two outputs returns two such pairs.
 
-Inputs are the op's own inputs, already rounded to their dtype, upcast to fp64 here.
+Inputs are the op's own inputs, already rounded to their dtype, upcast to fp64 here. Nothing is rounded on the way but the
+h of add_rms_norm, an output itself; where the LM head rounds its logits, S says what that may change. The gradients are
+in `bi_kernels.reference_gradients`.
 """
 
 import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding as _embedding
 from torch.nn.functional import gelu as _gelu
 
+from bi_kernels.contract import CONTRACT, EPS, bound
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+Pair = tuple[Tensor, Tensor]
+UNIT = 2.0**-24  # one rounding to fp32, in which S of some rows counts
+LARGEST_LOGP = 16 * UNIT  # of log p as the gradients compute it: lse is no less than the largest z, but for lg2.approx
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pair:
     x, w, b = x.double(), weight.double(), 0.0 if bias is None else bias.double()
     return x @ w.T + b, x.abs() @ w.abs().T + (b.abs() if bias is not None else 0.0)
 
 
-def matmul(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def matmul(a: Tensor, b: Tensor) -> Pair:
     return linear(a, b.T)
 
 
-def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> Pair:
     """From the angles themselves, at rope_table's default theta; the rounded values of `table` are not used."""
     dim = x.shape[-1]
     frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
@@ -33,19 +43,19 @@ def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> tupl
             join(x1.abs() * cos_ + x2.abs() * sin_, x2.abs() * cos_ + x1.abs() * sin_))
 
 
-def silu(x: Tensor) -> tuple[Tensor, Tensor]:
+def silu(x: Tensor) -> Pair:
     x = x.double()
     y = x * torch.sigmoid(x)
     return y, y.abs() * (4 + x.abs()) + 2.0**-103 * x.abs()
 
 
-def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu(gate: Tensor, up: Tensor) -> Pair:
     g, up = gate.double(), up.double()
     y = g * torch.sigmoid(g) * up
-    return y, y.abs() * (4 + g.abs()) + 2.0**-103 * (g * up).abs()
+    return y, y.abs() * (4 + g.abs()) + 2.0**-103 * (g * up).abs() + 2.0**-126 * up.abs()
 
 
-def gelu(x: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
+def gelu(x: Tensor, approximate: str = "none") -> Pair:
     x = x.double()
     if approximate == "tanh":
         y = x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
@@ -54,23 +64,148 @@ def gelu(x: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
     return y, x.abs()
 
 
-def add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def add(x: Tensor, residual: Tensor) -> Pair:
     return x.double() + residual.double(), x.double().abs() + residual.double().abs()
 
 
-def scale(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def scale(x: Tensor, factor: float) -> Pair:
     y = x.double() * factor
     return y, y.abs()
 
 
-def bias_add(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def bias_add(x: Tensor, bias: Tensor) -> Pair:
     return add(x, bias)
 
 
-def mask_fill(x: Tensor, mask: Tensor, value: float) -> tuple[Tensor, Tensor]:
+def mask_fill(x: Tensor, mask: Tensor, value: float) -> Pair:
     y = x.double().masked_fill(mask, value)
     return y, torch.zeros_like(y)
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast(x: Tensor, dtype: torch.dtype) -> Pair:
     return x.double(), torch.zeros_like(x, dtype=torch.float64)
+
+
+def normalise(x: Tensor, eps: float) -> Pair:
+    """(x rstd, rstd) of fp64 rows."""
+    rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * rstd, rstd
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Pair:
+    y = normalise(x.double(), eps)[0] * weight.double()
+    return y, y.abs() + 2.0**-126 * weight.double().abs()
+
+
+def qk_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Pair:
+    return rms_norm(x, weight, eps)
+
+
+def stored_sum(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """x + residual, rounded to fp32 and to `dtype`; its gradient is that of the sum."""
+    exact = x.double() + residual.double()
+    stored = (x.detach().float() + residual.detach().float()).to(dtype).double()
+    return torch.where(exact.isfinite(), exact + (stored - exact).detach(), exact)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Pair, Pair]:
+    """y is judged as the norm of h as it is stored, and h as the exact sum."""
+    h = x.double() + residual.double()
+    return rms_norm(stored_sum(x, residual, x.dtype), weight, eps), (h, h.abs() / 10)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Pair:
+    y = _embedding(ids, weight.double(), padding_id)
+    return y, torch.zeros_like(y)
+
+
+def log_probabilities(z: Tensor) -> Tensor:
+    """NaN throughout a row that holds NaN, +Inf, or -Inf alone."""
+    shifted = z - z.amax(-1, keepdim=True).detach()
+    return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+
+@torch.no_grad()
+def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(of each log p, L, of the entropy), absolute, where each z errs by at most d: the contract's token_logprob."""
+    block, vocab = CONTRACT["arithmetic"]["vocabulary_block"], z.shape[-1]
+    logp, top = log_probabilities(z), z.amax(-1, keepdim=True)
+    p, log_sum = logp.exp(), -logp.amax(-1, keepdim=True)
+    sums = 2 * math.sqrt(min(vocab, block)) + math.ceil(vocab / block) + 13
+    last = UNIT * (sums + 4 + 6 * log_sum + (top + log_sum).abs())
+    f = UNIT * (3 * (top - z) + 4)
+    a = d + f
+    grown = torch.where(logp.isfinite(), logp + a, -torch.inf)
+    lse = grown.logsumexp(-1, keepdim=True)
+    # log(p_j exp(f_j) + Σ_{i≠j} p_i exp(a_i + d_j)) without overflow; the maximum for a p_j that is 1 in fp64
+    share = (grown - lse).exp()
+    each = d + lse + torch.maximum((share * (-2 * d).expm1()).log1p(), -2 * d)
+    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
+    weigh = lambda t: torch.where(p > 0, p * t, 0.0).sum(-1, keepdim=True)
+    changed = probability_errors(logp, a + lse)
+    of_entropy = torch.where(changed > 0, changed * ((logp + entropy).abs() + a + lse), 0.0).sum(-1, keepdim=True)
+    mean = weigh(z).abs()
+    of_entropy += weigh(f) + last + UNIT * ((sums + 3) * (weigh(z.abs()) + mean) + mean + entropy)
+    return each, last, of_entropy
+
+
+def probability_errors(logp: Tensor, h: Tensor) -> Tensor:
+    """Of p, where log p errs by h but stays below LARGEST_LOGP."""
+    p = logp.exp()
+    up = (logp + h).clamp(max=LARGEST_LOGP).exp() - p
+    return torch.where(logp.isfinite(), torch.maximum(up, -p * (-h).expm1()), 0.0)
+
+
+def selected(z: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """log p of the targets and the entropy, 0 where ignored."""
+    logp, ignored = log_probabilities(z), targets == ignore_index
+    p = logp.exp()
+    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1)
+    return at_targets(logp, targets, ignored), entropy.masked_fill(ignored, 0.0)
+
+
+def at_targets(t: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
+    return t.gather(-1, targets.long().masked_fill(ignored, 0)[..., None])[..., 0].masked_fill(ignored, 0.0)
+
+
+def _logprob(z: Tensor, d: Tensor, targets: Tensor, ignore_index: int) -> tuple[Pair, Pair]:
+    (logprob, entropy), ignored = selected(z, targets, ignore_index), targets == ignore_index
+    each, last, of_entropy = logprob_errors(z, d)
+    of_logprob = at_targets(each + last, targets, ignored) + UNIT * logprob.abs()
+    return (logprob, of_logprob / UNIT), (entropy, of_entropy[..., 0].masked_fill(ignored, 0.0) / UNIT)
+
+
+def tempered(logits: Tensor, temperature: float) -> Pair:
+    """z = logits / temperature, and the error of fp32's 1 / temperature and product."""
+    z = logits.double() / temperature
+    return z, torch.zeros_like(z) if temperature == 1 else 2 * UNIT * z.abs()
+
+
+def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+                  ) -> tuple[Pair, Pair]:
+    return _logprob(*tempered(logits, temperature), targets, ignore_index)
+
+
+def log_softmax(logits: Tensor) -> Pair:
+    z = logits.double()
+    y = log_probabilities(z)
+    each, last, _ = logprob_errors(z, torch.zeros_like(z))
+    return y, (each + last) / UNIT + y.detach().abs()
+
+
+def lm_head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Pair:
+    """z, and its error: that of a logit, rounded to the storage dtype, and that of the temperature."""
+    logits, magnitude = linear(hidden, weight)
+    logits = overflown(logits, hidden.dtype)
+    z, d = tempered(logits, temperature)
+    return z, d + bound("linear", hidden.dtype, logits, magnitude, hidden.shape[-1]) / temperature
+
+
+def overflown(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, infinite where a rounding to `dtype` makes it so."""
+    return x + torch.where(x.detach().to(dtype).isinf(), x.detach().sign() * torch.inf, 0.0)
+
+
+def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+                    ) -> tuple[Pair, Pair]:
+    return _logprob(*lm_head_logits(hidden, weight, temperature), targets, ignore_index)

@@ -2,7 +2,8 @@
 
 The angles come from a table: cos and sin of position · theta^(-2i/D), computed in fp64 and rounded once to fp32, never
 inline, so a position has one angle wherever its token lies. y1 = x1 cos − x2 sin and y2 = x2 cos + x1 sin in fp32, each
-product rounded (contraction off: the same bits on a CPU), one cast at the end.
+product rounded (contraction off: the same bits on a CPU), one cast at the end. The gradient is the rotation of dy by
+the opposite angle: the same kernel with −sin.
 """
 
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape
 
@@ -23,7 +25,7 @@ class RopeTable(NamedTuple):
 
 @triton.jit
 def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTERLEAVED: tl.constexpr,
-                 BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+                 BACKWARD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (i < half)[None, :]
@@ -33,6 +35,8 @@ def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTER
     angle = position[:, None] * half + i[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan"))
     s = tl.load(sin + angle, mask=known, other=float("nan"))
+    if BACKWARD:
+        s = -s
     if INTERLEAVED:  # one contiguous access to both halves of every pair
         both = row[:, None] * (2 * half) + tl.arange(0, 2 * BLOCK_D)[None, :]
         pairs = (row < rows)[:, None] & (tl.arange(0, 2 * BLOCK_D) < 2 * half)[None, :]
@@ -47,16 +51,36 @@ def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTER
         tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
-def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool,
+            backward: bool) -> torch.Tensor:
     x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     heads, dim = x.shape[-2:]
     rows = positions.numel() * heads
     if x.numel():
         _rope_kernel[(triton.cdiv(rows, BLOCK_R), )](
-            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], INTERLEAVED=interleaved,
+            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], INTERLEAVED=interleaved, BACKWARD=backward,
             BLOCK_R=BLOCK_R, BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
     return y
+
+
+def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return _rotate(x, cos, sin, positions, interleaved, backward=False)
+
+
+class _Rope(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, positions, interleaved):
+        ctx.interleaved = interleaved
+        ctx.save_for_backward(cos, sin, positions)
+        return _launch(x, cos, sin, positions, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx = _rotate(dy, *ctx.saved_tensors, ctx.interleaved, backward=True) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
 
 
 _opaque = torch.library.custom_op("bi_kernels::rope", _launch, mutates_args=())
@@ -130,4 +154,4 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
         except RuntimeError:
             raise ValueError(f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
                              "that broadcasts to it") from None
-    return apply("rope", _launch, _opaque, x, table.cos, table.sin, positions, interleaved)
+    return apply("rope", _launch, _opaque, _Rope.apply, x, table.cos, table.sin, positions, interleaved)

@@ -1,21 +1,26 @@
 """contract.toml is whole, its bounds bite, and no tolerance stands anywhere else."""
 
 import ast
+import inspect
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_within
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit.controls import bf16_accumulation
 from bi_kernels.audit.inputs import KINDS, draw, generator
 from bi_kernels.audit.layouts import layouts
 from bi_kernels.audit.ops import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
+from bi_kernels.reference_gradients import gradient
 
 ROOT = Path(__file__).parents[1]
 ROWS = {op.name: op.row or op.name for op in OPS.values()}
@@ -25,9 +30,21 @@ ROWS = {op.name: op.row or op.name for op in OPS.values()}
 def test_every_op_has_a_row_with_its_derivation(op):
     row = CONTRACT["ops"][ROWS[op]]
     assert all(row[field].strip() for field in ("S", "rounding", "fma", "derivation")), row
-    for dtype in DTYPES:
-        factors = [contract.evaluate(row["c"].get(dtype, row["c"].get("any")), n=n) for n in (1, 16, 17, 4096)]
+    for dtype in DTYPES.values():
+        factors = [contract.factor(ROWS[op], dtype, n) for n in (1, 16, 17, 4096)]
         assert factors == sorted(factors) and factors[0] >= 0 and factors[-1] < 1, "a longer sum errs no less"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_input_with_a_gradient_has_a_row_with_its_derivation(op):
+    inputs = OPS[op].tokens | OPS[op].shared
+    for name in [name for name, dims in inputs.items() if not dims.endswith((":bool", ":id"))]:
+        row = contract.row(ROWS[op], name)
+        assert row["S"].strip() and row["derivation"].strip(), name
+        for dtype in DTYPES.values():
+            lengths = [{"n": n, "features": 128, "heads": 8} for n in (1, 16, 17, 4096)]
+            factors = [contract.factor(ROWS[op], dtype, n, name) for n in lengths]
+            assert factors == sorted(factors) and factors[0] >= 0 and factors[-1] < 1, "a longer sum errs no less"
 
 
 def test_every_row_has_an_op_and_every_op_a_reference():
@@ -76,6 +93,19 @@ def test_the_models_shapes(shapes, hidden, heads, kv_heads, head_dim, mlp, vocab
                                         "down": (hidden, mlp), "lm_head": (vocab, hidden)}
 
 
+def test_eps_is_the_contract_s():
+    for op in (bi_kernels.rms_norm, bi_kernels.qk_norm, bi_kernels.add_rms_norm, reference.rms_norm):
+        assert inspect.signature(op).parameters["eps"].default == contract.EPS
+
+
+def test_a_gradient_in_main_grad_has_the_rounding_of_fp32_and_the_sum_of_its_inputs():
+    exact, magnitude = torch.ones(1, dtype=torch.float64), torch.full((1, ), 64.0, dtype=torch.float64)
+    limit = lambda dtype, inputs: float(contract.bound("linear", dtype, exact, magnitude, 256, "weight", inputs))
+    c = contract.factor("linear", torch.bfloat16, 256, "weight")
+    assert c * 64 < limit(torch.float32, torch.bfloat16) < limit(torch.bfloat16, torch.bfloat16)
+    assert limit(torch.float32, torch.bfloat16) != limit(torch.float32, torch.float32)
+
+
 # The bound of a product
 
 sizes = dict(m=st.integers(1, 40), n=st.integers(1, 40), k=st.integers(1, 300), seed=st.integers(0, 2**30))
@@ -107,6 +137,216 @@ def test_a_product_rounded_to_16_bits_exceeds_the_bound_of_fp32(m, n, k, seed, s
         assert_within("linear", exact.to(short).float(), (exact, magnitude), k)
 
 
+# Every op and its gradients, computed plainly in fp32 with the contract's roundings
+
+TOKENS, HIDDEN, MLP, VOCAB, HEADS, HEAD_DIM = 37, 64, 96, 300, 4, 16
+TABLE = bi_kernels.rope_table(TOKENS, HEAD_DIM)
+
+
+def rotated(x, table, positions, interleaved=False):
+    cos, sin = (t[positions][:, None] for t in table)
+    x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if interleaved else (lambda a, b: torch.cat((a, b), -1))
+    return join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+
+
+def normed(x, weight, eps=contract.EPS):
+    return x * (1 / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)) * weight
+
+
+def selected(logits, targets, temperature=1.0, ignore_index=-100):
+    z = logits * torch.tensor(1 / temperature, dtype=torch.float32)
+    lse, ignored, e = z.logsumexp(-1), targets == ignore_index, (z - z.detach().amax(-1, keepdim=True)).exp()
+    logprob = z.gather(-1, targets.masked_fill(ignored, 0)[:, None])[:, 0] - lse
+    entropy = lse - (e * z).sum(-1) / e.sum(-1)
+    return logprob.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
+
+
+def rounded(x, dtype):
+    """x in `dtype`, and its gradient too, both back in fp32."""
+    return x.to(dtype).float()
+
+
+def sum_and_norm(x, residual, weight, dtype):
+    h = rounded(x + residual, dtype)
+    return normed(h, weight), h
+
+
+# op: (function of the reference, n of the forward, {input: its dimensions}, constants, the op in plain fp32 torch)
+PLAIN = {
+    "silu": ("silu", 1, {"x": "tokens, mlp"}, {}, lambda x: x * torch.sigmoid(x)),
+    "gelu": ("gelu", 1, {"x": "tokens, mlp"}, {}, lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))),
+    "gelu_tanh": ("gelu", 1, {"x": "tokens, mlp"}, {"approximate": "tanh"},
+                  lambda x, approximate: F.gelu(x, approximate=approximate)),
+    "swiglu": ("swiglu", 1, {"gate": "tokens, mlp", "up": "tokens, mlp"}, {}, lambda gate, up: F.silu(gate) * up),
+    "add": ("add", 1, {"x": "tokens, hidden", "residual": "tokens, hidden"}, {}, torch.add),
+    "scale": ("scale", 1, {"x": "tokens, hidden"}, {"factor": 0.3}, lambda x, factor: x * torch.tensor(factor)),
+    "bias_add": ("bias_add", 1, {"x": "tokens, hidden", "bias": "hidden"}, {}, lambda x, bias: x + bias),
+    "mask_fill": ("mask_fill", 1, {"x": "tokens, hidden", "mask": "tokens, hidden:bool"}, {"value": -1e4},
+                  lambda x, mask, value: x.masked_fill(mask, value)),
+    "cast": ("cast", 1, {"x": "tokens, hidden"}, {}, lambda x: x),
+    "rope": ("rope", 1, {"x": "tokens, heads, head_dim"}, {"table": TABLE, "positions": torch.arange(TOKENS)}, rotated),
+    "rope_interleaved": ("rope", 1, {"x": "tokens, heads, head_dim"},
+                         {"table": TABLE, "positions": torch.arange(TOKENS), "interleaved": True}, rotated),
+    "linear": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden"}, {}, F.linear),
+    "linear_bias": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden", "bias": "mlp"}, {}, F.linear),
+    "matmul": ("matmul", HIDDEN, {"a": "tokens, hidden", "b": "hidden, mlp"}, {}, torch.matmul),
+    "rms_norm": ("rms_norm", HIDDEN, {"x": "tokens, hidden", "weight": "hidden"}, {}, normed),
+    "qk_norm": ("qk_norm", HEAD_DIM, {"x": "tokens, heads, head_dim", "weight": "head_dim"}, {}, normed),
+    "add_rms_norm": ("add_rms_norm", HIDDEN, {"x": "tokens, hidden", "residual": "tokens, hidden", "weight": "hidden"}, {},
+                     sum_and_norm),
+    "embedding": ("embedding", 1, {"ids": "tokens:9", "weight": "vocab, hidden"}, {"padding_id": 3},
+                  lambda ids, weight, padding_id: F.embedding(ids, weight, padding_id)),
+    "token_logprob": ("token_logprob", 1, {"logits": "tokens, vocab", "targets": "tokens:300"},
+                      {"temperature": 0.7, "ignore_index": 3}, selected),
+    "log_softmax": ("log_softmax", 1, {"logits": "tokens, vocab"}, {}, lambda logits: logits.log_softmax(-1)),
+    "lm_head_logprob": (
+        "lm_head_logprob", 1, {"hidden": "tokens, hidden", "weight": "vocab, hidden", "targets": "tokens:300"},
+        {"temperature": 0.7, "ignore_index": 3}, lambda hidden, weight, targets, dtype, **constants: selected(
+            rounded(F.linear(hidden, weight), dtype), targets, **constants)),
+}
+DIMENSIONS = dict(tokens=TOKENS, hidden=HIDDEN, mlp=MLP, vocab=VOCAB, heads=HEADS, head_dim=HEAD_DIM)
+OF_STORAGE_DTYPE = ("add_rms_norm", "lm_head_logprob")  # their plain version rounds an intermediate
+FP32_OUT = ("token_logprob", "log_softmax", "lm_head_logprob")
+
+
+def plain_inputs(op: str, dtype: torch.dtype, kind: str) -> dict[str, torch.Tensor]:
+    given = {}
+    for name, dims in PLAIN[op][2].items():
+        dims, _, what = dims.partition(":")
+        shape, g = tuple(DIMENSIONS[d] for d in dims.split(", ")), generator("cpu", op, name, dtype, kind)
+        if what == "bool":
+            given[name] = torch.rand(shape, generator=g) < 0.3
+        elif what:
+            given[name] = torch.randint(0, int(what), shape, generator=g)
+        else:
+            given[name] = draw(kind, shape, dtype, g, shared="tokens" not in dims)
+    return given
+
+
+def computed(op: str, given: dict, dtype: torch.dtype, kind: str):
+    """(outputs, upstream, gradients) of the plain version, rounded once at the end."""
+    constants = PLAIN[op][3] | ({"dtype": dtype} if op in OF_STORAGE_DTYPE else {})
+    leaves = {k: t.float().clone().requires_grad_() if t.is_floating_point() else t for k, t in given.items()}
+    outputs = PLAIN[op][4](*leaves.values(), **constants)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs, )
+    out = torch.float32 if op in FP32_OUT or op == "cast" else dtype
+    g = generator("cpu", op, "dy", dtype, kind)
+    upstream = [draw("normal" if op in FP32_OUT else kind, y.shape, out, g) for y in outputs]
+    torch.autograd.backward(outputs, [t.float() for t in upstream])
+    found = {k: t.grad for k, t in leaves.items() if t.is_floating_point()}
+    return [y.detach().to(out) for y in outputs], upstream, found
+
+
+def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
+    """The largest error as a share of the bound; where the bound reaches beyond the dtype, infinity is right."""
+    right = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y == exact.sign() * torch.inf)
+    return float(torch.where(right, 0.0, (y.double() - exact).abs() / limit).nan_to_num(torch.inf).max())
+
+
+def reference_of(op: str, given: dict) -> list:
+    found = getattr(reference, PLAIN[op][0])(**given, **PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {}))
+    return [found] if isinstance(found[0], torch.Tensor) else list(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "wide"])
+@pytest.mark.parametrize("op", PLAIN)
+def test_plain_fp32_is_within_every_bound(op, kind, dtype):
+    given = plain_inputs(op, dtype, kind)
+    outputs, upstream, gradients = computed(op, given, dtype, kind)
+    for y, (exact, magnitude) in zip(outputs, reference_of(op, given), strict=True):
+        limit = contract.bound(ROWS[op], y.dtype, exact, magnitude, PLAIN[op][1], inputs=dtype)
+        assert worst(y, exact, limit) <= 1
+    constants = PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {})
+    for name, expected in gradient(PLAIN[op][0], given, constants, upstream).items():
+        for out in {dtype} if "tokens" in PLAIN[op][2][name] else {dtype, torch.float32}:  # .grad, and main_grad
+            limit = contract.bound(ROWS[op], out, *expected, gradient=name, inputs=dtype)
+            assert worst(gradients[name].to(out), expected.exact, limit) <= 1, name
+
+
+def test_every_op_of_the_registry_has_a_plain_version():
+    assert set(PLAIN) == set(OPS)
+
+
+# What accumulates in bf16 exceeds the bound
+
+def folded_in_bf16(terms: torch.Tensor) -> torch.Tensor:
+    """Σ over the first dimension, every partial sum rounded to bf16, slabs of 16 exact."""
+    total = torch.zeros_like(terms[0])
+    for slab in terms.split(16):
+        total = (total + slab.double().sum(0).float()).bfloat16().float()
+    return total
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("op, name", [
+    ("linear", "weight"), ("linear", "bias"), ("linear", "x"), ("bias_add", "bias"), ("rms_norm", "weight"),
+    ("qk_norm", "weight"), ("add_rms_norm", "weight"), ("embedding", "weight")])
+def test_gradients_accumulated_in_bf16_exceed_the_bound(op, name, out, tokens=300, wide=300, narrow=8):
+    g, dtype = generator("cpu", op), torch.bfloat16
+    draws = lambda *shape: torch.randn(shape, generator=g).to(dtype)
+    features = (4, HEAD_DIM) if op == "qk_norm" else (narrow, )
+    given, upstream = {"x": draws(tokens, *features), "weight": draws(features[-1])}, draws(tokens, *features)
+    normal = lambda x: reference.normalise(x.double(), contract.EPS)[0].float()
+    if op == "linear":
+        given, upstream = {"x": draws(tokens, narrow), "weight": draws(wide, narrow), "bias": draws(wide)}, draws(tokens, wide)
+        outer = lambda a, b: a[:, :, None].float() * b[:, None].float()
+        terms = {"weight": outer(upstream, given["x"]), "bias": upstream.float(), "x": outer(upstream.T, given["weight"])}[name]
+    elif op == "bias_add":
+        given = {"x": given["x"], "bias": given["weight"]}
+        terms = upstream.float()
+    elif op == "embedding":
+        given = {"ids": torch.zeros(tokens, dtype=torch.long), "weight": draws(1, narrow)}
+        terms = upstream[:, None].float()
+    elif op == "add_rms_norm":
+        given["residual"] = draws(tokens, narrow)
+        terms = upstream.float() * normal(given["x"] + given["residual"])
+        upstream = (upstream, None)
+    else:
+        terms = (upstream.float() * normal(given["x"])).reshape(-1, features[-1])
+    expected = gradient(op, given, {}, upstream)[name]
+    limit = contract.bound(op.replace("qk", "rms"), out, *expected, gradient=name, inputs=dtype)
+    assert worst(terms.double().sum(0).float().to(out), expected.exact, limit) <= 1, "the sum itself is within"
+    assert worst(folded_in_bf16(terms).to(out), expected.exact, limit) > 1
+
+
+@pytest.mark.parametrize("wrong", ["no", "logits accumulated in bf16", "logsumexp in bf16"])
+def test_logprobs_that_accumulate_in_bf16_exceed_the_bound(wrong, hidden=512):
+    g = generator("cpu", "logprob")
+    h, targets = torch.randn(128, hidden, generator=g).bfloat16(), torch.randint(0, 300, (128, ), generator=g)
+    w = (2 * hidden**-0.5 * torch.randn(300, hidden, generator=g)).bfloat16()
+    logits = bf16_accumulation(h, w) if "logits" in wrong else rounded(F.linear(h.float(), w.float()), torch.bfloat16)
+    z = logits.float()
+    lse = z.logsumexp(-1).bfloat16().float() if "logsumexp" in wrong else z.logsumexp(-1)
+    logprob = z.gather(-1, targets[:, None])[:, 0] - lse
+    (exact, magnitude), _ = reference.lm_head_logprob(h, w, targets)
+    limit = contract.bound("lm_head_logprob", torch.float32, exact, magnitude, inputs=torch.bfloat16)
+    found = worst(logprob, exact, limit)
+    assert (found > 1) == (wrong != "no"), found
+    (exact, magnitude), _ = reference.token_logprob(logits, targets)
+    limit = contract.bound("token_logprob", torch.float32, exact, magnitude, inputs=torch.bfloat16)
+    assert (worst(logprob, exact, limit) > 1) == ("logsumexp" in wrong)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**30), largest=st.sampled_from([2.0**-20, 2.0**-8, 0.5, 4]), spread=st.sampled_from([0.3, 3, 30]))
+def test_no_error_of_the_logits_moves_logprobs_and_entropy_by_more_than_s_says(seed, largest, spread):
+    g = torch.Generator().manual_seed(seed)
+    z, d = (torch.randn(8, 40, generator=g, dtype=torch.float64) * s for s in (spread, largest))
+    each, _, of_entropy = reference.logprob_errors(z, d.abs())
+    targets = torch.arange(8)
+    signs = [d, -d, d.abs() * torch.where(torch.arange(40) == targets[:, None], 1, -1),
+             d.abs() * torch.where(torch.arange(40) == targets[:, None], -1, 1)]
+    entropy = lambda logp: -(logp.exp() * logp).sum(-1, keepdim=True)
+    logp = reference.log_probabilities(z)
+    for change in signs:
+        moved = reference.log_probabilities(z + change)
+        assert ((moved - logp).abs() <= each).all()
+        assert ((entropy(moved) - entropy(logp)).abs() <= of_entropy).all()
+        assert ((moved.exp() - logp.exp()).abs() <= reference.probability_errors(logp, each)).all()
+
+
 # No tolerance anywhere else
 
 def sources():
@@ -120,9 +360,13 @@ def sources():
 
 
 def tolerances(source: str) -> list[str]:
-    """What a tolerance looks like: an argument or name atol or rtol, a comparison that has a default one, 1e-3."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    """What a tolerance looks like: an argument or name atol or rtol, a comparison that has a default one, 1e-3; but not
+    the default of an argument eps, which another test compares with the contract."""
+    found, nodes = [], list(ast.walk(ast.parse(source)))
+    defaults = [(a.arg, d) for f in nodes if isinstance(f, ast.arguments)
+                for a, d in zip(reversed(f.posonlyargs + f.args), reversed(f.defaults))]
+    epsilons = [d for name, d in defaults if name == "eps"]
+    for node in (n for n in nodes if all(n is not d for d in epsilons)):
         name = getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "id", None)
         if name in ("atol", "rtol", "rel_tol", "abs_tol", "approx", "allclose", "isclose", "assert_close", "assert_allclose"):
             found.append(name)

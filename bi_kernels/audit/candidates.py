@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bi_kernels
-from bi_kernels.audit.ops import OPS, Op
+from bi_kernels.audit.ops import Op, audited
 
 REGISTERED = ("bi_kernels", "torch")
 
@@ -65,7 +65,7 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
     A single function stands for the op named by `op`, else for the op of the function's own name, else for `linear` in
     the GEMM audit. Raises ValueError with one sentence if that leaves nothing.
     """
-    ops = [o for o in OPS.values() if o.audit == audit or audit == "dtype"]
+    ops = audited(audit)
     if op and op not in [o.name for o in ops]:
         raise ValueError(f"op is {op!r}, expected one of {', '.join(o.name for o in ops)} in the {audit} audit")
     if spec in REGISTERED:

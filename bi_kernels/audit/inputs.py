@@ -52,3 +52,13 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
         spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
         x[spared & poisoned.reshape(-1, *[1] * (x.dim() - 1))] = 1.0
     return x
+
+
+def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) -> torch.Tensor:
+    """Token ids below `vocab`: a few that repeat a lot; over the whole vocabulary (wide); the same one everywhere
+    (signed_zeros)."""
+    if kind == "signed_zeros":
+        return torch.full(shape, min(7, vocab - 1), device=g.device)
+    few = torch.randint(0, min(vocab, 11), shape, generator=g, device=g.device)
+    anywhere = torch.randint(0, vocab, shape, generator=g, device=g.device)
+    return anywhere if kind == "wide" else torch.where(torch.rand(shape, generator=g, device=g.device) < 0.7, few, anywhere)

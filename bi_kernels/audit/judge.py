@@ -104,7 +104,16 @@ class Subject:
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
         leaves unwritten differs from call to call.
         """
-        tensors = [t.clone().reshape(*lead, *t.shape[1:]) for t in tokens.values()] + list(shared.values())
+        tokens = {k: t.clone().reshape(*lead, *t.shape[1:]) for k, t in tokens.items()}
+        out = joined(self.forward(tokens, shared, lead, positions, cu_seqlens))
+        if not isinstance(out, torch.Tensor) or tuple(out.shape[:len(lead)]) != tuple(lead):
+            got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
+        return out.reshape(-1, *out.shape[len(lead):])
+
+    def forward(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
+                cu_seqlens: Sequence[int] | None = None):
+        """What the candidate itself returns, on tokens of the leading shape `lead`."""
         arguments = dict(self.constants())
         if self.problem.op.positions:
             if cu_seqlens is not None:
@@ -113,11 +122,7 @@ class Subject:
                 arguments["positions"] = positions.reshape(lead)
         self.calls += 1
         with poisoned_memory(0xFF if self.calls % 2 else 0x00):
-            out = self.function(*tensors, **arguments)
-        if not isinstance(out, torch.Tensor) or tuple(out.shape[:len(lead)]) != tuple(lead):
-            got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
-        return out.reshape(-1, *out.shape[len(lead):])
+            return self.function(*self.problem.arguments(tokens, shared), **arguments)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3) -> torch.Tensor:
         """Every logical token's result under a layout, gathered back to logical order."""
@@ -136,7 +141,7 @@ class Subject:
             if padding:  # what padding holds is nobody's business: stale numbers, or NaN beside `nonfinite` samples
                 for t in gathered.values():
                     stale = float("nan") if kind == "nonfinite" else 7.0
-                    t[~real] = stale if t.dtype.is_floating_point else False
+                    t[~real] = stale if t.dtype.is_floating_point else 0
             out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens)
             if result is None:
                 result = out.new_zeros(count, *out.shape[1:])
@@ -154,6 +159,11 @@ class Subject:
 
     def forget(self) -> None:
         self.memo.clear()
+
+
+def joined(out):
+    """Several outputs of one shape and dtype as one tensor, their number its last dimension."""
+    return torch.stack(tuple(out), -1) if isinstance(out, (tuple, list)) else out
 
 
 @contextlib.contextmanager
@@ -178,7 +188,7 @@ def poisoned_memory(byte: int) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """The first line of an error, without object addresses."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
@@ -198,7 +208,7 @@ def supported(subject: Subject) -> Row | None:
         clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and said
         optional = name not in CONTRACT["dtypes"]["mandatory"]
         return subject.row("invariance", "packed", verdict=UNSUPPORTED if clear and optional else NEEDS_FIX,
-                           detail=_sentence(error))
+                           detail=sentence(error))
 
 
 def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
@@ -221,7 +231,7 @@ def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
                 rows.append(subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched))
             except Exception as error:
                 rows.append(subject.row("invariance", name, None, against, kind, sum(subject.lengths),
-                                        detail=f"{launched}; {_sentence(error)}"))
+                                        detail=f"{launched}; {sentence(error)}"))
     return rows
 
 
@@ -246,7 +256,7 @@ def row_counts(subject: Subject) -> list[Row]:
                 part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m, ), at[:m])
                 rows.append(subject.row("invariance", "rows", compare(part, subject.memo[key][:m]), f"{n} rows", kind, m))
             except Exception as error:
-                rows.append(subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=_sentence(error)))
+                rows.append(subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=sentence(error)))
     return rows
 
 
@@ -276,7 +286,7 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
         return subject.row("invariance", "random", worst["drift"], "packed", kind, sum(subject.lengths),
                            detail=shapes_launched(worst["calls"]))
     except Exception as error:
-        return subject.row("invariance", "random", None, "packed", kind, sum(subject.lengths), detail=_sentence(error))
+        return subject.row("invariance", "random", None, "packed", kind, sum(subject.lengths), detail=sentence(error))
     return subject.row("invariance", "random", Drift(0, sum(seen)), "packed", kind, sum(subject.lengths),
                        detail=f"{len(seen)} layouts")
 
@@ -289,7 +299,7 @@ def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
         try:
             out = subject.compute(calls, kind)
         except Exception as error:
-            return subject.row("determinism", "packed", None, "itself", kind, detail=_sentence(error))
+            return subject.row("determinism", "packed", None, "itself", kind, detail=sentence(error))
         first = out if first is None else first
         drift = compare(out, first)
         if drift.mismatches:
@@ -305,11 +315,17 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
     inputs, shared = p.inputs(kind, n, at % 5 == 3)
     y = subject.call(inputs, shared, (n, ), at)
     exact, magnitude = p.reference(inputs, shared, {k: v for k, v in subject.constants().items()}, at)
-    limit = contract.bound(p.contract_row, p.dtype, exact, magnitude, p.reduction)
-    largest = torch.finfo(p.dtype).max
-    if y.dtype != p.dtype or y.shape != exact.shape:
-        return subject.row("accuracy", "rows", Drift(exact.numel(), exact.numel(), float("inf")), "fp64", kind, n,
-                           detail=f"returned {y.dtype} {tuple(y.shape)}, expected {p.dtype} {tuple(exact.shape)}")
+    limit = contract.bound(p.contract_row, p.out_dtype, exact, magnitude, p.reduction, inputs=p.dtype)
+    return against_bound(subject, "accuracy", y, exact, limit, p.out_dtype, kind, n, f"reduction length {p.reduction}")
+
+
+def against_bound(subject: Subject, relation: str, y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor,
+                  dtype: torch.dtype, kind: str, n: int, detail: str, tensor: str = "out") -> Row:
+    """The row that says how much of the bound `limit` the error of y takes; elements above it are its mismatches."""
+    largest = torch.finfo(dtype).max
+    if y.dtype != dtype or y.shape != exact.shape:
+        return subject.row(relation, "rows", Drift(exact.numel(), exact.numel(), float("inf")), "fp64", kind, n, tensor=tensor,
+                           detail=f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}")
     share = (y.double() - exact).abs() / limit
     # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
     infinite = (exact.abs() + limit >= largest) & (y.double() == exact.sign() * torch.inf)
@@ -320,8 +336,8 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
     worst = float(share.max()) if share.numel() else 0.0
     gap = (y.double() - exact).abs()[finite]
     first = [int(i) for i in torch.unravel_index((share > 1).flatten().to(torch.uint8).argmax(), share.shape)]
-    row = subject.row("accuracy", "rows", Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
-                      "fp64", kind, n, detail=f"reduction length {p.reduction}")
+    row = subject.row(relation, "rows", Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
+                      "fp64", kind, n, tensor=tensor, detail=detail)
     relative = (gap / exact[finite].abs().clamp(min=torch.finfo(torch.float64).tiny))
     row.max_rel = float(relative.max()) if relative.numel() else 0.0
     row.max_ulp = None
@@ -338,7 +354,7 @@ def parity(subject: Subject) -> list[Row]:
             rows.append(subject.row("parity", f"{a}={b}", compare(subject.layout(a), subject.layout(b)), b, SHARPEST,
                                     sum(subject.lengths)))
         except Exception as error:
-            rows.append(subject.row("parity", f"{a}={b}", None, b, SHARPEST, sum(subject.lengths), detail=_sentence(error)))
+            rows.append(subject.row("parity", f"{a}={b}", None, b, SHARPEST, sum(subject.lengths), detail=sentence(error)))
     return rows
 
 
@@ -355,7 +371,7 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
         try:
             rows.append(accuracy(subject, kind))
         except Exception as error:
-            rows.append(subject.row("accuracy", "rows", None, "fp64", kind, detail=_sentence(error)))
+            rows.append(subject.row("accuracy", "rows", None, "fp64", kind, detail=sentence(error)))
     subject.forget()
     return rows
 

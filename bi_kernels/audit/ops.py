@@ -7,8 +7,8 @@ import torch
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit.inputs import draw, generator
-from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate, linears
+from bi_kernels.audit.inputs import draw, draw_ids, generator
+from bi_kernels.contract import DTYPES, EPS, SHAPES, SWEEP, evaluate, linears
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Op:
     """One row of the audits.
 
     tokens: the inputs that every token has its own row of, with their trailing dimensions in terms of the shape set
-    ("heads, head_dim"), or ending in ":bool" for a mask; shared: the weights, likewise, or ending in ":t" where the op
-    takes the transpose; constants: further keyword arguments; function: the public function, where it is not `name`;
+    ("heads, head_dim"), or ending in ":bool" for a mask, or "vocab:id" for a token id below that; shared: the weights,
+    likewise, or ending in ":t" where the op takes the transpose; order: the positional order of both, where it is not
+    tokens and then shared; out: the output's dtype, where it is not the op's (several outputs are stacked); constants: further keyword arguments; function: the public function, where it is not `name`;
     row: its row of the contract, likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs
     whole sequences; reduction: the length of its sum; cases: shape name -> extra dimensions, for an op audited at
     several shapes; ieee: IEEE operations only, so a CPU must give the bits of a GPU; casts: the input has another dtype
@@ -28,6 +29,8 @@ class Op:
     audit: str
     tokens: dict[str, str]
     shared: dict[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    out: str = ""
     constants: dict = field(default_factory=dict)
     function: str = ""
     row: str = ""
@@ -58,8 +61,24 @@ OPS = {op.name: op for op in (
     Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), reduction="K"),
     Op("linear_bias", "gemm", {"x": "K"}, {"weight": "N, K", "bias": "N"}, function="linear", row="linear",
        cases=_linears("qkv"), reduction="K"),
+    Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS}, reduction="hidden"),
+    Op("qk_norm", "rms_norm", {"x": "heads, head_dim"}, {"weight": "head_dim"}, constants={"eps": EPS}, row="rms_norm", reduction="head_dim"),
+    Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS}, reduction="hidden"),
+    Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
+    Op("lm_head_logprob", "vocabulary", {"hidden": "hidden", "targets": "vocab:id"}, {"weight": "vocab, hidden"},
+       order=("hidden", "weight", "targets"), out="fp32", constants={"temperature": 0.7, "ignore_index": 3},
+       reduction="hidden"),
+    Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, out="fp32",
+       constants={"temperature": 0.7, "ignore_index": 3}, reduction="vocab"),
+    Op("log_softmax", "vocabulary", {"logits": "vocab"}, out="fp32", reduction="vocab"),
     Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
 )}
+
+
+def audited(audit: str) -> list[Op]:
+    """The ops of an audit: its own; all of them (dtype); those whose gradients no other audit judges (backward)."""
+    shared = {"dtype": {op.audit for op in OPS.values()}, "backward": {"elementwise", "gemm"}}
+    return [op for op in OPS.values() if op.audit in shared.get(audit, {audit})]
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,10 @@ class Problem:
         return torch.bfloat16 if self.dtype == torch.float32 else torch.float32
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        return DTYPES[self.op.out] if self.op.out else self.dtype
+
+    @property
     def contract_row(self) -> str:
         return self.op.row or self.op.name
 
@@ -106,10 +129,17 @@ class Problem:
             shape = lead + self._shape(dims)
             if dims.endswith(":bool"):
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
+            if dims.endswith(":id"):
+                return draw_ids(kind, lead, int(evaluate(dims.split(":")[0], **self.dims)), g)
             x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
             return x.t().contiguous() if dims.endswith(":t") else x
 
         return ({k: make(v, tokens) for k, v in self.op.tokens.items()}, {k: make(v) for k, v in self.op.shared.items()})
+
+    def arguments(self, tokens: dict, shared: dict) -> list[torch.Tensor]:
+        """The tensors in the op's positional order."""
+        given = tokens | shared
+        return [given[name] for name in self.op.order or given]
 
     def constants(self, longest: int) -> dict:
         constants = dict(self.op.constants)
@@ -121,13 +151,14 @@ class Problem:
         return constants
 
     def reference(self, tokens: dict, shared: dict, constants: dict, positions: torch.Tensor):
-        """(y64, S) of the contract, on these inputs."""
+        """(y64, S) of the contract, on these inputs; several outputs are stacked."""
         extra = {"positions": positions} if self.op.positions else {}
-        return getattr(reference, self.op.function or self.op.name)(**tokens, **shared, **constants, **extra)
+        found = getattr(reference, self.op.function or self.op.name)(**tokens, **shared, **constants, **extra)
+        return found if isinstance(found[0], torch.Tensor) else tuple(torch.stack(part, -1) for part in zip(*found))
 
 
 def problems(audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0,
              ops: tuple[str, ...] = ()) -> list[Problem]:
-    """Every op of an audit (or those named), at every case and dtype; the dtype audit has them all."""
-    return [Problem(op, case, DTYPES[d], shapes, device, seed) for op in OPS.values()
-            if audit in (op.audit, "dtype") and (not ops or op.name in ops) for case in op.cases(shapes) for d in dtypes]
+    """Every op of an audit (or those named), at every case and dtype."""
+    return [Problem(op, case, DTYPES[d], shapes, device, seed) for op in audited(audit)
+            if not ops or op.name in ops for case in op.cases(shapes) for d in dtypes]

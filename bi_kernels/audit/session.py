@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Session:
     candidate: "Candidate"
     rows: list = field(default_factory=list)
     subjects: list = field(default_factory=list)
+    variants: list = field(default_factory=list)
 
     @property
     def out(self) -> Path | None:
@@ -107,19 +109,33 @@ class Session:
                 for p in problems(audit or self.audit, list(dtypes) or self.dtypes, self.parameters["shapes"],
                                   self.device, self.parameters["seed"], tuple(chosen.functions))]
 
-    def judge(self, examples: int = 5) -> list:
-        """Every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added."""
+    def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list:
+        """Every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
+
+        backward: gradients too, and the static audit of all that was launched.
+        """
+        from bi_kernels.audit import gradients, static
         from bi_kernels.audit.judge import coverage, judge
         from bi_kernels.audit.repro import export
-        added = []
+        added, launched = [], []
         for subject in self.make():
             self.subjects.append(subject)
-            rows = judge(subject, examples)
+            with static.recorded() if backward else nullcontext() as launches:
+                rows = judge(subject, examples) if forward else []
+                subject.forget()
+                rows += gradients.judge_gradients(subject) if backward else []
+            if backward:
+                rows += gradients.judge_gradient_accuracy(subject)
+                launched.append((subject, launches))
             if self.out:
                 export(subject, self.candidate, rows, self.out / "repro")
             subject.forget()
             added += rows
-        added += coverage(added, self.subjects)
+        if backward:
+            static_rows, self.variants = gradients.atomics_free(launched)
+            added += static_rows
+        added += coverage(added, self.subjects) if forward else []
+        added += gradients.gradient_coverage(added, self.subjects) if backward else []
         self.add(added)
         return added
 
@@ -134,13 +150,15 @@ class Session:
 
     def controls(self) -> list:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
+        from bi_kernels.audit import gradients, static
         from bi_kernels.audit import judge as j
         from bi_kernels.audit.controls import CONTROLS
+        from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
         from bi_kernels.audit.ops import OPS, Problem
         from bi_kernels.audit.provenance import device_name
         from bi_kernels.contract import DTYPES
         rows = []
-        for control in CONTROLS:
+        for control in (*CONTROLS, *GRADIENT_CONTROLS):
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
             problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
@@ -152,6 +170,15 @@ class Session:
                         s, only=("singles", "batch", "neighbours", "permuted", "decode"))
                 elif control.relation == "determinism":
                     found = [j.determinism(s)]
+                elif control.relation == gradients.STATIC:
+                    with static.recorded() as launches:
+                        step = gradients.Step(s, "normal", [5, 17])
+                        step.gradients(step.layouts["packed"])
+                    found = gradients.atomics_free([(s, launches)])[0]
+                elif control.relation == gradients.INVARIANCE:
+                    found = [r for r in gradients.judge_gradients(s) if r.relation == control.relation]
+                elif control.relation == gradients.ACCURACY:
+                    found = gradients.gradient_accuracy(s, "normal") + gradients.gradient_accuracy(s, "wide")
                 else:
                     found = [j.accuracy(s, "normal"), j.accuracy(s, "wide")]
             except Exception as error:

@@ -11,7 +11,8 @@ from matplotlib.colors import LogNorm, Normalize
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
-RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract")
+RELATIONS = ("invariance", "accuracy", "gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity",
+             "contract")
 MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
 plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
                      "axes.titlelocation": "left", "axes.titlesize": 11, "axes.spines.top": False,
@@ -61,6 +62,25 @@ def by_op(rows: Sequence[Row]) -> Markdown:
              f"{sum(r.elements or 0 for r in mine):,}",
              "error / bound": ("inf" if "inf" in shares else f"{max(shares):.2f}") if shares else "–"})
     return table(lines)
+
+
+def heading(title: str, body: Markdown) -> Markdown:
+    return Markdown(f"**{title}**\n\n{body.data}")
+
+
+def variants(found: Sequence) -> Markdown:
+    """static.Variant by kernel: how many, what they use at most, and what was found in them."""
+    groups: dict[str, list] = {}
+    for v in found:
+        groups.setdefault(v.kernel, []).append(v)
+    if not groups:
+        return Markdown("No Triton kernel was launched.")
+    most = lambda mine, name: max((getattr(v, name) for v in mine if getattr(v, name) is not None), default="–")
+    return table([{"kernel": f"`{kernel}`", "variants": len(mine),
+                   "compiled": ", ".join(sorted({v.level for v in mine})), "registers": most(mine, "registers"),
+                   "spilled bytes": most(mine, "spills"), "shared bytes": most(mine, "shared"),
+                   "findings": "; ".join(dict.fromkeys(str(f) for v in mine for f in v.findings)) or "none"}
+                  for kernel, mine in sorted(groups.items())])
 
 
 def controls(rows: Sequence[Row]) -> Markdown:

@@ -41,3 +41,35 @@ def rope(x: Tensor, table: RopeTable, positions: Tensor | None = None, cu_seqlen
         return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)
     x1, x2 = x.chunk(2, -1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+qk_norm = rms_norm
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return F.rms_norm(h, weight.shape, weight, eps), h
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    return F.embedding(ids, weight, padding_id)
+
+
+def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    logp = F.log_softmax(logits.float() / temperature, -1)
+    ignored = targets == ignore_index
+    chosen = logp.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
+    return chosen.masked_fill(ignored, 0), -(logp.exp() * logp).sum(-1).masked_fill(ignored, 0)
+
+
+def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+                    ) -> tuple[Tensor, Tensor]:
+    return token_logprob(F.linear(hidden, weight), targets, temperature, ignore_index)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return F.log_softmax(logits.float(), -1)

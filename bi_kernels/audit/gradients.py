@@ -1,0 +1,237 @@
+"""The gradient check: what a real backward() leaves, over layouts and micro-batch splits of the same step.
+
+Upstream gradient and denominator belong to the step, not to the call: every logical token keeps its own in every layout,
+and padding has none. Gradients of tokens are gathered back to logical order; gradients of parameters are what stands in
+`main_grad`, or in `.grad` where the candidate leaves it there, after the last call.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bi_kernels import contract
+from bi_kernels.audit import static
+from bi_kernels.audit.drift import Drift, compare
+from bi_kernels.audit.inputs import draw, generator
+from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound,
+                                    poisoned_memory, sentence)
+from bi_kernels.audit.layouts import Call, layouts, shapes_launched
+from bi_kernels.contract import SHAPES, SWEEP, dtype_name
+from bi_kernels.reference_gradients import gradient
+from bi_kernels.tokens import TokenLayout
+
+LAYOUTS = tuple(SWEEP["gradient_layouts"])
+BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
+INVARIANCE, ACCURACY, DETERMINISM, STATIC = "gradient invariance", "gradient accuracy", "determinism", "atomics-free"
+
+
+def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
+    """The layout of a call's whole sequences, in logical order."""
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    flat = call.index.reshape(-1)
+    found = {s: np.flatnonzero((flat >= 0) & (sample[np.maximum(flat, 0)] == s)) for s in np.unique(sample[flat[flat >= 0]])}
+    return TokenLayout([int(at[0]) for at in found.values()], [len(at) for at in found.values()], flat.size,
+                       [int(s) for s in found])
+
+
+class Step:
+    """One training step of a subject: its inputs, parameters and upstream gradient, and its gradients under a layout."""
+
+    def __init__(self, subject: Subject, kind: str, lengths: Sequence[int] = ()):
+        self.subject, self.kind = subject, kind
+        self.lengths = list(lengths) or gradient_lengths(subject)
+        self.count = sum(self.lengths)
+        p = subject.problem
+        sample = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(p.device)
+        self.poisoned = (sample == 3) if kind == "nonfinite" else torch.zeros_like(sample, dtype=torch.bool)
+        self.at = torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(p.device)
+        self.tokens, self.shared = p.inputs(kind, self.count, self.poisoned)
+        if "ignore_index" in p.op.constants:  # every sample has a token to train on
+            starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0).to(p.device)
+            self.tokens["targets"][starts] = p.op.constants["ignore_index"] + 1
+        self.layouts = layouts(self.lengths, p.seed)
+        self.dy: list[torch.Tensor] = []
+
+    def upstream(self, outputs: Sequence[torch.Tensor], lead: int) -> None:
+        """Draws the step's upstream gradient, once the outputs' shapes are known."""
+        p = self.subject.problem
+        g = generator(p.device, p.seed, "upstream", self.kind)
+        kind = "normal" if self.kind == "nonfinite" else self.kind
+        for y in outputs:
+            dy = draw(kind if y.dim() > lead else "normal", (self.count, *y.shape[lead:]), y.dtype, g)
+            if self.kind == SHARPEST:  # else the sum of a few bf16 numbers is exact in fp32, in any order
+                most = 6 if y.dtype == torch.float16 else 12
+                exponents = torch.randint(-most, most + 1, (self.count, *[1] * (dy.dim() - 1)), generator=g, device=p.device)
+                dy *= torch.exp2(exponents.float()).to(dy.dtype)
+            dy[self.poisoned] = 0
+            self.dy.append(dy)
+
+    def gradients(self, calls: Sequence[Call], main_grad: bool = True) -> dict[str, torch.Tensor]:
+        """{input: its gradient}, of tokens in logical order."""
+        s, device = self.subject, self.subject.problem.device
+        shared = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in self.shared.items()}
+        for t in shared.values():
+            if main_grad and t.is_floating_point():
+                t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+        out = {k: torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
+        for call in calls:
+            index = torch.from_numpy(call.index.reshape(-1)).to(device)
+            real = index >= 0
+            rows, padding = index.clamp(min=0), bool((call.index < 0).any())
+            tokens = {}
+            for k, t in self.tokens.items():
+                t = t[rows]
+                if padding:
+                    t[~real] = (float("nan") if self.kind == "nonfinite" else 7.0) if t.is_floating_point() else 0
+                tokens[k] = t.reshape(*call.index.shape, *t.shape[1:]).requires_grad_(t.is_floating_point())
+            with token_layout(call, self.lengths):
+                y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens)
+            outputs = y if isinstance(y, (tuple, list)) else (y, )
+            if not self.dy:
+                self.upstream(outputs, call.index.ndim)
+            upstream = [dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape)
+                        for dy, o in zip(self.dy, outputs)]
+            with poisoned_memory(0xFF if s.calls % 2 else 0x00):
+                torch.autograd.backward(outputs, upstream)
+            for k in out:
+                if tokens[k].grad is None:
+                    raise ValueError(f"the candidate's backward left no gradient for {k}")
+                out[k][rows[real]] = tokens[k].grad.reshape(-1, *out[k].shape[1:])[real]
+        for k, t in shared.items():
+            if t.is_floating_point():
+                out[k] = t.main_grad if t.grad is None and main_grad else t.grad
+                if out[k] is None:
+                    raise ValueError(f"the candidate's backward left no gradient for {k}")
+        return out
+
+
+def gradient_lengths(subject: Subject) -> list[int]:
+    shape = SHAPES[subject.problem.shapes]
+    return shape.get("gradient_lengths", shape["lengths"])
+
+
+def judge_gradients(subject: Subject) -> list[Row]:
+    """Invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
+    rows: list[Row] = []
+    for kind in (SHARPEST, "nonfinite"):
+        step = Step(subject, kind)
+        try:
+            base = step.gradients(step.layouts["packed"])
+        except Exception as error:
+            return [*rows, subject.row(INVARIANCE, "packed", None, "singles", kind, step.count, detail=sentence(error))]
+        finite = ~step.poisoned
+        keep = lambda g, step=step, finite=finite: {
+            k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens}
+        for name in LAYOUTS if kind == SHARPEST else BESIDE:
+            against = "singles" if name == "packed" else "packed"
+            launched = shapes_launched(step.layouts[name])
+            rows += _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
+                              keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
+                              INVARIANCE, name, against, kind, step.count, launched)
+        if kind == SHARPEST:
+            own = step.gradients(step.layouts["packed"], main_grad=False)
+            for name in ("batch", "left_padded:16", "permuted"):
+                rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), own, INVARIANCE,
+                                  name, "packed", kind, step.count, ".grad, without main_grad")
+            for _ in range(SWEEP["runs"] - 1):
+                again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), base, DETERMINISM, "packed",
+                                  "itself", kind, step.count, f"backward, {SWEEP['runs']} runs")
+                if any(r.verdict == NEEDS_FIX for r in again):
+                    break
+            rows += again
+        del step, base
+    return rows
+
+
+def judge_gradient_accuracy(subject: Subject) -> list[Row]:
+    rows: list[Row] = []
+    for kind in ("normal", "wide", SHARPEST):
+        try:
+            rows += gradient_accuracy(subject, kind)
+        except Exception as error:
+            rows.append(subject.row(ACCURACY, "rows", None, "fp64", kind, detail=sentence(error)))
+    return rows
+
+
+def _compared(subject: Subject, make, expected: dict, relation: str, name: str, against: str, kind: str, count: int,
+              detail: str) -> list[Row]:
+    try:
+        found = make()
+        return [subject.row(relation, name, compare(found[k], expected[k]), against, kind, count, tensor=f"d{k}", detail=detail)
+                for k in expected]
+    except Exception as error:
+        return [subject.row(relation, name, None, against, kind, count, detail=f"{detail}; {sentence(error)}")]
+
+
+def gradient_accuracy(subject: Subject, kind: str, most: int = 300) -> list[Row]:
+    """Every gradient against fp64, as a share of the contract's bound: of tokens in their dtype, of parameters in fp32."""
+    lengths, total = [], 0
+    for n in gradient_lengths(subject):
+        lengths.append(min(n, most - total))
+        total += lengths[-1]
+        if total == most:
+            break
+    step = Step(subject, kind, lengths)
+    found = step.gradients(step.layouts["packed"])
+    p = subject.problem
+    constants = dict(subject.constants())
+    if p.op.positions:
+        constants["positions"] = step.at
+    exact = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, lengths)
+    rows = []
+    for k, y in found.items():
+        dtype = y.dtype
+        limit = contract.bound(p.contract_row, dtype, exact[k].exact, exact[k].magnitude, exact[k].n, gradient=k,
+                               inputs=p.dtype)
+        rows.append(against_bound(subject, ACCURACY, y, exact[k].exact, limit, dtype, kind, step.count,
+                                  f"{dtype_name(dtype)}", f"d{k}"))
+    return rows
+
+
+def atomics_free(judged: Sequence[tuple[Subject, static.Launches]]) -> tuple[list[Row], list[static.Variant]]:
+    """What the static audit finds in each candidate's source and in every variant that its judging launched: a row a
+    subject, and all variants, each of them once."""
+    every = static.Launches()
+    for _, launches in judged:
+        every.variants.update(launches.variants)
+    keys = sorted(every.variants, key=lambda k: not isinstance(every.variants[k], static.CompiledKernel))  # binaries' order
+    examined = dict(zip(keys, static.binaries(every)))
+    rows = []
+    for subject, launches in judged:
+        variants = [examined[key] for key in launches.variants]
+        findings = list(dict.fromkeys([*static.source(subject.function), *launches.findings,
+                                       *(f for v in variants for f in v.findings)]))
+        compiled = sum(v.level != "AST only" for v in variants)
+        if findings:
+            detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
+        elif variants:
+            kernels = ", ".join(dict.fromkeys(v.kernel for v in variants))
+            detail = f"{compiled} of {len(variants)} variants compiled, of {kernels}"
+            verdict = PASS if compiled == len(variants) else NEEDS_FIX
+        else:
+            detail, verdict = "launches no Triton kernel: its binary is not seen", UNSUPPORTED
+        row = subject.row(STATIC, "source, PTX, SASS", Drift(len(findings), len(variants)), verdict=verdict, inputs="",
+                          detail=detail)
+        row.max_abs = row.max_rel = row.max_ulp = None
+        rows.append(row)
+    return rows, list(examined.values())
+
+
+def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
+    """A needs-fix row for every gradient, layout and relation that is required and not in the rows."""
+    missing = []
+    for s in subjects:
+        if not any(r.relation == STATIC for r in rows if (r.op, r.case, r.dtype) ==
+                   (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))):
+            missing.append(s.row(STATIC, "source, PTX, SASS", None, inputs="", detail="required, not run"))
+        mine = {(r.relation, r.layout, r.tensor, r.inputs) for r in rows if not r.control and (r.op, r.case, r.dtype) ==
+                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))}
+        differentiable = [k for k, v in (s.problem.op.tokens | s.problem.op.shared).items() if not v.endswith((":id", ":bool"))]
+        for k in differentiable:
+            required = [(INVARIANCE, layout, SHARPEST) for layout in LAYOUTS] + [(DETERMINISM, "packed", SHARPEST)]
+            required += [(ACCURACY, "rows", kind) for kind in ("normal", "wide", SHARPEST)]
+            for relation, layout, kind in required:
+                if (relation, layout, f"d{k}", kind) not in mine:
+                    missing.append(s.row(relation, layout, None, inputs=kind, tensor=f"d{k}", detail="required, not run"))
+    return missing

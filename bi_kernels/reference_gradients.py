@@ -1,0 +1,209 @@
+"""fp64 references of the gradients: exact by autograd through `bi_kernels.reference`, S by the contract's formulas."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding as _embedding
+
+from bi_kernels import reference
+from bi_kernels.contract import CONTRACT, EPS, factor, rounding
+from bi_kernels.reference import UNIT
+
+
+class Gradient(NamedTuple):
+    """What `contract.bound` needs after the op and the dtype: the exact gradient, S, and n."""
+
+    exact: Tensor
+    magnitude: Tensor
+    n: int | Mapping[str, int] = 1
+
+
+@dataclass
+class _Call:
+    """A call and what came back to it, in fp64: `dy` of every output, `exact` gradients by input."""
+
+    dtype: torch.dtype
+    dy: list[Tensor]
+    exact: dict[str, Tensor]
+    slots: int
+
+
+def _gelu(call: _Call, x: Tensor, approximate: str = "none") -> dict:
+    return {"x": call.dy[0].abs()}
+
+
+def _silu(call: _Call, x: Tensor) -> dict:
+    q, dy = torch.sigmoid(x), call.dy[0].abs()
+    return {"x": dy * (q * (1 + x.abs() * torch.sigmoid(-x)) * (7 + x.abs()) + 2.0**-103 * (1 + x.abs()))}
+
+
+def _swiglu(call: _Call, gate: Tensor, up: Tensor) -> dict:
+    return {"gate": up.abs() * (_silu(call, gate)["x"] + 2.0**-126), "up": reference.swiglu(gate, call.dy[0])[1]}
+
+
+def _copied(call: _Call, **inputs) -> dict:
+    return {name: torch.zeros_like(exact) for name, exact in call.exact.items()}
+
+
+def _scale(call: _Call, x: Tensor, factor: float) -> dict:
+    return {"x": call.exact["x"].abs()}
+
+
+def _rope(call: _Call, x: Tensor, **constants) -> dict:
+    return {"x": reference.rope(call.dy[0], **constants)[1]}
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1]).abs()
+
+
+def _bias_add(call: _Call, x: Tensor, bias: Tensor) -> dict:
+    return {"x": torch.zeros_like(x), "bias": (_rows(call.dy[0]).sum(0), call.slots)}
+
+
+def _linear(call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
+    dy = call.dy[0].abs()
+    return {"x": (dy @ weight.abs(), len(weight)), "weight": (_rows(dy).T @ _rows(x), call.slots),
+            "bias": (_rows(dy).sum(0), call.slots)}
+
+
+def _matmul(call: _Call, a: Tensor, b: Tensor) -> dict:
+    found = _linear(call, a, b.T)
+    return {"a": found["x"], "b": (found["weight"][0].T, call.slots)}
+
+
+def _rms_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS, heads: int = 1) -> dict:
+    (normed, rstd), dy = reference.normalise(x, eps), call.dy[0].abs()
+    weighted, mean = dy * weight.abs(), lambda t: t.mean(-1, keepdim=True)
+    inner = mean(weighted * normed.abs()) + 2.0**-126 * (1 + mean(weighted))
+    return {"x": (rstd * (weighted + 2.0**-126 + normed.abs() * inner), x.shape[-1]),
+            "weight": (_rows(dy * normed).sum(0) + 2.0**-126 * (1 + _rows(dy)).sum(0),
+                       {"n": call.slots, "features": x.shape[-1], "heads": heads})}
+
+
+def _qk_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS) -> dict:
+    return _rms_norm(call, x, weight, eps, heads=x.shape[-2])
+
+
+def _add_rms_norm(call: _Call, x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> dict:
+    found = _rms_norm(call, reference.stored_sum(x, residual, call.dtype), weight, eps)
+    dx = found["x"][0] + call.dy[1].abs() / 40, x.shape[-1]
+    return {"x": dx, "residual": dx, "weight": found["weight"]}
+
+
+def _embedded(call: _Call, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> dict:
+    table = torch.zeros_like(weight, requires_grad=True)
+    with torch.enable_grad():
+        magnitude, = torch.autograd.grad(_embedding(ids, table, padding_id), table, call.dy[0].abs())
+    counts = ids.flatten().bincount(minlength=len(weight))
+    if padding_id is not None:
+        counts[padding_id] = 0
+    return {"weight": (magnitude, int(counts.max()))}
+
+
+def _dlogits(call: _Call, z: Tensor, d: Tensor, targets: Tensor, temperature: float, ignore_index: int
+             ) -> tuple[Tensor, Tensor]:
+    """(dlogits, their error), absolute, where each z errs by d: the contract's token_logprob.gradient.logits."""
+    (g, g_entropy), ignored = ([t[..., None] for t in call.dy], (targets == ignore_index)[..., None])
+    logp = reference.log_probabilities(z)
+    p, one = logp.exp(), torch.zeros_like(z)
+    one.scatter_(-1, targets.long()[..., None].masked_fill(ignored, 0), 1.0)
+    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
+    v = torch.where(logp.isfinite(), logp + entropy, 0.0)
+    dlogits = (g * (one - p) - g_entropy * p * v) / temperature
+    each, last, of_entropy = reference.logprob_errors(z, d)
+    once_more = last + UNIT * (3 * logp.abs() + 4)
+    h = torch.where(logp.isfinite(), each + once_more, 0.0)
+    of_p = reference.probability_errors(logp, h)
+    of_v = torch.where(of_p > 0, h + UNIT * v.abs() + of_entropy, 0.0)
+    error = g.abs() * (of_p + 2 * UNIT * (one - p).abs())
+    error += g_entropy.abs() * ((p + of_p) * of_v + of_p * v.abs() + 3 * UNIT * p * v.abs())
+    error += 2.0**-126 * (g.abs() + g_entropy.abs() * v.abs().clamp(max=256))
+    error = error / temperature + 3 * UNIT * dlogits.abs()
+    return dlogits.masked_fill(ignored, 0.0), error.masked_fill(ignored, 0.0)
+
+
+def _token_logprob(call: _Call, logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+                   ) -> dict:
+    _, error = _dlogits(call, *reference.tempered(logits, temperature), targets, temperature, ignore_index)
+    return {"logits": error / UNIT}
+
+
+def _log_softmax(call: _Call, logits: Tensor) -> dict:
+    logp, total = reference.log_probabilities(logits), call.dy[0].sum(-1, keepdim=True)
+    each, last, _ = reference.logprob_errors(logits, torch.zeros_like(logits))
+    once_more = last + UNIT * (3 * logp.abs() + 4)
+    of_p = reference.probability_errors(logp, each + once_more)
+    p = logp.exp()
+    error = total.abs() * (of_p + UNIT * p + 2.0**-126) + p * last * call.dy[0].abs().sum(-1, keepdim=True)
+    return {"logits": error / UNIT + call.exact["logits"].abs()}
+
+
+def _lm_head_logprob(call: _Call, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
+                     ignore_index: int = -100) -> dict:
+    u, tiny = rounding(call.dtype)
+    z, d = reference.lm_head_logits(hidden.to(call.dtype), weight.to(call.dtype), temperature)
+    dlogits, error = (_rows(t) for t in _dlogits(call, z, d, targets, temperature, ignore_index))
+    ignored = (targets == ignore_index).reshape(-1, 1)
+    error = ((1 + u) * error + u * dlogits + tiny).masked_fill(ignored, 0.0)
+    fold = lambda n, name: factor("linear", call.dtype, n, name)
+    hidden_error = (error + fold(len(weight), "x") * (dlogits + error)) @ weight.abs()
+    weight_error = (error + fold(call.slots, "weight") * (dlogits + error)).T @ _rows(hidden)
+    return {"hidden": hidden_error.reshape(hidden.shape) / UNIT, "weight": weight_error / UNIT}
+
+
+_MAGNITUDES: dict[str, Callable[..., dict]] = {
+    "silu": _silu, "gelu": _gelu, "swiglu": _swiglu, "add": _copied, "scale": _scale, "bias_add": _bias_add,
+    "mask_fill": _copied, "cast": _copied, "rope": _rope, "linear": _linear, "matmul": _matmul, "rms_norm": _rms_norm,
+    "qk_norm": _qk_norm, "add_rms_norm": _add_rms_norm, "embedding": _embedded, "token_logprob": _token_logprob,
+    "log_softmax": _log_softmax, "lm_head_logprob": _lm_head_logprob,
+}
+
+
+def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tensor]:
+    if op == "add_rms_norm":  # the storage dtype is no longer that of the inputs
+        h = reference.stored_sum(given["x"], given["residual"], dtype)
+        return [reference.rms_norm(h, given["weight"], given.get("eps", EPS))[0], h]
+    if op == "lm_head_logprob":
+        logits = reference.overflown(given["hidden"] @ given["weight"].T, dtype)
+        z = logits / given.get("temperature", 1.0)
+        return list(reference.selected(z, given["targets"], given.get("ignore_index", -100)))
+    y, other = getattr(reference, op)(**given)
+    return [y] if isinstance(y, Tensor) else [y[0], other[0]]
+
+
+def _slots(lengths: Sequence[int] | None, lead: Sequence[int]) -> int:
+    """Of the fold over the tokens of `lengths`, or of a (..., length) batch, each sequence filled up to a slab."""
+    (*outer, length), slab = lead or (1, ), CONTRACT["arithmetic"]["slab"]
+    lengths = [length] * torch.Size(outer).numel() if lengths is None else lengths
+    return sum(-(-n // slab) * slab for n in lengths)
+
+
+def gradient(op: str, inputs: Mapping[str, Tensor], constants: Mapping[str, Any],
+             upstream: Tensor | Sequence[Tensor | None], lengths: Sequence[int] | None = None) -> dict[str, Gradient]:
+    """The gradient of every floating-point input by name, in fp64 on its device, as `contract.bound` wants it:
+
+        for name, found in gradient("linear", {"x": x, "weight": weight}, {}, dy).items():
+            limit = contract.bound("linear", dtype, *found, gradient=name, inputs=x.dtype)
+
+    op: the name of a function of `bi_kernels.reference`; inputs: its tensors in the dtypes the op was given; upstream:
+    the gradient of its output, or of each of two, None for zeros; lengths: of the sequences that the token rows hold
+    one after another, where they are not those of their (..., length).
+    """
+    tensors = {k: t for k, t in inputs.items() if t is not None}
+    leaves = {k: t.detach().double().requires_grad_() for k, t in tensors.items() if t.is_floating_point()}
+    first = tensors[next(iter(leaves))]
+    outputs = _outputs(op, first.dtype, {**tensors, **leaves, **constants})
+    given = [upstream] if isinstance(upstream, Tensor) else upstream
+    dy = [torch.zeros_like(y) if g is None else g.detach().double() for y, g in zip(outputs, given, strict=True)]
+    found = torch.autograd.grad(outputs, list(leaves.values()), dy)
+    exact = dict(zip(leaves, found))
+    lead = tensors["ids"].shape if op == "embedding" else first.shape[:-2] if op == "qk_norm" else first.shape[:-1]
+    call = _Call(first.dtype, dy, exact, _slots(lengths, lead))
+    with torch.no_grad():
+        plain = {k: t.detach() for k, t in leaves.items()}
+        rows = _MAGNITUDES[op](call, **{**tensors, **plain, **constants})
+    return {k: Gradient(g, *(rows[k] if isinstance(rows[k], tuple) else (rows[k], ))) for k, g in exact.items()}

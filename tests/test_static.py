@@ -1,0 +1,231 @@
+"""The static audit: every way of adding in no fixed order is flagged, its harmless twin is not, our kernels pass."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+
+import bad_kernels as bad
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import bi_kernels
+from bi_kernels import gemm
+from bi_kernels.audit import candidates, static
+
+MODULES = [m.name for m in pkgutil.iter_modules(bi_kernels.__path__) if not m.ispkg]
+
+SOURCES = {
+    bad.atomic: "atomic", bad.aliased: "atomic", bad.another_module: "atomic", bad.in_a_helper: "atomic",
+    bad.inline_red: "atomic", bad.inline_shared: "atomic", bad.descriptor: "atomic",
+    bad.published: None, bad.in_registers: None, bad.atomic_in_name_alone: None,
+    bad.autotuned: "run-time choice", bad.heuristic: "run-time choice", bad.launch_autotuned: "run-time choice",
+    bad.tunes_when_called: "run-time choice",
+    bad.grid_stride: "grid-stride reduction", bad.grid_stride_in_a_helper: "grid-stride reduction",
+    bad.grid_stride_while: "grid-stride reduction", bad.grid_stride_counted: "grid-stride reduction",
+    bad.grid_stride_sometimes_reset: "grid-stride reduction",
+    bad.fixed_slabs: None, bad.persistent: None,
+    bad.dweight_by_multiprocessors: "reduction cut by multiprocessors", bad.dweight_by_rows: "reduction cut by rows",
+    bad.dweight_by_slabs: None,
+    bad.split_k_by_rows: "reduction cut by rows", bad.split_k_by_a_table: "reduction cut by rows",
+    bad.split_k_by_multiprocessors: "reduction cut by multiprocessors", bad.split_k_fixed: None,
+    bad.row_sum_by_rows: "reduction cut by rows", bad.row_sum_by_vocabulary: "reduction cut by rows",
+    bad.row_sum_by_width: None,
+    bad.index_add: "unordered scatter", bad.scatter_add: "unordered scatter", bad.index_put: "unordered scatter",
+    bad.put: "unordered scatter", bad.weighted_bincount: "unordered scatter", bad.scatter_reduce: "unordered scatter",
+    bad.scatter_by_another_name: "unordered scatter", bad.scatter_by_string: "unordered scatter", bad.writes: None,
+}  # yapf: disable
+
+
+def name_of(subject) -> str:
+    return static._unwrap(subject).__name__ if callable(subject) or hasattr(subject, "fn") else str(subject)
+
+
+@pytest.mark.parametrize("subject, kind", SOURCES.items(), ids=name_of)
+def test_source(subject, kind):
+    found = static.source(subject)
+    assert {f.kind for f in found} == ({kind} if kind else set()), found
+
+
+def test_the_size_of_a_parameter_is_no_row_count():
+    assert not static.source(bad.row_sum_by_vocabulary, parameters=("weight", ))
+    assert static.source(bad.row_sum_by_rows, parameters=("weight", ))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_our_sources_pass(name):
+    module = importlib.import_module(f"bi_kernels.{name}")
+    assert not static.source(module, parameters=("weight", ))
+    if hasattr(module, "triton") and name != "interpreter":
+        assert static._reachable((module, ))[0], "nothing was read"
+
+
+def test_a_finding_says_where():
+    atomic, = static.source(bad.in_a_helper)
+    lines = open(bad.__file__).read().splitlines()
+    assert (atomic.function, atomic.level, atomic.code) == ("_finish", "AST", "plus(y, total)")
+    assert lines[atomic.line - 1].strip() == atomic.code
+    assert str(atomic) == f"atomic in _finish, line {atomic.line} (AST): plus(y, total)"
+
+
+X, Y, BLOCK = torch.zeros(128), torch.zeros(256), 128
+PLAIN = (bad.atomic, bad.aliased, bad.in_a_helper, bad.inline_red, bad.inline_shared, bad.histogram, bad.in_registers,
+         bad.atomic_in_name_alone)
+OPCODES = {  # kernel: (in its PTX, in its SASS)
+    "atomic": ("atom.global", "ATOMG"), "aliased": ("atom.global", "ATOMG"), "in_a_helper": ("atom.global", "ATOMG"),
+    "inline_red": ("red.global.add.f32", "RED"), "inline_shared": ("atom.shared", "ATOMS"),
+    "histogram": ("atom.shared", "ATOMS"), "descriptor": ("cp.reduce.async.bulk", "UTMAREDG"),
+    "published": None, "autotuned": None, "in_registers": None, "atomic_in_name_alone": None,
+}  # yapf: disable
+
+
+@pytest.fixture(scope="module")
+def variants() -> dict[str, list[static.Variant]]:
+    """By kernel: the bad ones and ours, as launched for real or without running, compiled in one go."""
+    @triton.jit
+    def not_importable(x, y, BLOCK: tl.constexpr):
+        tl.atomic_add(y, tl.sum(tl.load(x + tl.arange(0, BLOCK)), 0))
+
+    with static.recorded(run=False) as launches:
+        for kernel in (*PLAIN, not_importable):
+            kernel[(1, )](X, Y, BLOCK=BLOCK)
+        bad.descriptor[(1, )](X, Y, BLOCK=64)
+        bad.published[(1, )](X, Y, BLOCK=64)
+        bad.autotuned.fn[(1, )](X, Y, 64, BLOCK=64)
+        bad.grid_stride[(3, )](X, Y, 100, N=16, num_warps=2)
+        bad.histogram[(1, )](X[1:], Y, BLOCK=64)
+        bad.atomic[(7, )](X[16:], Y, BLOCK)  # of another grid and pointer, but the same variant
+        x = torch.empty(300, 4096, dtype=torch.bfloat16)
+        for m, tile in ((16, 0), (300, -1)):
+            gemm.launch(x[:m], x, None, gemm.tiles(torch.bfloat16)[tile])
+    assert len(launches.variants) == len(PLAIN) + 8
+    with static.recorded() as ours:
+        x, w = torch.randn(10, 48).bfloat16(), torch.randn(24, 48)
+        bi_kernels.linear(x.float(), w, w[:, 0])
+        bi_kernels.add(x, x)
+        bi_kernels.rope(x.reshape(10, 3, 16), bi_kernels.rope_table(512, 16), torch.arange(10))
+    assert len(ours.variants) == 3
+    launches.variants |= ours.variants
+    out = {}
+    for v in static.binaries(launches):
+        out.setdefault(v.kernel.rpartition(".")[2], []).append(v)
+    return out
+
+
+@pytest.mark.parametrize("name", OPCODES)
+def test_binaries(name, variants):
+    for v in variants[name]:
+        assert v.level == "sm_90", v.detail
+        found = {level: [f.code for f in v.findings if f.level == level] for level in ("PTX", "SASS")}
+        if OPCODES[name] is None:
+            assert not any(found.values()), found
+        else:
+            for level, opcode in zip(found, OPCODES[name]):
+                assert found[level] and all(code.startswith(opcode) for code in found[level]), found
+
+
+def test_a_finding_in_ptx_has_its_line(variants):
+    v, = variants["atomic"]
+    lines = {f.level: f.line for f in v.findings}
+    assert lines["AST"] == lines["PTX"] > 0 == lines["SASS"], v.findings
+
+
+def test_our_kernels_pass_with_what_they_use(variants):
+    gemms = variants["_gemm_kernel"]
+    assert len(gemms) == 3 and ["FLATTEN=True" in v.configuration for v in gemms].count(True) == 1, gemms
+    for v in (*gemms, *variants["_elementwise_kernel"], *variants["_rope_kernel"]):
+        assert v.level == "sm_90" and not v.findings and v.registers and None not in (v.shared, v.spills), v
+    assert max(v.shared for v in gemms) > 48 * 1024 and any(v.spills for v in gemms), gemms  # fp32 spills
+
+
+def test_ast_findings_reach_the_variant(variants):
+    v, = variants["grid_stride"]
+    assert [f.kind for f in v.findings] == ["grid-stride reduction"] and v.level == "sm_90", v
+    assert "N=16" in v.configuration and "num_warps=2" in v.configuration, v
+
+
+def test_alignment_makes_a_variant(variants):
+    configurations = {v.configuration for v in variants["histogram"]}
+    assert len(configurations) == 2 and sum("x=*fp32 % 16" in c for c in configurations) == 1, configurations
+
+
+def test_what_cannot_be_imported_says_so(variants):
+    v, = variants["not_importable"]
+    assert (v.level, v.detail) == ("AST only", "not importable: AST only"), v
+    assert [(f.kind, f.level) for f in v.findings] == [("atomic", "AST")] and "x=torch.float32" in v.configuration, v
+
+
+def test_a_candidate_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(x, y):\n"
+                    "    tl.atomic_add(y, tl.load(x))\n\n\n@triton.jit\ndef wrong(x, y):\n    tl.store(y, nothing)\n\n\n"
+                    "def silu(x):\n    y = x.new_zeros(1)\n    kernel[(1, )](x, y)\n    return y\n")
+    silu = candidates._load(f"{path}:silu")
+    assert {f.kind for f in static.source(silu)} == {"atomic"}
+    with static.recorded() as launches:
+        assert silu(torch.ones(1)) == 1, "it was run, too"
+        with pytest.raises(Exception):
+            silu.__globals__["wrong"][(1, )](X, Y)
+    fine, wrong = static.binaries(launches)
+    assert {f.level for f in fine.findings} == {"AST", "PTX", "SASS"}, fine
+    assert (wrong.level, wrong.detail) == ("AST only", "not compiled, AST only: NameError('nothing is not defined')")
+    assert str(tmp_path) not in f"{fine}{wrong}", "no paths of this machine"
+
+
+@pytest.mark.parametrize("function, caught", [
+    *((getattr(bad, name), True) for name in ("index_add", "scatter_add", "scatter_spelled_apart", "index_put", "put",
+                                              "weighted_bincount", "scatter_reduce", "gather_backward")),
+    (bad.writes, False),
+], ids=name_of)
+def test_what_torch_dispatches(function, caught):
+    with static.recorded() as launches:
+        function(torch.zeros(4), torch.tensor([1, 1, 2, 0]), torch.ones(4))
+    assert {(f.kind, f.level) for f in launches.findings} == ({("unordered scatter", "torch")} if caught else set())
+
+
+def test_a_choice_at_run_time_is_seen_when_it_is_made():
+    with static.recorded(run=False) as launches:
+        bad.heuristic[(1, )](X, Y, 100)
+    assert [(f.kind, f.function) for f in launches.findings] == [("run-time choice", "heuristic")]
+    assert len(launches.variants) == 1
+
+
+def test_everything_is_put_back():
+    places = (static.JITFunction, static.InterpretedFunction, static.Autotuner, static.Heuristics)
+    before = [place.run for place in places]
+    with pytest.raises(KeyError):
+        with static.recorded():
+            assert [place.run for place in places] != before
+            raise KeyError
+    assert [place.run for place in places] == before
+
+
+def test_compiled_launches():
+    """On a GPU, Triton's own launches are recorded; here a stand-in for its driver lets them compile."""
+    script = """
+import torch, bad_kernels as bad
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from bi_kernels.audit import static
+
+driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
+                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+x = torch.zeros(128)
+with static.recorded(run=False) as launches:
+    for n in (64, 128, 128):
+        bad.in_a_helper[(n, )](x, x, BLOCK=n)
+    bad.atomic_in_name_alone[(1, )](x, x, BLOCK=64)
+for v in static.binaries(launches):
+    print(v.kernel, v.level, *sorted({f.level for f in v.findings}), v.registers > 0, v.configuration)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(" x=")[0] for line in lines] == ["in_a_helper sm_90 AST PTX SASS True"] * 2 + [
+        "atomic_in_name_alone sm_90 True"], done.stdout + done.stderr
+    assert "x=*fp32 % 16, y=*fp32 % 16, BLOCK=64, num_warps=4" in lines[0]
