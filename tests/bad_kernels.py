@@ -202,6 +202,14 @@ def part_of_rows(x, partial, M, rows_per_program, N: tl.constexpr):
     tl.store(partial + tl.program_id(0) * N + tl.arange(0, N), total)
 
 
+@triton.jit
+def fold(partial, out, slabs, N: tl.constexpr):
+    total = tl.zeros((N, ), dtype=tl.float32)
+    for slab in range(0, slabs):
+        total += tl.load(partial + slab * N + tl.arange(0, N))
+    tl.store(out + tl.arange(0, N), total)
+
+
 @functools.cache
 def _processors():
     return torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -214,6 +222,17 @@ def dweight_by_multiprocessors(x):
     return partial.sum(0)
 
 
+def dweight_by_some_multiprocessors(x):
+    programs = 64
+    programs = min(programs, _processors())
+    programs -= programs % 2
+    part_of_rows[(programs, )](x, x, x.shape[0], -(-x.shape[0] // programs), N=x.shape[1])
+
+
+def _ceil(a, b):
+    return -(-a // b)
+
+
 def dweight_by_rows(x):
     M, N = x.shape
     partial = x.new_empty(8, N)
@@ -223,9 +242,11 @@ def dweight_by_rows(x):
 
 def dweight_by_slabs(x):
     (M, N), rows_per_program = x.shape, 16
-    partial = x.new_empty(triton.cdiv(M, 16), N)
-    part_of_rows[(triton.cdiv(M, 16), )](x, partial, M, rows_per_program, N=N)
-    return partial.sum(0)
+    partial = x.new_empty(_ceil(M, 16), N)
+    part_of_rows[(_ceil(M, 16), )](x, partial, M, rows_per_program, N=N)
+    total = x.new_empty(N)
+    fold[(1, )](partial, total, _ceil(M, 16), N=N)
+    return total, _ceil(1000, M)  # what one call of a helper divides by says nothing about another
 
 
 # Split-K of x (M, K) w (K, N), partial products into y (splits, M, N)
@@ -295,6 +316,25 @@ def row_sum(x, y, N, BLOCK: tl.constexpr):
         at = first + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(x + tl.program_id(0) * N + at, mask=at < N, other=0.0), 0)
     tl.store(y + tl.program_id(0), total)
+
+
+class other:
+    @staticmethod
+    def dot(a, b, acc):
+        return acc + a * b
+
+
+@triton.jit
+def no_dot(x, y, N, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK, ), dtype=tl.float32)
+    for first in range(0, N, BLOCK):
+        a = tl.load(x + first + tl.arange(0, BLOCK))
+        total = other.dot(a, a, total)
+    tl.store(y, tl.sum(total, 0))
+
+
+def no_dot_by_rows(x, y):
+    no_dot[(1, )](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
 
 
 def row_sum_by_rows(x, y):

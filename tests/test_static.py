@@ -29,11 +29,12 @@ SOURCES = {
     bad.grid_stride_sometimes_reset: "grid-stride reduction",
     bad.fixed_slabs: None, bad.persistent: None,
     bad.dweight_by_multiprocessors: "reduction cut by multiprocessors", bad.dweight_by_rows: "reduction cut by rows",
+    bad.dweight_by_some_multiprocessors: "reduction cut by multiprocessors",
     bad.dweight_by_slabs: None,
     bad.split_k_by_rows: "reduction cut by rows", bad.split_k_by_a_table: "reduction cut by rows",
     bad.split_k_by_multiprocessors: "reduction cut by multiprocessors", bad.split_k_fixed: None,
     bad.row_sum_by_rows: "reduction cut by rows", bad.row_sum_by_vocabulary: "reduction cut by rows",
-    bad.row_sum_by_width: None,
+    bad.row_sum_by_width: None, bad.no_dot_by_rows: "reduction cut by rows",
     bad.index_add: "unordered scatter", bad.scatter_add: "unordered scatter", bad.index_put: "unordered scatter",
     bad.put: "unordered scatter", bad.weighted_bincount: "unordered scatter", bad.scatter_reduce: "unordered scatter",
     bad.scatter_by_another_name: "unordered scatter", bad.scatter_by_string: "unordered scatter", bad.writes: None,
@@ -160,9 +161,25 @@ def test_what_cannot_be_imported_says_so(variants):
 
 def test_a_candidate_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(x, y):\n"
-                    "    tl.atomic_add(y, tl.load(x))\n\n\n@triton.jit\ndef wrong(x, y):\n    tl.store(y, nothing)\n\n\n"
-                    "def silu(x):\n    y = x.new_zeros(1)\n    kernel[(1, )](x, y)\n    return y\n")
+    path.write_text("""import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x, y):
+    tl.atomic_add(y, tl.load(x))
+
+
+@triton.jit
+def wrong(x, y):
+    tl.store(y, nothing)
+
+
+def silu(x):
+    y = x.new_zeros(1)
+    kernel[(1, )](x, y)
+    return y
+""")
     silu = candidates._load(f"{path}:silu")
     assert {f.kind for f in static.source(silu)} == {"atomic"}
     with static.recorded() as launches:
@@ -175,6 +192,7 @@ def test_a_candidate_from_a_file(tmp_path):
     assert str(tmp_path) not in f"{fine}{wrong}", "no paths of this machine"
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("function, caught", [
     *((getattr(bad, name), True) for name in ("index_add", "scatter_add", "scatter_spelled_apart", "index_put", "put",
                                               "weighted_bincount", "scatter_reduce", "gather_backward")),

@@ -66,9 +66,10 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
     return out
 
 
-def trained(session, steps: int = CONTRACT["training"]["steps"]) -> tuple[list[Row], list[dict]]:
+def trained(session) -> tuple[list[Row], list[dict]]:
     """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256; the rows say so."""
     s = _subject(session, "linear", bi_kernels.linear, "bi_kernels")
+    steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
     lines = training.hashes(session, "bi_kernels", steps)
     rows = [s.row("gradient invariance", f"{steps} AdamW steps, {line['layout']}",
                   Drift(line["weights that differ"], line["of"], line["max abs"]), training.SPLITS[0], "normal",

@@ -195,8 +195,7 @@ def atomics_free(judged: Sequence[tuple[Subject, static.Launches]]) -> tuple[lis
     every = static.Launches()
     for _, launches in judged:
         every.variants.update(launches.variants)
-    keys = sorted(every.variants, key=lambda k: not isinstance(every.variants[k], static.CompiledKernel))  # binaries' order
-    examined = dict(zip(keys, static.binaries(every)))
+    examined = static.examined(every)
     rows = []
     for subject, launches in judged:
         variants = [examined[key] for key in launches.variants]
@@ -215,7 +214,7 @@ def atomics_free(judged: Sequence[tuple[Subject, static.Launches]]) -> tuple[lis
                           detail=detail)
         row.max_abs = row.max_rel = row.max_ulp = None
         rows.append(row)
-    return rows, list(examined.values())
+    return rows, static.distinct(examined.values())
 
 
 def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:

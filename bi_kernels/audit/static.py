@@ -12,7 +12,8 @@ known to be a later one counts as rows.
 
 Not decided, and left to the invariance audit: a sum that Python cuts by slicing or by choosing between two launches;
 bounds and accumulators in memory; num_warps or the block of a `tl.sum` chosen by rows; torch's own matmul and sum. Not
-seen: kernels that CUDA C++ or torch.compile's generated code launch.
+followed: what passes through a function given as an argument. Not seen: kernels that CUDA C++ or torch.compile's
+generated code launch.
 """
 
 import ast
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,8 @@ from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ATOMIC, SCATTER, RUN_TIME, UNREADABLE = "atomic", "unordered scatter", "run-time choice", "source not readable"
-GRID_STRIDE, BY_DEVICE, BY_ROWS = "grid-stride reduction", "reduction cut by multiprocessors", "reduction cut by rows"
+GRID_STRIDE, BY_DEVICE, BY_ROWS = REDUCTIONS = (
+    "grid-stride reduction", "reduction cut by multiprocessors", "reduction cut by rows")
 
 # An instruction follows a line's start, a brace, a semicolon or a guard: bar.red and redux.sync are none of these.
 PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?((?:atom|red|multimem\.red|multimem\.ld_reduce|cp\.reduce)\."
@@ -95,8 +97,9 @@ def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
     for f in functions:
         findings += _forbidden(f)
     flow = _Flow(functions, parameters)
-    for f in flow.calls.values():
-        findings += flow.reductions(f) if f.kernel else ()
+    reductions = [x for f in flow.calls.values() if f.kernel for x in flow.reductions(f)]
+    reductions.sort(key=lambda x: REDUCTIONS.index(x.kind), reverse=True)
+    findings += {(x.function, x.line): x for x in reductions}.values()  # of every loop the first kind that fits
     return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind))
 
 
@@ -243,8 +246,8 @@ def _leading(index: ast.expr) -> bool:
 
 
 class _Flow:
-    """What every name may depend on, in every function and for every kind of arguments that it is called with; the order
-    of statements is ignored."""
+    """What every name may depend on, in every function and for every kind of arguments that it is called with; the
+    order of statements is ignored."""
 
     def __init__(self, functions: list[_Function], parameters: tuple[str, ...]):
         self.parameters = parameters
@@ -387,7 +390,7 @@ class _Flow:
 
     def reductions(self, f: _Function) -> Iterator[Finding]:
         for loop in ast.walk(f.node):
-            carried = _carried(loop) if isinstance(loop, (ast.For, ast.While)) else {}
+            carried = _carried(f, loop) if isinstance(loop, (ast.For, ast.While)) else {}
             carried = {name: chain for name, chain in carried.items() if DATA in self.known[f, name]}
             if not carried:
                 continue
@@ -413,7 +416,7 @@ class _Flow:
                 yield f.finding(BY_ROWS, loop)
 
 
-def _carried(loop: ast.For | ast.While) -> dict[str, bool]:
+def _carried(f: _Function, loop: ast.For | ast.While) -> dict[str, bool]:
     """The names that an iteration makes of what the one before left in them: whether by `x = tl.dot(a, b, x)` alone.
 
     One that every iteration also makes anew is not among them; a test of what the loop does not change counts as held.
@@ -435,8 +438,10 @@ def _carried(loop: ast.For | ast.While) -> dict[str, bool]:
         reads = {name: r.union(*(reads.get(x, ()) for x in r)) for name, r in reads.items()}
 
     def chain(name: str, e: ast.expr | None) -> bool:
-        acc = [*e.args[2:3], *(k.value for k in e.keywords if k.arg == "acc")] if isinstance(e, ast.Call) else []
-        return getattr(getattr(e, "func", None), "attr", "") == "dot" and [getattr(a, "id", "") for a in acc] == [name]
+        if not isinstance(e, ast.Call) or not any(o is triton.language.dot for o in f.objects(e.func)):
+            return False
+        acc = [*e.args[2:3], *(k.value for k in e.keywords if k.arg == "acc")]
+        return [getattr(a, "id", "") for a in acc] == [name]
 
     carried = {}
     for name, found in updates.items():
@@ -499,7 +504,7 @@ def _stand_in(value):
         for n in block[:0:-1]:
             strides.insert(0, -(-n * strides[0] // 16) * 16)
         return replace(value, base=torch.zeros(0, dtype=value.base.dtype), shape=block, strides=strides)
-    if hasattr(value, "data_ptr"):
+    if isinstance(value, torch.Tensor):
         return torch.zeros(0 if value.data_ptr() % 16 == 0 else 2, dtype=value.dtype)[value.data_ptr() % 16 > 0:]
     if type(value) is int and -2**63 <= value < 2**63:
         return 1 if value == 1 else (16 if value % 16 == 0 else 3) + (0 if -2**31 <= value < 2**31 else 2**40)
@@ -566,27 +571,36 @@ def recorded(run: bool = True) -> Iterator[Launches]:
             setattr(owner, name, stock[owner])
 
 
-def binaries(launches: Launches) -> list[Variant]:
-    """Every recorded variant, its registers, spills and shared memory, and what its AST, PTX and SASS hold.
+def examined(launches: Launches) -> dict:
+    """{key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS hold.
 
     What the interpreter ran is compiled for sm_90 in a process of its own, which needs no GPU but must be able to
     import the kernel's module; where it cannot (a notebook's cell, a function's kernel), the variant says "AST only".
     """
-    requests = [v for v in launches.variants.values() if isinstance(v, _Request)]
-    compiled = [v for v in launches.variants.values() if isinstance(v, CompiledKernel)]
+    compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}
+    requests = {k: v for k, v in launches.variants.items() if isinstance(v, _Request)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pairs = [(k.src.fn, v) for k, v in zip(compiled, pool.map(_examined, compiled))]
-    messages = [r.message() for r in requests]
-    replies = iter(_elsewhere([m for m in messages if m]))
-    for r, message in zip(requests, messages):
-        reply = next(replies) if message else "not importable: AST only"
-        pairs.append((r.fn, replace(r.variant(), detail=reply) if isinstance(reply, str) else reply))
+        found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), pool.map(_examined, compiled.values()))}
+    messages = {k: r.message() for k, r in requests.items()}
+    replies = iter(_elsewhere([m for m in messages.values() if m]))
+    for k, r in requests.items():
+        reply = next(replies) if messages[k] else "not importable: AST only"
+        found[k] = r.fn, replace(r.variant(), detail=reply) if isinstance(reply, str) else reply
     seen: dict = {}
-    for fn, variant in pairs:
+    for fn, variant in found.values():
         if fn not in seen:  # an interpreted kernel was recorded as the function in it
             seen[fn] = source(fn if isinstance(fn, JITFunction) else InterpretedFunction(fn))
         variant.findings = seen[fn] + variant.findings
-    return list({(v.kernel, v.configuration, v.level): v for _, v in pairs}.values())
+    return {k: variant for k, (_, variant) in found.items()}
+
+
+def binaries(launches: Launches) -> list[Variant]:
+    """Every variant that was recorded, once."""
+    return distinct(examined(launches).values())
+
+
+def distinct(variants: Iterable[Variant]) -> list[Variant]:
+    return list({(v.kernel, v.configuration, v.level): v for v in variants}.values())
 
 
 def _examined(kernel: CompiledKernel) -> Variant:
