@@ -164,12 +164,12 @@ def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 
 def lse_block_by_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
                       ) -> tuple[Tensor, Tensor]:
-    """logsumexp over blocks of 32, or for more than 16 rows of 128, folded from left to right."""
+    """logsumexp over blocks of 32, or for more than 16 rows of 128."""
     z = logits.float() / temperature
-    total = torch.zeros_like(z[..., 0])
-    for block in z.split(32 if logits.shape[:-1].numel() <= 16 else 128, -1):
-        total = total + block.exp().sum(-1)
-    lse, ignored = total.log(), targets == ignore_index
+    block = 32 if logits.shape[:-1].numel() <= 16 else 128
+    blocks = torch.nn.functional.pad(z, (0, -z.shape[-1] % block), value=-torch.inf).unflatten(-1, (-1, block))
+    top = z.amax(-1, keepdim=True)
+    lse, ignored = (blocks - top[..., None]).exp().sum(-1).sum(-1).log() + top[..., 0], targets == ignore_index
     chosen = z.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0] - lse
     _, entropy = bi_kernels.token_logprob(logits, targets, temperature, ignore_index)
     return chosen.masked_fill(ignored, 0), entropy
