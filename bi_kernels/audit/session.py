@@ -116,6 +116,7 @@ class Session:
         """
         from bi_kernels.audit import gradients, static
         from bi_kernels.audit.judge import coverage, judge
+        from bi_kernels.audit.gradient_repro import export_gradient
         from bi_kernels.audit.repro import export
         added, launched = [], []
         for subject in self.make():
@@ -129,6 +130,7 @@ class Session:
                 launched.append((subject, launches))
             if self.out:
                 export(subject, self.candidate, rows, self.out / "repro")
+                export_gradient(subject, self.candidate, rows, self.out / "repro")
             subject.forget()
             added += rows
         if backward:

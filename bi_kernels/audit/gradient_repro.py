@@ -1,0 +1,104 @@
+"""Reproducers of a gradient's drift: the same samples in one call and in one call each, as small as the drift allows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bi_kernels.audit.candidates import Candidate
+from bi_kernels.audit.drift import compare
+from bi_kernels.audit.gradients import INVARIANCE, gradient_lengths
+from bi_kernels.audit.judge import Row, Subject
+from bi_kernels.contract import dtype_name
+
+SAMPLES = ((1, 1), (3, 2), (5, 17), (17, 44), (129, 64), (300, 211))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples of these lengths, computed in one call and in one call each; what `tensor`'s gradient then is."""
+
+    lengths: tuple[int, ...]
+    seed: int
+    tensor: str
+
+    def results(self, s: Subject) -> tuple[torch.Tensor, torch.Tensor]:
+        scope = {"fn": s.function, "torch": torch}
+        exec(body(s, self), scope)
+        return scope["whole"], scope["split"]
+
+    def drifts(self, s: Subject) -> bool:
+        try:
+            return bool(compare(*self.results(s)).mismatches)
+        except Exception:
+            return False
+
+
+def body(s: Subject, split: Split) -> str:
+    """The lines that leave both gradients in `whole` and `split`; they need `torch` and `fn`."""
+    p, op, dtype, device = s.problem, s.problem.op, str(s.problem.dtype), f'"{s.problem.device.type}"'
+    shape = lambda v: ", ".join(map(str, p._shape(v)))
+    lines = ["from bi_kernels import TokenLayout", *["from bi_kernels import rope_table"] * op.positions, "",
+             f"lengths = {list(split.lengths)}", "tokens = sum(lengths)", f"torch.manual_seed({split.seed})"]
+    for k, v in op.tokens.items():
+        if v.endswith(":id"):
+            lines.append(f"{k} = torch.randint(0, 7, (tokens,))")
+        elif v.endswith(":bool"):
+            lines.append(f"{k} = torch.randn(tokens, {shape(v)}) > 0.5")
+        else:
+            lines.append(f"{k} = torch.randn(tokens, {shape(v)}).to({p.input_dtype})")
+    for k, v in op.shared.items():
+        dims = ", ".join(reversed(shape(v).split(", "))) if v.endswith(":t") else shape(v)
+        lines.append(f"{k} = torch.randn({dims}).to({dtype})")
+    names = list(op.tokens | op.shared)
+    floating = [k for k, v in (op.tokens | op.shared).items() if not v.endswith((":id", ":bool"))]
+    constants = [f"{k}={v!r}" for k, v in op.constants.items()] + [f"dtype={dtype}"] * op.casts
+    if op.positions:
+        constants.append(f"table=rope_table({sum(split.lengths)}, {p.dims['head_dim']}, device={device}), "
+                         f"positions=torch.arange(n, device={device})")
+    lines += ["", "", "def gradient(calls):", f"    leaves = {{k: t.to({device}) for k, t in dict("
+              + ", ".join(f"{k}={k}" for k in names) + ").items()}",
+              f"    for k in {floating}:", "        leaves[k] = leaves[k].clone().requires_grad_()"]
+    if op.shared:
+        lines += [f"    for k in {list(op.shared)}:",
+                  "        leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)  # for ops that use it"]
+    lines += ["    at = 0", "    for samples in calls:", "        n = sum(samples)",
+              "        with TokenLayout(*zip(*[(sum(samples[:i]), m) for i, m in enumerate(samples)]), n):",
+              "            y = fn(" + ", ".join([f"leaves[{k!r}]" + ("[at:at + n]" if k in op.tokens else "")
+                                                 for k in op.order or names] + constants) + ")",
+              "        ys = y if isinstance(y, tuple) else (y,)",
+              "        g = torch.Generator().manual_seed(1)",
+              "        torch.autograd.backward(ys, [torch.randn(tokens, *t.shape[1:], generator=g)[at:at + n].to(t) for t in ys])",
+              "        at += n",
+              f"    leaf = leaves[{split.tensor!r}]",
+              "    return leaf.grad if leaf.grad is not None else leaf.main_grad", "", "",
+              "whole, split = gradient([lengths]), gradient([[n] for n in lengths])"]
+    return "\n".join(lines)
+
+
+def export_gradient(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> Path | None:
+    """Writes the reproducer of the first gradient that drifts, and names it in each such row; None where none is found."""
+    drifting = [r for r in rows if r.verdict != "pass" and r.relation == INVARIANCE and r.mismatches]
+    tensors = list(dict.fromkeys(r.tensor.removeprefix("d") for r in drifting))
+    # parameters first: a token's own gradient rarely needs the split
+    tensors.sort(key=lambda k: k in s.problem.op.tokens)
+    longest = tuple(gradient_lengths(s)[:4])
+    split = next((x for lengths in (*SAMPLES, longest) for tensor in tensors for seed in (0, 1)
+                  for x in (Split(lengths, seed, tensor), ) if x.drifts(s)), None)
+    if split is None:
+        return None
+    p = s.problem
+    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if p.device.type == "cpu" else []
+    text = "\n".join([
+        f"# {p.op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: the gradient of {split.tensor}, of samples of "
+        f"{list(split.lengths)} tokens in one call and in one call each.", *interpret, "import torch",
+        candidate.imports(p.op), body(s, split), "", "bits = {2: torch.int16, 4: torch.int32}[whole.element_size()]",
+        "differ = whole.view(bits) != split.view(bits)",
+        'print(f"{int(differ.sum())} of {whole.numel()} elements differ; max abs {(whole - split).abs().max().item():.3g}")',
+        "raise SystemExit(bool(differ.any()))", ""])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("-".join(filter(None, (p.op.name, p.case, dtype_name(p.dtype), "gradient"))) + ".py")
+    path.write_text(text, encoding="utf-8")
+    for r in drifting:
+        r.repro = f"python {folder.name}/{path.name}"
+    return path
