@@ -196,8 +196,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
         _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
         _descriptor(y, tile.m, part_n), None if bias is None else bias.contiguous(), start,
-        M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t,
-        W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=persistent > 0, HAS_BIAS=bias is not None,
+        M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=persistent > 0, HAS_BIAS=bias is not None,
         CONTINUES=start is not None, num_warps=tile.warps, num_stages=tile.stages)
     if out is not None:
         return out if ready else out.copy_(y[:, :N])
@@ -254,8 +253,8 @@ def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: to
 
 def fold_weight(op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout,
                 name: str = "weight") -> torch.Tensor | None:
-    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or returned in weight's
-    dtype where there is none."""
+    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or
+    returned in weight's dtype where there is none."""
     return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
 
 

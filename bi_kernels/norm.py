@@ -40,9 +40,9 @@ def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, H
 
 
 @triton.jit
-def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads, width, count,
-                              HAS_DH: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
-                              BLOCK_H: tl.constexpr):
+def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads, width, count, HAS_DH: tl.constexpr,
+                              NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,
+                              BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
@@ -103,8 +103,8 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if x.numel():
         blocks = _blocks(width)
         _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]), )](
-            x, residual, weight, h, y, rstd, rows, width, float(width), eps, HAS_RESIDUAL=residual is not None, enable_fp_fusion=False,
-            **blocks)
+            x, residual, weight, h, y, rstd, rows, width, float(width), eps, HAS_RESIDUAL=residual is not None,
+            enable_fp_fusion=False, **blocks)
     return [y, rstd] if residual is None else [y, rstd, h]
 
 
@@ -119,14 +119,14 @@ def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int,
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     if slabs and width:
         _rms_norm_backward_kernel[(slabs, )](
-            x, weight.contiguous(), rstd, dy.contiguous(), None if dh is None else dh.contiguous(), layout.slots_on(x.device), dx, partial,
-            heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, SLAB=SLAB, STAGES=STAGES, enable_fp_fusion=False,
-            **_blocks(width))
+            x, weight.contiguous(), rstd, dy.contiguous(), None if dh is None else dh.contiguous(),
+            layout.slots_on(x.device), dx, partial, heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx,
+            NEEDS_DW=needs_dw, SLAB=SLAB, STAGES=STAGES, enable_fp_fusion=False, **_blocks(width))
     if needs_dw:
         out = torch.empty_like(weight) if buffer is None else buffer
         _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS), )](
-            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, STAGES=FOLD_STAGES, CONTINUES=buffer is not None,
-            num_warps=1, enable_fp_fusion=False)
+            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, STAGES=FOLD_STAGES,
+            CONTINUES=buffer is not None, num_warps=1, enable_fp_fusion=False)
         dw = out if buffer is None else None
     return dx, dw
 
@@ -163,7 +163,8 @@ def _(x, residual, weight, eps):
 def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
     check(op, optional=("residual", ), x=x, residual=residual, weight=weight)
     if x.dim() < 1 + heads:
-        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected {'(..., heads, head_dim)' if heads else '(..., hidden)'}")
+        expected = "(..., heads, head_dim)" if heads else "(..., hidden)"
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected {expected}")
     if residual is not None:
         check_shape(op, "residual", residual, x.shape, "that of x")
     check_shape(op, "weight", weight, x.shape[-1:], "the last dimension of x")

@@ -48,7 +48,7 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
             s = _subject(session, op, function, name, dtype)
-            step, line = Step(s, "normal"), {}
+            step, line = Step(s, "normal", s.lengths), {}
             try:
                 whole = step.gradients(step.layouts["packed"])
             except Exception:

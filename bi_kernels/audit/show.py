@@ -11,8 +11,8 @@ from matplotlib.colors import LogNorm, Normalize
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
-RELATIONS = ("invariance", "accuracy", "gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity",
-             "contract")
+RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy",
+             "atomics-free")
 MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
 plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
                      "axes.titlelocation": "left", "axes.titlesize": 11, "axes.spines.top": False,
