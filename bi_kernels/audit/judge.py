@@ -214,8 +214,8 @@ def supported(subject: Subject) -> Row | None:
 def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
     """Every layout's bits against those of `packed`, and those of `packed` against each sample alone.
 
-    Every layout meets a sample that is not finite beside finite ones, and besides it the sharpest inputs where there
-    is a sum to reorder, else the other families by turns.
+    Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and where a
+    call holds more than one sample, one that is not finite beside the others.
     """
     rows = []
     every = layouts(subject.lengths, subject.problem.seed)
@@ -225,7 +225,7 @@ def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
             continue
         against = "singles" if name == "packed" else "packed"
         launched = shapes_launched(calls)
-        for kind in (finite[number % len(finite)], "nonfinite"):
+        for kind in (finite[number % len(finite)], *["nonfinite"] * _has_company(calls, subject.lengths)):
             try:
                 drift = compare(subject.layout(name, kind), subject.layout(against, kind))
                 rows.append(subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched))
@@ -233,6 +233,11 @@ def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
                 rows.append(subject.row("invariance", name, None, against, kind, sum(subject.lengths),
                                         detail=f"{launched}; {sentence(error)}"))
     return rows
+
+
+def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
 
 
 def row_counts(subject: Subject) -> list[Row]:
