@@ -48,6 +48,13 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
 
 
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """`t` contiguous, its base a multiple of 16 bytes: for less, Triton compiles narrower loads, whose layout gives the
+    sum of a row another order."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
 def apply(op: str, launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
     """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
     torch.compile as the custom op `opaque`.

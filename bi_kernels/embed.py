@@ -83,7 +83,7 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
         rows, ids = rows[ids != padding_id], ids[ids != padding_id]
     ids, order = torch.sort(ids, stable=True)
     rows, starts, ends = rows[order], torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    out = torch.zeros_like(weight) if buffer is None else buffer
+    out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
     dy, width = dy.contiguous(), dy.shape[-1]
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)

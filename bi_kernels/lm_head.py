@@ -42,7 +42,7 @@ def _lm_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, 
 
 
 def _scratch(hidden: torch.Tensor, columns: int) -> torch.Tensor:
-    return hidden.new_empty(len(hidden), triton.cdiv(columns, 8) * 8)
+    return hidden.new_empty(len(hidden), triton.cdiv(columns, 16) * 16)
 
 
 class _LMHeadLogprob(torch.autograd.Function):

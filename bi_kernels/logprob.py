@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number, check_shape
+from bi_kernels.checks import aligned, apply, check, check_number, check_shape
 from bi_kernels.embed import can_wait, check_ids
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
 MERGE_ROWS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "first"])
 def _block_kernel(logits, targets, m, s, u, selected, rows, columns, stride, first, inv_temperature, HAS_TARGETS: tl.constexpr,
                   ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here."""
@@ -98,7 +98,7 @@ def _log_softmax_kernel(logits, lse, dy, total, out, rows, columns, BACKWARD: tl
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Σ of a row: one tree a block, the blocks from left to right."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -121,6 +121,15 @@ def _grid(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:
     return triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(columns, blocks["BLOCK"])
 
 
+def padded(logits: torch.Tensor) -> torch.Tensor:
+    """`logits`, or a copy whose rows all start at multiples of 16 bytes and of 16 elements: Triton compiles by that, and
+    the layout of a sum follows."""
+    if logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.stride(1) == 1:
+        return logits
+    rows, columns = logits.shape
+    return logits.new_empty(rows, triton.cdiv(columns, 16) * 16)[:, :columns].copy_(logits)
+
+
 class Statistics:
     """What the blocks of the vocabulary say of every row, and the merged lse, entropy and selected z."""
 
@@ -133,6 +142,7 @@ class Statistics:
 
     def add(self, logits: torch.Tensor, first: int) -> None:
         """Columns `first` and on; `first` and, but for the last, their number are multiples of BLOCK."""
+        logits = padded(logits)
         _block_kernel[_grid(self.rows, logits.shape[1], self.shape)](
             logits, self.targets, *self.parts, self.selected, self.rows, logits.shape[1], logits.stride(0), first,
             self.inv_temperature, HAS_TARGETS=self.targets is not None, **self.shape)
@@ -196,7 +206,7 @@ def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torc
         lse = stats.merge().lse
         out = torch.empty_like(logits, dtype=torch.float32)
     else:
-        dy, out = dy.contiguous(), torch.empty_like(logits)
+        dy, out = aligned(dy), torch.empty_like(logits)
         total = torch.empty_like(lse)
         _row_sum_kernel[_grid(rows, columns, blocks)[:1]](dy, total, rows, columns, **blocks)
     _log_softmax_kernel[_grid(rows, columns, blocks)](logits, lse, dy, total, out, rows, columns, BACKWARD=dy is not None,

@@ -3,7 +3,8 @@
 y = x · rstd · weight, rstd = 1 / √(mean(x²) + eps), in fp32, rounded once. A row's sums are fixed trees: one block shape
 for a row width, whatever the number of rows. dx = rstd (dy·weight − x̂ · mean(dy·weight·x̂)) with x̂ = x · rstd.
 dweight = Σ dy·x̂: each slab of 16 tokens is one partial sum, and the partials are folded from left to right in the order
-of the token layout, on from `main_grad` where the weight has one. Contraction is off.
+of the token layout, on from `main_grad` where the weight has one. Contraction is off. Triton compiles by the alignment of what it is given, and the
+layout of a sum follows: hence what is not aligned is copied.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number, check_shape
+from bi_kernels.checks import aligned, apply, check, check_number, check_shape
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
@@ -21,7 +22,7 @@ STAGES = 3
 FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, HAS_RESIDUAL: tl.constexpr,
                      BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -94,8 +95,8 @@ def _blocks(width: int) -> dict[str, int]:
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
     """y, rstd of every row, and h = x + residual where a residual is given; all x's shape but rstd."""
-    x, weight = x.contiguous(), weight.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    x, weight = aligned(x), aligned(weight)
+    residual = None if residual is None else aligned(residual)
     width = x.shape[-1]
     rows = x.shape[:-1].numel()
     y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
@@ -119,7 +120,7 @@ def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int,
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     if slabs and width:
         _rms_norm_backward_kernel[(slabs, )](
-            x, weight.contiguous(), rstd, dy.contiguous(), None if dh is None else dh.contiguous(),
+            x, aligned(weight), rstd, aligned(dy), None if dh is None else aligned(dh),
             layout.slots_on(x.device), dx, partial, heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx,
             NEEDS_DW=needs_dw, SLAB=SLAB, STAGES=STAGES, enable_fp_fusion=False, **_blocks(width))
     if needs_dw:
@@ -139,7 +140,7 @@ class _RMSNorm(torch.autograd.Function):
             main_grad(op, weight)
         y, rstd, *h = _launch(x, residual, weight, eps)
         ctx.op, ctx.layout, ctx.heads = op, layout, heads
-        ctx.save_for_backward(h[0] if h else x.contiguous(), weight, rstd)
+        ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
         return (y, *h) if h else y
 
     @staticmethod

@@ -35,16 +35,18 @@ def acceptance(session) -> tuple[list[Row], list[dict]]:
         tokens, shared = s.inputs("normal", 3)
         at = torch.arange(3, device=session.device)
         for dtype in (*DTYPES.values(), *REFUSED):
-            convert = lambda t: t if t.dtype == torch.bool and op.tokens.get("mask") else t.float().to(dtype)
+            kept_as_is = [k for k, v in op.tokens.items() if v.endswith((":id", ":bool"))]
+            convert = lambda given: {k: t if k in kept_as_is else t.float().to(dtype) for k, t in given.items()}
+            expected = DTYPES[op.out] if op.out else dtype
             target = Problem(op, s.problem.case, dtype if op.casts else s.problem.dtype, s.problem.shapes, s.problem.device)
             subject = Subject(target, s.function, s.candidate, s.device, s.command)
             if op.casts:
                 arguments = tokens, shared
             else:
-                arguments = ({k: convert(t) for k, t in tokens.items()}, {k: convert(t) for k, t in shared.items()})
+                arguments = convert(tokens), convert(shared)
             try:
                 got = subject.call(*arguments, (3, ), at)
-                said, kept = f"returns {dtype_name(got.dtype)}", dtype in DTYPES.values() and got.dtype == dtype
+                said, kept = f"returns {dtype_name(got.dtype)}", dtype in DTYPES.values() and got.dtype == expected
             except Exception as error:
                 said = str(error)
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)

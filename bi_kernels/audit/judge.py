@@ -265,6 +265,19 @@ def row_counts(subject: Subject) -> list[Row]:
     return rows
 
 
+def unaligned(subject: Subject, kind: str = SHARPEST, m: int = 65) -> Row:
+    """The same values in views that start one element into their memory: a kernel compiled for that may add otherwise."""
+    try:
+        tokens, shared = subject.inputs(kind, m)
+        at = torch.arange(m, device=subject.problem.device)
+        moved = lambda given: {k: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for k, t in given.items()}
+        plain = subject.call(tokens, shared, (m, ), at)
+        y = joined(subject.forward(moved(tokens), moved(shared), (m, ), at))
+        return subject.row("invariance", "unaligned view", compare(y, plain), "aligned", kind, m)
+    except Exception as error:
+        return subject.row("invariance", "unaligned view", None, "aligned", kind, m, detail=sentence(error))
+
+
 class _Drifted(Exception):
     """What a random layout raises; an error of the candidate's own is something else."""
 
@@ -368,7 +381,7 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     refused = supported(subject)
     if refused:
         return [refused]
-    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject)]
+    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject), unaligned(subject)]
     subject.forget()
     rows += row_counts(subject)
     subject.forget()
@@ -391,7 +404,7 @@ def coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
             continue
         names = layouts(s.lengths, s.problem.seed)
         assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
-        required = {("invariance", layout, None, None) for layout in (*names, "random")}
+        required = {("invariance", layout, None, None) for layout in (*names, "random", "unaligned view")}
         required |= {("invariance", "rows", m, None) for m in contract.rows(s.largest)}
         required |= {("invariance", "rows", None, kind) for kind in KINDS} | {("accuracy", "rows", None, k) for k in KINDS}
         required |= {("determinism", "packed", None, None)} | {("parity", f"{a}={b}", None, None) for a, b in PARITIES}

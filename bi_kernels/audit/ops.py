@@ -18,8 +18,8 @@ class Op:
     tokens: the inputs that every token has its own row of, with their trailing dimensions in terms of the shape set
     ("heads, head_dim"), or ending in ":bool" for a mask, or "vocab:id" for a token id below that; shared: the weights,
     likewise, or ending in ":t" where the op takes the transpose; order: the positional order of both, where it is not
-    tokens and then shared; out: the output's dtype, where it is not the op's (several outputs are stacked); constants:
-    further keyword arguments; function: the public function, where it is not `name`; row: its row of the contract,
+    tokens and then shared; out: the output's dtype, where it is not the op's (several outputs are stacked); scale: of the
+    shared inputs, a power of two; constants: further keyword arguments; function: the public function, where it is not `name`; row: its row of the contract,
     likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs whole sequences; reduction: the
     length of its sum; cases: shape name -> extra dimensions, for an op audited at several shapes; ieee: IEEE
     operations only, so a CPU must give the bits of a GPU; casts: the input has another dtype
@@ -32,6 +32,7 @@ class Op:
     shared: dict[str, str] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     out: str = ""
+    scale: str = "1"
     constants: dict = field(default_factory=dict)
     function: str = ""
     row: str = ""
@@ -69,7 +70,7 @@ OPS = {op.name: op for op in (
        reduction="hidden"),
     Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
     Op("lm_head_logprob", "vocabulary", {"hidden": "hidden", "targets": "vocab:id"}, {"weight": "vocab, hidden"},
-       order=("hidden", "weight", "targets"), out="fp32", constants={"temperature": 0.7, "ignore_index": 3},
+       order=("hidden", "weight", "targets"), out="fp32", scale="hidden ** -0.5", constants={"temperature": 0.7, "ignore_index": 3},
        reduction="hidden"),
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, out="fp32",
        constants={"temperature": 0.7, "ignore_index": 3}, reduction="vocab"),
@@ -135,6 +136,8 @@ class Problem:
             if dims.endswith(":id"):
                 return draw_ids(kind, lead, int(evaluate(dims.split(":")[0], **self.dims)), g)
             x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
+            if not lead and self.op.scale != "1":
+                x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
         return ({k: make(v, tokens) for k, v in self.op.tokens.items()}, {k: make(v) for k, v in self.op.shared.items()})

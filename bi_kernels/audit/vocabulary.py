@@ -81,15 +81,17 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
     g = generator(session.device, session.parameters["seed"], "tied")
-    upstream = torch.randn(step.count, generator=g, device=session.device)
-    ids = step.tokens["ids"]
+    make = lambda draw: draw((step.count, ), generator=g, device=session.device)
+    upstream = make(torch.randn) * torch.exp2(12 * make(torch.rand) - 6)
+    ids, (vocab, hidden) = step.tokens["ids"], table.shape
+    targets = (ids * 7 + 1) % vocab
     for call in step.layouts[layout]:
         index = torch.from_numpy(call.index).to(session.device)
         real, at = index >= 0, index.clamp(min=0)
         with token_layout(call, step.lengths):
             x = bi_kernels.embedding(ids[at], table if path != "head" else table.detach())
             logprob, _ = bi_kernels.lm_head_logprob(x, table if path != "embedding" else table.detach(),
-                                                    ids[at].masked_fill(~real, -100))
+                                                    targets[at].masked_fill(~real, -100), temperature=hidden**0.5)
         if logprob.requires_grad:
             logprob.backward(upstream[at].masked_fill(~real, 0))
     grads.join()
