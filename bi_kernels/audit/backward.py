@@ -51,8 +51,8 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
             step, line = Step(s, "normal", s.lengths), {}
             try:
                 whole = step.gradients(step.layouts["packed"])
-            except Exception:
-                out[f"{name} {op}"] = dict.fromkeys(LAYOUTS[1:], float("nan"))
+            except Exception as error:
+                out[f"{name} {op} ({type(error).__name__})"] = dict.fromkeys(LAYOUTS[1:], float("nan"))
                 continue
             for layout in LAYOUTS[1:]:
                 try:

@@ -52,7 +52,8 @@ def run(names, out, extra, jobs, **options) -> None:
         if name not in every:
             raise click.UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
     names = list(dict.fromkeys(names)) or list(every)
-    parameters = {k: v for k, v in options.items() if v is not None}
+    # a notebook by itself may look at bf16 alone
+    parameters = {"dtype": "all"} | {k: v for k, v in options.items() if v is not None}
     for name, value in extra:
         known = papermill.inspect_notebook(str(every[names[0]].notebook))
         if name not in known:

@@ -144,7 +144,8 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     labels = 0.06 * max(len(str(name)) for name in frame.index)
-    size = max(5.0, 1.8 + 0.42 * data.shape[1] + labels), max(1.6, 0.8 + 0.3 * data.shape[0])
+    across = 0.06 * max(len(str(name)) for name in frame.columns)  # the height of the slanted labels
+    size = max(5.0, 1.8 + 0.42 * data.shape[1] + labels), 0.9 + across + 0.3 * data.shape[0]
     figure, ax = plt.subplots(figsize=size)
     positive = np.ma.masked_where(~(data > 0), data)
     ax.set_facecolor("#eef2f4")

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -487,12 +487,13 @@ class Launches:
         if isinstance(kernel, CompiledKernel):
             self.variants.setdefault(kernel.hash, kernel)
 
-    def interpreted(self, fn: FunctionType, args: tuple, kwargs: dict) -> None:
+    def interpreted(self, fn: FunctionType, args: tuple, kwargs: dict, plain: Sequence = ()) -> None:
+        """plain: names or numbers of the parameters that the kernel is not specialised by."""
         parameters = inspect.signature(fn).parameters
         given = dict(zip(parameters, args)) | {k: v for k, v in kwargs.items() if k in parameters}
         for i, (name, p) in enumerate(parameters.items()):
             if name in given and not KernelParam(i, p, False, False).is_constexpr:
-                given[name] = _stand_in(given[name])
+                given[name] = _stand_in(3 if type(given[name]) is int and {i, name} & {*plain} else given[name])
         request = _Request(fn, given, {k: v for k, v in kwargs.items() if k not in parameters})
         self.variants.setdefault((fn, str(sorted(given.items())), str(request.options)), request)
 
@@ -545,7 +546,7 @@ def recorded(run: bool = True) -> Iterator[Launches]:
         return kernel
 
     def interpreted(self, *args, grid, warmup, **kwargs):
-        launches.interpreted(self.fn, args, kwargs)
+        launches.interpreted(self.fn, args, kwargs, self.kwargs.get("do_not_specialize") or ())
         return stock[InterpretedFunction](self, *args, grid=grid, warmup=warmup or not run, **kwargs)
 
     def again(self, grid):
