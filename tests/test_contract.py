@@ -88,7 +88,9 @@ def test_every_layout_of_the_contract_is_built(shapes):
     ("qwen3-8b", 4096, 32, 8, 128, 12288, 151936), ("llama3-8b", 4096, 32, 8, 128, 14336, 128256)])
 def test_the_models_shapes(shapes, hidden, heads, kv_heads, head_dim, mlp, vocab):
     expected = dict(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mlp=mlp, vocab=vocab)
-    assert SHAPES[shapes] == expected | {"lengths": SHAPES[shapes]["lengths"]}
+    samples = {k: SHAPES[shapes][k] for k in ("lengths", "gradient_lengths")}
+    assert SHAPES[shapes] == expected | samples
+    assert len(samples["gradient_lengths"]) >= 8 and max(samples["gradient_lengths"]) == 3000
     assert contract.linears(shapes) == {"qkv": (6144, hidden), "o": (hidden, 4096), "gate_up": (2 * mlp, hidden),
                                         "down": (hidden, mlp), "lm_head": (vocab, hidden)}
 
