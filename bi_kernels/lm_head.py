@@ -52,9 +52,8 @@ class _LMHeadLogprob(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if weight.requires_grad:
             main_grad("lm_head_logprob", weight)
-        columns = min(len(weight), int(keep_bytes) // (len(hidden) * hidden.element_size()) // BLOCK * BLOCK)
-        if keep_bytes >= len(hidden) * len(weight) * hidden.element_size():
-            columns = len(weight)
+        column_bytes = len(hidden) * hidden.element_size()
+        columns = len(weight) if keep_bytes >= column_bytes * len(weight) else int(keep_bytes) // column_bytes // BLOCK * BLOCK
         ctx.kept = _scratch(hidden, columns)[:, :columns] if columns else None
         logprob, entropy, lse = _lm_head(hidden, weight, targets, inv_temperature, ignore_index, ctx.kept)
         ctx.layout, ctx.columns, ctx.constants = layout, columns, (inv_temperature, ignore_index)
@@ -125,7 +124,7 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
     lead = hidden.shape[:-1]
     trains = hidden.requires_grad or weight.requires_grad
     inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index, trains)
-    if check_number(op, "keep_bytes", keep_bytes) < 0:
+    if not check_number(op, "keep_bytes", keep_bytes) >= 0:
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead), keep_bytes, *args)
     logprob, entropy, *_ = apply(op, _lm_head, _opaque, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,

@@ -117,7 +117,7 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC}
     assert not gradients.gradient_coverage(norm_rows, [subject("rms_norm")])
-    every = {(r.layout, r.tensor) for r in norm_rows if r.relation == INVARIANCE}
+    every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
     assert every == {(layout, tensor) for layout in LAYOUTS for tensor in ("dx", "dweight")}
     assert all(r.elements for r in norm_rows if r.relation != STATIC)
 
@@ -151,12 +151,19 @@ def test_another_dtype_another_op_or_a_control_covers_nothing(norm_rows):
     assert len(gradients.gradient_coverage(as_controls, [s])) == len(gradients.gradient_coverage([], [s]))
 
 
+@pytest.mark.xfail(strict=True, reason="gradient_coverage takes a control's static audit for the op's")
+def test_the_static_audit_of_a_control_covers_nothing(norm_rows):
+    as_controls = [replace(r, control=True) if r.relation == STATIC else r for r in norm_rows]
+    assert [r.relation for r in gradients.gradient_coverage(as_controls, [subject("rms_norm")])] == [STATIC]
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
     missing = gradients.gradient_coverage([], [s])
-    assert {r.tensor for r in missing if r.relation != STATIC} == {f"d{k}" for k in floating} != set()
+    found = {r.tensor.removesuffix(".grad") for r in missing if r.relation != STATIC}
+    assert found == {f"d{k}" for k in floating} != set()
 
 
 # Candidates that do not do what they should
@@ -217,7 +224,8 @@ def test_an_error_in_one_layout_is_reported_there(layout, when, monkeypatch):
     found = [r for r in gradients.judge_gradients(subject("rms_norm", raises_for(shape, when))) if r.relation == INVARIANCE]
     bad = [r for r in in_need(found) if r.layout == layout]
     assert len(bad) == 1 and "RuntimeError: boom" in bad[0].detail and "and more" not in bad[0].detail, report(found)
-    assert {r.layout for r in found if r.verdict == PASS} >= {"packed", "permuted", "batch"} - {layout}, report(found)
+    unharmed = {"permuted", "batch"} | ({"packed"} if layout != "singles" else set())  # they are what it is compared with
+    assert {r.layout for r in found if r.verdict == PASS} >= unharmed, report(found)
 
 
 def grad_for_main_grad(x, weight, eps):

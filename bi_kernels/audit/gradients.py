@@ -135,9 +135,10 @@ def judge_gradients(subject: Subject) -> list[Row]:
             for name in ("batch", "left_padded:16", "permuted"):
                 rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), own, INVARIANCE,
                                   name, "packed", kind, step.count, ".grad, without main_grad")
-            for _ in range(SWEEP["runs"] - 1):
+            runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
+            for _ in range(runs - 1):
                 again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), base, DETERMINISM, "packed",
-                                  "itself", kind, step.count, f"backward, {SWEEP['runs']} runs")
+                                  "itself", kind, step.count, f"backward, {runs} runs")
                 if any(r.verdict == NEEDS_FIX for r in again):
                     break
             rows += again
