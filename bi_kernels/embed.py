@@ -97,16 +97,16 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layout, padding_id, ids, weight):
-        ctx.layout, ctx.padding_id = layout, padding_id
+        ctx.layout, ctx.padding_id, ctx.parameter = layout, padding_id, weight
         _buffer(weight)
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)
         return _launch(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ids, weight = ctx.saved_tensors
-        return None, None, None, _fold_rows(dy, ids, weight, _buffer(weight), ctx.layout, ctx.padding_id)
+        ids, = ctx.saved_tensors
+        return None, None, None, _fold_rows(dy, ids, ctx.parameter, _buffer(ctx.parameter), ctx.layout, ctx.padding_id)
 
 
 def _buffer(weight: torch.Tensor) -> torch.Tensor | None:

@@ -274,18 +274,19 @@ class _Linear(torch.autograd.Function):
             if parameter is not None and parameter.requires_grad:
                 main_grad(op, parameter, label)
         ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
-        ctx.save_for_backward(x, weight, bias)
+        ctx.parameters = weight, bias  # a saved tensor may come back as a copy without main_grad, as under checkpointing
+        ctx.save_for_backward(x, weight)
         return _gemm(x, weight.t() if across else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
         dx = product(dy, weight if ctx.across else weight.t()) if needs_x else None
         rows, columns = (x, dy) if ctx.across else (dy, x)
-        dw = fold_weight(ctx.op, rows, columns, weight, ctx.layout, ctx.name) if needs_weight else None
-        db = fold_bias(ctx.op, dy, bias, ctx.layout) if needs_bias else None
+        dw = fold_weight(ctx.op, rows, columns, ctx.parameters[0], ctx.layout, ctx.name) if needs_weight else None
+        db = fold_bias(ctx.op, dy, ctx.parameters[1], ctx.layout) if needs_bias else None
         return None, None, None, None, dx, dw, db
 
 

@@ -57,6 +57,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         ctx.kept = _scratch(hidden, columns)[:, :columns] if columns else None
         logprob, entropy, lse = _lm_head(hidden, weight, targets, inv_temperature, ignore_index, ctx.kept)
         ctx.layout, ctx.columns, ctx.constants = layout, columns, (inv_temperature, ignore_index)
+        ctx.parameter = weight  # see gemm._Linear
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         return logprob, entropy
 
@@ -69,7 +70,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
         kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
-        buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
+        buffer = main_grad("lm_head_logprob", ctx.parameter) if needs_weight else None
         dw = torch.empty_like(weight) if needs_weight and buffer is None else None
         folded = ctx.layout.gather(hidden).t() if needs_weight else None
         scratch = dhidden = None

@@ -109,10 +109,11 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     return [y, rstd] if residual is None else [y, rstd, h]
 
 
-def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int, needs_dx: bool, needs_dw: bool):
-    """(dx, dweight), each where asked for; dweight is None too where it went into weight.main_grad."""
+def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int, needs_dx: bool, needs_dw: bool,
+              parameter: torch.Tensor | None = None):
+    """(dx, dweight), each where asked for; dweight is None too where it went into the parameter's main_grad."""
     width = x.shape[-1]
-    buffer = main_grad(op, weight) if needs_dw else None
+    buffer = main_grad(op, weight if parameter is None else parameter) if needs_dw else None
     slabs = len(layout.slots) // SLAB
     dx = dw = None
     if needs_dx:
@@ -139,7 +140,7 @@ class _RMSNorm(torch.autograd.Function):
         if weight.requires_grad:
             main_grad(op, weight)
         y, rstd, *h = _launch(x, residual, weight, eps)
-        ctx.op, ctx.layout, ctx.heads = op, layout, heads
+        ctx.op, ctx.layout, ctx.heads, ctx.parameter = op, layout, heads, weight  # see _Linear
         ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
         return (y, *h) if h else y
 
@@ -148,7 +149,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dh=None):
         h, weight, rstd = ctx.saved_tensors
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
-        dx, dw = _backward(ctx.op, h, weight, rstd, dy, dh, ctx.layout, ctx.heads, needs_x or needs_residual, needs_weight)
+        dx, dw = _backward(ctx.op, h, weight, rstd, dy, dh, ctx.layout, ctx.heads, needs_x or needs_residual, needs_weight,
+                           ctx.parameter)
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 

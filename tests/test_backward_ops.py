@@ -105,7 +105,8 @@ A, B, C, D = SAMPLES
 PACKED = [packed(A, B, C, D)]
 PERMUTED = [packed(C, A, D, B, order=[2, 0, 3, 1])]
 LAYOUTS = {
-    "each alone, told or not": [packed(A), (torch.tensor([B]), nullcontext()), packed(C), (torch.tensor([D]), nullcontext())],
+    "each alone, told or not": [packed(A), (torch.tensor([B]), nullcontext()), packed(C),
+                                (torch.tensor([D]), nullcontext())],
     "right-padded": [padded(A, B, C, D)],
     "left-padded to 48": [padded(A, B, C, D, width=48, left=True)],
     "permuted": PERMUTED,
@@ -323,7 +324,8 @@ def test_a_gradient_of_nothing_is_plus_zero(name, dtype):
     given, dy = arguments(name, dtype, "normal"), upstream(name, dtype, "normal")
     given = {k: t.abs() if t.is_floating_point() else t for k, t in given.items()}
     negative = [torch.full_like(t, -0.0) for t in dy]
-    for layout, main_grad in (("scattered, with gaps and empty sequences", True), ("ragged micro-batches", True), ("left-padded to 48", False)):
+    for layout, main_grad in (("scattered, with gaps and empty sequences", True), ("ragged micro-batches", True),
+                              ("left-padded to 48", False)):
         found = gradients(name, given, negative, LAYOUTS[layout], main_grad)
         for k in CALLS[name][2]:
             assert_same_bits(found[k], torch.zeros_like(found[k]), f"{layout}: d{k}")
@@ -371,8 +373,7 @@ def moved(call, x):
         return call(x)
 
 
-@pytest.mark.xfail(strict=True, reason="backward looks for main_grad on the saved tensor, which is then a copy without it")
-@pytest.mark.parametrize("way", [moved, partial(checkpoint, use_reentrant=False)], ids=["saved tensors moved", "checkpoint"])
+@pytest.mark.parametrize("way", [moved, partial(checkpoint, use_reentrant=False)], ids=["moved", "checkpoint"])
 @pytest.mark.parametrize("name", [name for name in WITH_PARAMETERS if name != "embedding"])
 def test_main_grad_is_found_where_saved_tensors_are_moved_or_computed_again(name, way, dtype=torch.bfloat16):
     given, dy = arguments(name, dtype), upstream(name, dtype)
@@ -587,8 +588,10 @@ BAD_INPUT = [
      ["embedding: ids holds -1 at flat index 3", "0 to 23"]),
     ("embedding ids float", lambda: bi_kernels.embedding(T.float(), W), TypeError,
      ["embedding: ids has dtype torch.float32", "integers"]),
-    ("embedding ids bool", lambda: bi_kernels.embedding(T > 3, W), TypeError, ["embedding: ids has dtype torch.bool", "integers"]),
-    ("embedding ids a list", lambda: bi_kernels.embedding([1, 2], W), TypeError, ["embedding: ids is a list", "torch.Tensor"]),
+    ("embedding ids bool", lambda: bi_kernels.embedding(T > 3, W), TypeError,
+     ["embedding: ids has dtype torch.bool", "integers"]),
+    ("embedding ids a list", lambda: bi_kernels.embedding([1, 2], W), TypeError,
+     ["embedding: ids is a list", "torch.Tensor"]),
     ("embedding weight rank", lambda: bi_kernels.embedding(T, NORM), ValueError,
      ["embedding: weight has shape (32,)", "(vocab, hidden)"]),
     ("embedding weight dtype", lambda: bi_kernels.embedding(T, W.double()), TypeError,
@@ -597,7 +600,8 @@ BAD_INPUT = [
      ["embedding: padding_id is 24", "None or 0 to 23"]),
     ("embedding padding_id negative", lambda: bi_kernels.embedding(T, W, padding_id=-1), ValueError,
      ["embedding: padding_id is -1", "None or 0 to 23"]),
-    ("embedding elsewhere", lambda: bi_kernels.embedding(T, W.to("meta")), ValueError, ["embedding: weight is on meta", "supported are cuda, and cpu"]),
+    ("embedding elsewhere", lambda: bi_kernels.embedding(T, W.to("meta")), ValueError,
+     ["embedding: weight is on meta", "supported are cuda, and cpu"]),
     *[row for name, call in LOGPROBS.items() for row in (
         (f"{name} target too large", lambda call=call: call(put(T, 1, 24)), ValueError,
          [f"{name}: targets holds 24 at flat index 1", "0 to 23 or -100"]),
@@ -632,20 +636,24 @@ BAD_INPUT = [
      ["lm_head_logprob: weight is on meta", "cpu", "one device"]),
     ("lm_head_logprob keep_bytes", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=-1), ValueError,
      ["lm_head_logprob: keep_bytes is -1", "at least 0"]),
-    ("lm_head_logprob keep_bytes no number", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=float("nan")), ValueError,
+    ("lm_head_logprob keep_bytes NaN", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=float("nan")), ValueError,
      ["lm_head_logprob: keep_bytes is nan", "at least 0"]),
     ("lm_head_logprob keep_bytes a string", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes="1 GB"), TypeError,
      ["lm_head_logprob: keep_bytes is '1 GB'", "number"]),
-    ("rms_norm eps a string", lambda: bi_kernels.rms_norm(X, NORM, "1e-6"), TypeError, ["rms_norm: eps is '1e-6'", "number"]),
+    ("rms_norm eps a string", lambda: bi_kernels.rms_norm(X, NORM, "1e-6"), TypeError,
+     ["rms_norm: eps is '1e-6'", "number"]),
     ("add_rms_norm eps nothing", lambda: bi_kernels.add_rms_norm(X, X, NORM, eps=None), TypeError,
      ["add_rms_norm: eps is None", "number"]),
-    ("rms_norm weight size", lambda: bi_kernels.rms_norm(X, NORM[:8]), ValueError, ["rms_norm: weight has shape (8,)", "(32,)"]),
-    ("rms_norm weight rank", lambda: bi_kernels.rms_norm(X, W), ValueError, ["rms_norm: weight has shape (24, 32)", "(32,)"]),
-    ("qk_norm rank", lambda: bi_kernels.qk_norm(NORM, NORM), ValueError, ["qk_norm: x has shape (32,)", "(..., heads, head_dim)"]),
+    ("rms_norm weight size", lambda: bi_kernels.rms_norm(X, NORM[:8]), ValueError,
+     ["rms_norm: weight has shape (8,)", "(32,)"]),
+    ("rms_norm weight rank", lambda: bi_kernels.rms_norm(X, W), ValueError,
+     ["rms_norm: weight has shape (24, 32)", "(32,)"]),
+    ("qk_norm rank", lambda: bi_kernels.qk_norm(NORM, NORM), ValueError,
+     ["qk_norm: x has shape (32,)", "(..., heads, head_dim)"]),
     ("rms_norm no features", lambda: bi_kernels.rms_norm(X[:, :0], NORM[:0]), ValueError,
      ["rms_norm: the last dimension of x is 0", f"1 to {norm.WIDEST}"]),
-    ("rms_norm too wide", lambda: bi_kernels.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)), ValueError,
-     [f"rms_norm: the last dimension of x is {norm.WIDEST + 1}", f"1 to {norm.WIDEST}"]),
+    ("rms_norm too wide", lambda: bi_kernels.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)),
+     ValueError, [f"rms_norm: the last dimension of x is {norm.WIDEST + 1}", f"1 to {norm.WIDEST}"]),
     ("add_rms_norm residual size", lambda: bi_kernels.add_rms_norm(X, X[:2], NORM), ValueError,
      ["add_rms_norm: residual has shape (2, 32)", "(5, 32)"]),
     ("add_rms_norm residual dtype", lambda: bi_kernels.add_rms_norm(X, X.float(), NORM), TypeError,
@@ -655,12 +663,13 @@ BAD_INPUT = [
     ("rms_norm weight elsewhere", lambda: bi_kernels.rms_norm(X, NORM.to("meta")), ValueError,
      ["rms_norm: weight is on meta", "cpu"]),
     *[row for name, (call, parameter, argument) in NAMED.items() for row in (
-        (f"{name} main_grad dtype", lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros_like(p))), TypeError,
-         [f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16", "torch.float32"]),
+        (f"{name} main_grad dtype", lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros_like(p))),
+         TypeError, [f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16", "torch.float32"]),
         (f"{name} main_grad no tensor", lambda call=call, p=parameter: call(trained(p, main_grad=[0.0])), TypeError,
          [f"{name.split()[0]}: {argument}.main_grad has type list", "torch.float32"]),
         (f"{name} main_grad shape", lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(3))), ValueError,
-         [f"{name.split()[0]}: {argument}.main_grad has shape (3,) on cpu", f"{tuple(parameter.shape)} on cpu as {argument}"]),
+         [f"{name.split()[0]}: {argument}.main_grad has shape (3,) on cpu",
+          f"{tuple(parameter.shape)} on cpu as {argument}"]),
         (f"{name} main_grad elsewhere",
          lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(p.shape, device="meta"))), ValueError,
          [f"{name.split()[0]}: {argument}.main_grad", "on meta", "on cpu"]),
@@ -670,11 +679,13 @@ BAD_INPUT = [
     ("embedding embedding_main_grad dtype",
      lambda: bi_kernels.embedding(T, trained(W, embedding_main_grad=torch.zeros_like(W))), TypeError,
      ["embedding: weight.embedding_main_grad has dtype torch.bfloat16", "torch.float32"]),
-    *[(f"{name} layout of other rows", lambda call=call, p=parameter: within(TokenLayout.packed([0, 2, 6]), lambda: call(trained(p))),
-       ValueError, [f"{name.split()[0]}: x has 5 tokens", "6 rows"]) for name, (call, parameter, _) in NAMED.items()],
+    *[(f"{name} layout of other rows",
+       lambda call=call, p=parameter: within(TokenLayout.packed([0, 2, 6]), lambda: call(trained(p))), ValueError,
+       [f"{name.split()[0]}: x has 5 tokens", "6 rows"]) for name, (call, parameter, _) in NAMED.items()],
     ("cu_seqlens decreases", lambda: TokenLayout.packed(torch.tensor([0, 4, 2])), ValueError,
      [f"{LAYOUT}cu_seqlens is [0, 4, 2]", "start at 0 and never decrease"]),
-    ("cu_seqlens starts late", lambda: TokenLayout.packed([1, 4]), ValueError, [f"{LAYOUT}cu_seqlens is [1, 4]", "start at 0"]),
+    ("cu_seqlens starts late", lambda: TokenLayout.packed([1, 4]), ValueError,
+     [f"{LAYOUT}cu_seqlens is [1, 4]", "start at 0"]),
     ("cu_seqlens empty", lambda: TokenLayout.packed([]), ValueError, [f"{LAYOUT}cu_seqlens is []", "start at 0"]),
     ("cu_seqlens of no sequence", lambda: TokenLayout.packed([0]), ValueError, [LAYOUT, "empty", "at least one sequence"]),
     ("cu_seqlens float", lambda: TokenLayout.packed(torch.tensor([0.0, 4.0])), ValueError,
@@ -683,7 +694,8 @@ BAD_INPUT = [
      [f"{LAYOUT}cu_seqlens has shape (1, 2)", "one dimension"]),
     ("sequences overlap", lambda: TokenLayout([0, 3], [4, 2], 8), ValueError,
      [f"{LAYOUT}sequences start at [0, 3] with lengths [4, 2]", "8 rows and not to overlap"]),
-    ("sequences leave the rows", lambda: TokenLayout([0, 6], [4, 3], 8), ValueError, [LAYOUT, "[0, 6]", "[4, 3]", "8 rows"]),
+    ("sequences leave the rows", lambda: TokenLayout([0, 6], [4, 3], 8), ValueError,
+     [LAYOUT, "[0, 6]", "[4, 3]", "8 rows"]),
     ("sequences start before the rows", lambda: TokenLayout([-1], [2], 8), ValueError, [LAYOUT, "[-1]", "8 rows"]),
     ("a length is negative", lambda: TokenLayout([0, 4], [3, -2], 8), ValueError, [LAYOUT, "[3, -2]", "8 rows"]),
     ("no sequence", lambda: TokenLayout.padded([], 8), ValueError, [f"{LAYOUT}lengths is empty", "at least one sequence"]),
@@ -691,7 +703,8 @@ BAD_INPUT = [
      [f"{LAYOUT}lengths holds 9", "at most the width 8"]),
     ("order repeats", lambda: TokenLayout.packed([0, 2, 5], order=[1, 1]), ValueError,
      [f"{LAYOUT}order is [1, 1]", "2 different numbers"]),
-    ("order is short", lambda: TokenLayout.packed([0, 2, 5], order=[0]), ValueError, [f"{LAYOUT}order is [0]", "2 different"]),
+    ("order is short", lambda: TokenLayout.packed([0, 2, 5], order=[0]), ValueError,
+     [f"{LAYOUT}order is [0]", "2 different"]),
 ]
 
 
@@ -703,13 +716,15 @@ NOT_YET_CLEAR = [  # what is raised is not about the argument, or nothing is rai
     ("more starts than lengths", lambda: TokenLayout([0, 5], [5], 10), ValueError, [LAYOUT, "[0, 5]", "[5]"]),
     ("more lengths than starts", lambda: TokenLayout([0], [5, 3], 10), ValueError, [LAYOUT, "[0]", "[5, 3]"]),
     ("lengths rank", lambda: TokenLayout.padded(torch.tensor([[1, 2]]), 4), ValueError, [f"{LAYOUT}lengths", "(1, 2)"]),
-    ("lengths float", lambda: TokenLayout.padded([1.5, 2.0], 4), (TypeError, ValueError), [f"{LAYOUT}lengths", "1.5", "integers"]),
+    ("lengths float", lambda: TokenLayout.padded([1.5, 2.0], 4), (TypeError, ValueError),
+     [f"{LAYOUT}lengths", "1.5", "integers"]),
     ("cu_seqlens a list of floats", lambda: TokenLayout.packed([0, 2.5, 5]), (TypeError, ValueError),
      [f"{LAYOUT}cu_seqlens", "2.5", "integers"]),
     ("cu_seqlens bool", lambda: TokenLayout.packed(torch.tensor([False, True])), ValueError,
      [f"{LAYOUT}cu_seqlens", "torch.bool", "integers"]),
     ("cu_seqlens a number", lambda: TokenLayout.packed(5), TypeError, [f"{LAYOUT}cu_seqlens is 5", "integers"]),
-    ("order of letters", lambda: TokenLayout.packed([0, 2, 5], order="ab"), (TypeError, ValueError), [f"{LAYOUT}order is 'ab'"]),
+    ("order of letters", lambda: TokenLayout.packed([0, 2, 5], order="ab"), (TypeError, ValueError),
+     [f"{LAYOUT}order is 'ab'"]),
 ]
 ROWS = [pytest.param(*row[1:], id=row[0], marks=marks) for rows, marks in (
     (BAD_INPUT, ()), (NOT_YET_CLEAR, pytest.mark.xfail(strict=True, reason="not checked"))) for row in rows]
@@ -731,7 +746,7 @@ def test_tokens_that_are_all_ignored_are_refused_only_where_a_gradient_is_wanted
     hidden, weight = X.clone(), trained(W)
     call = {"token_logprob": lambda: bi_kernels.token_logprob(bi_kernels.linear(hidden, weight), ignored),
             "lm_head_logprob": lambda: bi_kernels.lm_head_logprob(hidden, weight, ignored)}[name]
-    with pytest.raises(ValueError, match=f"^{name}: targets holds nothing but ignore_index -100, expected at least one token"):
+    with pytest.raises(ValueError, match=f"^{name}: targets holds nothing but ignore_index -100, expected at least one"):
         call()
     with torch.no_grad():
         for y in call():

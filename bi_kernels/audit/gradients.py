@@ -128,16 +128,17 @@ def judge_gradients(subject: Subject) -> list[Row]:
             against = "singles" if name == "packed" else "packed"
             launched = shapes_launched(step.layouts[name])
             rows += _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
-                              keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
+                              lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
                               INVARIANCE, name, against, kind, step.count, launched)
         if kind == SHARPEST:
-            own = step.gradients(step.layouts["packed"], main_grad=False)
+            own: dict = {}
+            alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
             for name in ("batch", "left_padded:16", "permuted"):
-                rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), own, INVARIANCE,
+                rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
                                   name, "packed", kind, step.count, ".grad, without main_grad")
             runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
             for _ in range(runs - 1):
-                again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), base, DETERMINISM, "packed",
+                again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), lambda: base, DETERMINISM, "packed",
                                   "itself", kind, step.count, f"backward, {runs} runs")
                 if any(r.verdict == NEEDS_FIX for r in again):
                     break
@@ -156,12 +157,12 @@ def judge_gradient_accuracy(subject: Subject) -> list[Row]:
     return rows
 
 
-def _compared(subject: Subject, make, expected: dict, relation: str, name: str, against: str, kind: str, count: int,
+def _compared(subject: Subject, make, expected, relation: str, name: str, against: str, kind: str, count: int,
               detail: str) -> list[Row]:
     try:
-        found = make()
-        return [subject.row(relation, name, compare(found[k], expected[k]), against, kind, count, tensor=f"d{k}", detail=detail)
-                for k in expected]
+        found, wanted = make(), expected()
+        return [subject.row(relation, name, compare(found[k], wanted[k]), against, kind, count, tensor=f"d{k}", detail=detail)
+                for k in wanted]
     except Exception as error:
         return [subject.row(relation, name, None, against, kind, count, detail=f"{detail}; {sentence(error)}")]
 
@@ -223,7 +224,7 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
     """A needs-fix row for every gradient, layout and relation that is required and not in the rows."""
     missing = []
     for s in subjects:
-        if not any(r.relation == STATIC for r in rows if (r.op, r.case, r.dtype) ==
+        if not any(r.relation == STATIC and not r.control for r in rows if (r.op, r.case, r.dtype) ==
                    (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))):
             missing.append(s.row(STATIC, "source, PTX, SASS", None, inputs="", detail="required, not run"))
         mine = {(r.relation, r.layout, r.tensor, r.inputs) for r in rows if not r.control and (r.op, r.case, r.dtype) ==
