@@ -129,5 +129,5 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead), keep_bytes, *args)
     logprob, entropy, *_ = apply(op, _lm_head, _opaque, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,
-                                 targets.reshape(-1), inv_temperature, ignore_index)
+                                 targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)

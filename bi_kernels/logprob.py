@@ -268,7 +268,7 @@ def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index, logits.requires_grad)
     logprob, entropy, *_ = apply(op, _token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
-                                 targets.reshape(-1), inv_temperature, ignore_index)
+                                 targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)
 
 

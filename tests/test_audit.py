@@ -299,7 +299,9 @@ import bi_kernels
 
 def twice(*tensors, **named):
     y = bi_kernels.{name}(*tensors, **named)
-    return y + y if len(y) <= {rows} else y
+    if len(tensors[0]) > {rows}:
+        return y
+    return y + y if not isinstance(y, tuple) else tuple(part + part for part in y)
 '''
 
 

@@ -9,6 +9,7 @@ from bi_kernels.audit.candidates import Candidate
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import INVARIANCE, gradient_lengths
 from bi_kernels.audit.judge import Row, Subject
+from bi_kernels.audit.repro import write
 from bi_kernels.contract import dtype_name
 
 SAMPLES = ((1, 1), (3, 2), (5, 17), (17, 44), (129, 64), (300, 211))
@@ -24,7 +25,7 @@ class Split:
 
     def results(self, s: Subject) -> tuple[torch.Tensor, torch.Tensor]:
         scope = {"fn": s.function, "torch": torch}
-        exec(body(s, self), scope)
+        exec("\n".join(body(s, self)), scope)
         return scope["whole"], scope["split"]
 
     def drifts(self, s: Subject) -> bool:
@@ -34,7 +35,7 @@ class Split:
             return False
 
 
-def body(s: Subject, split: Split) -> str:
+def body(s: Subject, split: Split) -> list[str]:
     """The lines that leave both gradients in `whole` and `split`; they need `torch` and `fn`."""
     p, op, dtype, device = s.problem, s.problem.op, str(s.problem.dtype), f'"{s.problem.device.type}"'
     shape = lambda v: ", ".join(map(str, p._shape(v)))
@@ -73,7 +74,7 @@ def body(s: Subject, split: Split) -> str:
               f"    leaf = leaves[{split.tensor!r}]",
               "    return leaf.grad if leaf.grad is not None else leaf.main_grad", "", "",
               "whole, split = gradient([lengths]), gradient([[n] for n in lengths])"]
-    return "\n".join(lines)
+    return lines
 
 
 def export_gradient(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> Path | None:
@@ -88,17 +89,9 @@ def export_gradient(s: Subject, candidate: Candidate, rows: list[Row], folder: P
     if split is None:
         return None
     p = s.problem
-    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if p.device.type == "cpu" else []
-    text = "\n".join([
-        f"# {p.op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: the gradient of {split.tensor}, of samples of "
-        f"{list(split.lengths)} tokens in one call and in one call each.", *interpret, "import torch",
-        candidate.imports(p.op), body(s, split), "", "bits = {2: torch.int16, 4: torch.int32}[whole.element_size()]",
-        "differ = whole.view(bits) != split.view(bits)",
-        'print(f"{int(differ.sum())} of {whole.numel()} elements differ; max abs {(whole - split).abs().max().item():.3g}")',
-        "raise SystemExit(bool(differ.any()))", ""])
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("-".join(filter(None, (p.op.name, p.case, dtype_name(p.dtype), "gradient"))) + ".py")
-    path.write_text(text, encoding="utf-8")
+    write(s, candidate, f"the gradient of {split.tensor}, of samples of {list(split.lengths)} tokens in one call and in one "
+          "call each.", body(s, split), ("whole", "split"), path)
     for r in drifting:
         r.repro = f"python {folder.name}/{path.name}"
     return path

@@ -1,7 +1,8 @@
 """Minimal reproducers: a standalone script of a few lines that shows a drift, shrunk in rows and inputs.
 
 A token that drifts between two layouts drifts between two calls. The script computes that one token in both, with
-nothing else but filler in the other rows; the search makes the calls as small as the drift allows.
+nothing else but filler in the other rows; the search, which runs the script's own lines, makes the calls as small as the
+drift allows.
 """
 
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from bi_kernels.audit.candidates import Candidate
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
-from bi_kernels.contract import SWEEP, dtype_name
+from bi_kernels.contract import SWEEP, dtype_name, evaluate
 
-FILLERS = {"zeros": "torch.zeros(rows, {dims})", "random": "torch.randn(rows, {dims})",
-           "NaN": "torch.full((rows, {dims}), float('nan'))"}
+FILLERS = ("zeros", "random", "NaN")
+PRINTED = ("bits = {{2: torch.int16, 4: torch.int32}}[{a}.element_size()]", "differ = {a}.view(bits) != {b}.view(bits)",
+           'print(f"{{int(differ.sum())}} of {{{a}.numel()}} elements differ; max abs {{({a} - {b}).abs().max().item():.3g}}")',
+           "raise SystemExit(bool(differ.any()))", "")
 
 
 @dataclass(frozen=True)
@@ -40,45 +43,16 @@ class Recipe:
     seed: int
     position: int = 0
     cancel: bool = False  # the token's sum grows and then nearly vanishes: another order shows in the last bits
-
-    def results(self, s: Subject) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token's result in both calls, exactly as the script computes it."""
-        p = s.problem
-        torch.manual_seed(self.seed)
-        make = lambda *shape: torch.randn(*shape)
-        token = {k: make(*p._shape(v)) > 0.5 if v.endswith(":bool") else make(*p._shape(v)).to(p.input_dtype)
-                 for k, v in p.op.tokens.items()}
-        shared = {k: make(*p._shape(v)).to(p.dtype).to(p.device) for k, v in p.op.shared.items()}
-        if self.cancel:
-            half = p.reduction // 2
-            for t in token.values():
-                t[half:2 * half], t[half - 1], t[-1] = -t[:half], 0, 2**-12
-            for t in shared.values():
-                if t.dim() == 2:
-                    t[:, half:2 * half] = t[:, :half]
-        shared = {k: t.t().contiguous() if p.op.shared[k].endswith(":t") else t for k, t in shared.items()}
-        out = []
-        for place in (self.a, self.b):
-            torch.manual_seed(self.seed + 1)
-            tokens = {}
-            for k, t in token.items():
-                if t.dtype == torch.bool:
-                    x = torch.zeros(place.rows, *t.shape, dtype=torch.bool)
-                else:
-                    x = {"zeros": torch.zeros, "random": torch.randn,
-                         "NaN": lambda *n: torch.full(n, float("nan"))}[self.filler](place.rows, *t.shape).to(t.dtype)
-                x[place.at] = t
-                tokens[k] = x.to(p.device)
-            positions = torch.full((place.rows, ), self.position, device=p.device)
-            out.append(s.call(tokens, shared, place.lead, positions)[place.at])
-        return out[0], out[1]
+    several: bool = False  # outputs, which are stacked
 
     def drifts(self, s: Subject) -> bool:
+        """Whether the token's result differs in the two calls, computed by the script's own lines."""
+        scope = {"fn": s.function, "torch": torch}
         try:
-            a, b = self.results(s)
+            exec("\n".join(body(s, self)), scope)
+            return bool(compare(scope["a"], scope["b"]).mismatches)
         except Exception:
             return False
-        return bool(compare(a, b).mismatches)
 
 
 def _places(s: Subject, row: Row) -> tuple[Place, Place, int] | None:
@@ -86,9 +60,9 @@ def _places(s: Subject, row: Row) -> tuple[Place, Place, int] | None:
     token = row.first_index[0]
     if row.layout == "rows":
         return Place((row.rows, ), token), Place((s.largest, ), token), token
-    if ":" not in row.layout and row.layout not in layouts(s.lengths, s.problem.seed):
-        return None
     every = layouts(s.lengths, s.problem.seed)
+    if row.layout not in every:
+        return None
     position = int(np.concatenate([np.arange(n) for n in s.lengths])[token])
 
     def place(calls: list[Call]) -> Place:
@@ -100,13 +74,16 @@ def _places(s: Subject, row: Row) -> tuple[Place, Place, int] | None:
 
 def shrink(s: Subject, row: Row) -> Recipe | None:
     """The smallest recipe found that still drifts, or None."""
-    found = _places(s, row) if row.first_index and row.layout in ("rows", *layouts(s.lengths, s.problem.seed)) else None
+    found = _places(s, row) if row.first_index else None
     if found is None:
         return None
     a, b, position = found
+    tokens, shared = s.inputs("normal", 1)
+    out = s.forward(tokens, shared, (1, ), torch.zeros(1, dtype=torch.int64, device=s.problem.device))
     sums = (False, True) if s.problem.reduction > 1 else (False, )
     recipe = next((r for filler in FILLERS for cancel in sums for seed in (0, 2, 4)
-                   for r in (Recipe(a, b, filler, seed, position, cancel), ) if r.drifts(s)), None)
+                   for r in (Recipe(a, b, filler, seed, position, cancel, not isinstance(out, torch.Tensor)), )
+                   if r.drifts(s)), None)
     if recipe is None:
         return None
     for side in ("a", "b"):
@@ -121,48 +98,60 @@ def shrink(s: Subject, row: Row) -> Recipe | None:
     return simple if simple.drifts(s) else recipe
 
 
-def script(s: Subject, candidate: Candidate, recipe: Recipe) -> str:
-    """The text of the standalone script."""
-    p, op = s.problem, s.problem.op
-    dtype, device = str(p.dtype), f'"{p.device.type}"'
-    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if p.device.type == "cpu" else []
-    lines = [f"# {op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: one token, computed in a call of "
-             f"{recipe.a.lead} and in one of {recipe.b.lead}; the other rows hold {recipe.filler}.", *interpret,
-             "import torch", candidate.imports(op), *["from bi_kernels import rope_table"] * op.positions, "",
-             f"torch.manual_seed({recipe.seed})"]
-    dims = {k: ", ".join(map(str, p._shape(v))) for k, v in (op.tokens | op.shared).items()}
-    for k, v in op.tokens.items():
-        lines.append(f"{k} = torch.randn({dims[k]})" + (" > 0.5" if v.endswith(":bool") else f".to({p.input_dtype})"))
+def body(s: Subject, recipe: Recipe) -> list[str]:
+    """The lines that leave the token's result of both calls in `a` and `b`; they need `torch` and `fn`."""
+    p, op, device = s.problem, s.problem.op, f'"{s.problem.device.type}"'
+    dims = {k: "" if v.endswith(":id") else ", ".join(map(str, p._shape(v))) for k, v in (op.tokens | op.shared).items()}
+
+    def drawn(dims_of: str, shape: str, filler: str = "random") -> str:
+        if dims_of.endswith(":id"):
+            top = p._shape(dims_of)[0] if filler == "random" else 1
+            return f"torch.randint({top}, ({shape}))"
+        if dims_of.endswith(":bool"):
+            return f"torch.randn({shape}) > {0.5 if filler == 'random' else 'torch.inf'}"
+        make = {"zeros": f"torch.zeros({shape})", "random": f"torch.randn({shape})",
+                "NaN": f"torch.full(({shape}), float('nan'))"}[filler]
+        return make + f".to({p.input_dtype})"
+
+    lines = ["from bi_kernels import rope_table", ""] * op.positions + [f"torch.manual_seed({recipe.seed})"]
+    lines += [f"{k} = {drawn(v, dims[k])}" for k, v in op.tokens.items()]
+    half = p.reduction // 2
     if recipe.cancel:
-        half = p.reduction // 2
         lines += ["# the sum grows over the first half of k and vanishes over the second, but for the last term",
-                  *(f"{k}[{half}:{2 * half}], {k}[{half - 1}], {k}[-1] = -{k}[:{half}], 0, 2**-12" for k in op.tokens)]
+                  *(f"{k}[{half}:{2 * half}], {k}[{half - 1}], {k}[-1] = -{k}[:{half}], 0, 2**-12"
+                    for k in op.tokens if dims[k])]
     for k, v in op.shared.items():
-        lines.append(f"{k} = torch.randn({dims[k]}).to({dtype}).to({device})")
+        scaled = "" if op.scale == "1" else f".mul({float(evaluate(op.scale, **p.dims))})"
+        lines.append(f"{k} = torch.randn({dims[k]}){scaled}.to({p.dtype}).to({device})")
         if recipe.cancel and len(p._shape(v)) == 2:
             lines.append(f"{k}[:, {half}:{2 * half}] = {k}[:, :{half}]")
         if v.endswith(":t"):
             lines.append(f"{k} = {k}.t().contiguous()")
-    arguments = [*op.shared, *(f"{k}={v!r}" for k, v in op.constants.items())]
-    if op.casts:
-        arguments.append(f"dtype={dtype}")
-    if op.positions:
-        arguments.append(f"table=rope_table({max(SWEEP['rows'])}, {p.dims['head_dim']}, device={device})")
-        arguments.append(f"positions=torch.full(lead, {recipe.position}, device={device})")
-    lines += ["", "", "def result(lead, at):", "    rows = torch.Size(lead).numel()",
-              f"    torch.manual_seed({recipe.seed + 1})"]
+    lines += ["", "", "def result(lead, at):", "    rows = torch.Size(lead).numel()", f"    torch.manual_seed({recipe.seed + 1})"]
     for k, v in op.tokens.items():
-        filler = (f"torch.zeros(rows, {dims[k]}, dtype=torch.bool)" if v.endswith(":bool") else
-                  FILLERS[recipe.filler].format(dims=dims[k]) + f".to({p.input_dtype})")
-        lines += [f"    {k}_rows = {filler}", f"    {k}_rows[at] = {k}"]
-    calls = [f"{k}_rows.to({device}).reshape(*lead, {dims[k]})" for k in op.tokens]
-    lines += [f"    return fn({', '.join(calls + arguments)}).flatten(0, len(lead) - 1)[at]", "", "",
-              f"a, b = result({recipe.a.lead}, {recipe.a.at}), result({recipe.b.lead}, {recipe.b.at})",
-              f"bits = torch.int{torch.finfo(p.dtype).bits}",
-              "differ = a.view(bits) != b.view(bits)",
-              'print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")',
-              "raise SystemExit(bool(differ.any()))", ""]
-    return "\n".join(lines)
+        lines += [f"    {k}_rows = {drawn(v, f'rows, {dims[k]}', recipe.filler)}", f"    {k}_rows[at] = {k}"]
+    given = {k: f"{k}_rows.to({device}).reshape(*lead, {dims[k]})" for k in op.tokens} | {k: k for k in op.shared}
+    arguments = [given[k] for k in op.order or given] + [f"{k}={v!r}" for k, v in op.constants.items()]
+    if op.casts:
+        arguments.append(f"dtype={p.dtype}")
+    if op.positions:
+        arguments += [f"table=rope_table({max(SWEEP['rows'])}, {p.dims['head_dim']}, device={device})",
+                      f"positions=torch.full(lead, {recipe.position}, device={device})"]
+    lines.append(f"    y = fn({', '.join(arguments)})")
+    if recipe.several:
+        lines.append("    y = torch.stack(tuple(y), -1)")
+    return [*lines, "    return y.flatten(0, len(lead) - 1)[at]", "", "",
+            f"a, b = result({recipe.a.lead}, {recipe.a.at}), result({recipe.b.lead}, {recipe.b.at})"]
+
+
+def write(s: Subject, candidate: Candidate, what: str, lines: list[str], pair: tuple[str, str], path: Path) -> None:
+    """Writes a script: a comment that says `what` it shows, the candidate as `fn`, the lines, and whether `pair` differs."""
+    p = s.problem
+    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if p.device.type == "cpu" else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([
+        f"# {p.op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: {what}", *interpret, "import torch",
+        candidate.imports(p.op), *lines, *(line.format(a=pair[0], b=pair[1]) for line in PRINTED)]), encoding="utf-8")
 
 
 def export(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> Path | None:
@@ -173,10 +162,9 @@ def export(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> P
         recipe = shrink(s, row)
         if recipe is None:
             continue
-        folder.mkdir(parents=True, exist_ok=True)
-        name = "-".join(filter(None, (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))))
-        path = folder / f"{name}.py"
-        path.write_text(script(s, candidate, recipe), encoding="utf-8")
+        path = folder / ("-".join(filter(None, (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype)))) + ".py")
+        write(s, candidate, f"one token, computed in a call of {recipe.a.lead} and in one of {recipe.b.lead}; the other rows "
+              f"hold {recipe.filler}.", body(s, recipe), ("a", "b"), path)
         for r in drifting:
             r.repro = f"python {folder.name}/{path.name}"
         return path
