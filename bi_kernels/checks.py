@@ -43,6 +43,12 @@ def check_number(op: str, name: str, value: float) -> float:
     return float(value)
 
 
+def check_integer(op: str, name: str, value: int, expected: str = "an integer") -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
+    return value
+
+
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check
+from bi_kernels.checks import apply, check, check_integer
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
@@ -153,7 +153,8 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
     if weight.dim() != 2:
         raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
     check_ids("embedding", "ids", ids, weight.shape[0])
-    if padding_id is not None and not 0 <= padding_id < weight.shape[0]:
-        raise ValueError(f"embedding: padding_id is {padding_id}, expected None or 0 to {weight.shape[0] - 1}")
+    allowed = f"None or 0 to {weight.shape[0] - 1}"
+    if padding_id is not None and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]:
+        raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
     differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
     return apply("embedding", _launch, _opaque, differentiable, ids, weight)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, check, check_number, check_shape
+from bi_kernels.checks import aligned, apply, check, check_integer, check_number, check_shape
 from bi_kernels.embed import can_wait, check_ids
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
@@ -249,7 +249,7 @@ def checked_targets(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab
     check_shape(op, "targets", targets, lead, "one a token")
     if not targets.numel():
         raise ValueError(f"{op}: targets has shape {tuple(targets.shape)}, expected at least one token")
-    check_ids(op, "targets", targets, vocab, ignore_index)
+    check_ids(op, "targets", targets, vocab, check_integer(op, "ignore_index", ignore_index))
     if trains and torch.is_grad_enabled() and can_wait(targets) and bool((targets == ignore_index).all()):
         raise ValueError(f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to train on")
     if not check_number(op, "temperature", temperature) > 0:

@@ -12,6 +12,7 @@ Without one, x of shape (..., length, features) is read as sequences of `length`
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from operator import index
 
 import torch
 import triton
@@ -34,6 +35,18 @@ def _gather_kernel(x, slots, y, count, columns, stride, ROWS: tl.constexpr, BLOC
     tl.store(y + slot.to(tl.int64)[:, None] * columns + col[None, :], value, mask=inside)
 
 
+def _integers(name: str, values: torch.Tensor | Sequence[int]) -> list[int]:
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise ValueError(f"TokenLayout: {name} has shape {tuple(values.shape)} and dtype {values.dtype}, expected one "
+                             "dimension of integers")
+        return values.tolist()
+    try:
+        return [index(v) for v in values]
+    except TypeError:
+        raise TypeError(f"TokenLayout: {name} is {values!r:.80}, expected a sequence of integers") from None
+
+
 class TokenLayout:
     """The sequences of one call: sequence i holds the rows starts[i] … starts[i] + lengths[i] of `rows` token rows.
 
@@ -43,16 +56,19 @@ class TokenLayout:
     """
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
+        starts, lengths = _integers("starts", starts), _integers("lengths", lengths)
         count = len(starts)
+        if len(lengths) != count:
+            raise ValueError(f"TokenLayout: starts is {starts} and lengths is {lengths}, expected one of each a sequence")
         if not count:
             raise ValueError("TokenLayout: lengths is empty, expected at least one sequence")
-        order = list(range(count)) if order is None else [int(i) for i in order]
+        order = list(range(count)) if order is None else _integers("order", order)
         if len(set(order)) != count or len(order) != count:
             raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
         spans = sorted(zip(starts, lengths))
         if min(lengths) < 0 or spans[0][0] < 0 or max(s + n for s, n in spans) > rows or any(
                 s + n > following for (s, n), (following, _) in zip(spans, spans[1:])):
-            raise ValueError(f"TokenLayout: sequences start at {list(starts)} with lengths {list(lengths)}, expected them "
+            raise ValueError(f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
                              f"to lie in {rows} rows and not to overlap")
         slots: list[int] = []
         for _, start, length in sorted(zip(order, starts, lengths)):
@@ -67,10 +83,7 @@ class TokenLayout:
     @classmethod
     def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
         """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
-        if isinstance(cu_seqlens, torch.Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
-            raise ValueError(f"TokenLayout: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, "
-                             "expected one dimension of integers, one more than there are sequences")
-        ends = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else [int(c) for c in cu_seqlens]
+        ends = _integers("cu_seqlens", cu_seqlens)
         if not ends or ends[0] != 0 or ends != sorted(ends):
             raise ValueError(f"TokenLayout: cu_seqlens is {ends}, expected it to start at 0 and never decrease")
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
@@ -79,7 +92,7 @@ class TokenLayout:
     def padded(cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False,
                order: Sequence[int] | None = None) -> "TokenLayout":
         """A (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
-        lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(n) for n in lengths]
+        lengths = _integers("lengths", lengths)
         if lengths and max(lengths) > width:
             raise ValueError(f"TokenLayout: lengths holds {max(lengths)}, expected at most the width {width}")
         starts = [i * width + (width - n if left else 0) for i, n in enumerate(lengths)]

@@ -1,6 +1,7 @@
 """Backward passes broken on purpose, in one way each; the forward and every other gradient are this package's."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from bi_kernels.tokens import SLAB, TokenLayout, layout_for
 class _Replaced(torch.autograd.Function):
     """fn(*args), but the gradients that `backward` returns by position take the place of fn's own.
 
-    backward(layout, dy, args, grads) -> {position: gradient}; None leaves what it wrote into main_grad.
+    backward(layout, dy, args, grads, **constants) -> {position: gradient}; None leaves what it wrote into main_grad.
     """
 
     @staticmethod
@@ -42,7 +43,7 @@ class _Replaced(torch.autograd.Function):
 def _control(fn: Callable, backward: Callable, name: str) -> Callable:
     def control(*args, **constants):
         call = lambda *given: fn(*given, **constants)
-        return _Replaced.apply(call, backward, *args)
+        return _Replaced.apply(call, partial(backward, **constants), *args)
     control.__name__ = name
     return control
 
@@ -65,11 +66,11 @@ def _real(layout: TokenLayout, device) -> Tensor:
     return rows[rows >= 0]
 
 
-def _dweight_terms(layout: TokenLayout, dy: Tensor, x: Tensor) -> Tensor:
+def _dweight_terms(layout: TokenLayout, dy: Tensor, x: Tensor, eps: float) -> Tensor:
     """dy · x̂ of every token, fp32, in logical order."""
     rows = _real(layout, x.device)
     x, dy = _rows(x)[rows].float(), _rows(dy)[rows].float()
-    return dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 @triton.jit
@@ -84,21 +85,21 @@ def atomic_sum(terms: Tensor, out: Tensor) -> None:
     _atomic_sum_kernel[(len(terms), )](terms, out, terms.shape[1], BLOCK=triton.next_power_of_2(terms.shape[1]))
 
 
-def _dweight_atomic(layout, dy, args, grads):
+def _dweight_atomic(layout, dy, args, grads, eps):
     rows = _real(layout, dy.device).sort().values  # memory order, as a grid over rows has it
     x, g = _rows(args[0])[rows].float(), _rows(dy)[rows].float()
     total = torch.zeros(x.shape[1], device=x.device) if getattr(args[1], "main_grad", None) is None else args[1].main_grad
-    atomic_sum(g * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS), total)
+    atomic_sum(g * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), total)
     return {1: total.to(args[1].dtype) if getattr(args[1], "main_grad", None) is None else None}
 
 
-def _dweight_partials_by_m(layout, dy, args, grads):
-    terms = _dweight_terms(layout, dy, args[0])
+def _dweight_partials_by_m(layout, dy, args, grads, eps):
+    terms = _dweight_terms(layout, dy, args[0], eps)
     partials = [part.sum(0) for part in terms.split(-(-len(terms) // 8))]  # eight programs share the rows of the call
     return {1: _into(args[1], torch.stack(partials).sum(0))}
 
 
-def _dx_twice(layout, dy, args, grads):
+def _dx_twice(layout, dy, args, grads, eps):
     return {0: (grads[0].float() * args[1].float()).to(grads[0].dtype)}
 
 
@@ -136,14 +137,16 @@ def _divided_by_own_count(layout, dy, args, grads):
     return {0: grads[0] / layout.tokens, 1: _into(args[1], _own_fold(layout, dy, args, grads) / layout.tokens)}
 
 
-def _embedding_index_add(layout, dy, args, grads):
+def _embedding_index_add(layout, dy, args, grads, padding_id):
     rows = _real(layout, dy.device).sort().values
+    rows = rows[args[0].reshape(-1)[rows] != padding_id]
     total = torch.zeros_like(args[1], dtype=torch.float32)
     return {1: _into(args[1], total.index_add_(0, args[0].reshape(-1)[rows], _rows(dy)[rows].float()))}
 
 
-def _embedding_unstable(layout, dy, args, grads):
+def _embedding_unstable(layout, dy, args, grads, padding_id):
     rows = _real(layout, dy.device).flip(0)  # grouped by id all the same, but equal ids in another order
+    rows = rows[args[0].reshape(-1)[rows] != padding_id]
     ids, order = args[0].reshape(-1)[rows].sort(stable=True)
     total = torch.zeros_like(args[1], dtype=torch.float32)
     for i, row in zip(ids.tolist(), rows[order].tolist()):

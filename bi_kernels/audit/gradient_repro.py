@@ -80,7 +80,7 @@ def body(s: Subject, split: Split) -> list[str]:
 def export_gradient(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> Path | None:
     """Writes the reproducer of the first gradient that drifts, and names it in each such row; None where none is found."""
     drifting = [r for r in rows if r.verdict != "pass" and r.relation == INVARIANCE and r.mismatches]
-    tensors = list(dict.fromkeys(r.tensor.removeprefix("d") for r in drifting))
+    tensors = list(dict.fromkeys(r.tensor.removeprefix("d").removesuffix(".grad") for r in drifting))
     # parameters first: a token's own gradient rarely needs the split
     tensors.sort(key=lambda k: k in s.problem.op.tokens)
     longest = tuple(gradient_lengths(s)[:4])

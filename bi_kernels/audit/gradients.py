@@ -15,14 +15,16 @@ from bi_kernels.audit import static
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.inputs import draw, generator
 from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound,
-                                    poisoned_memory, sentence)
+                                    poisoned_memory, refusal, sentence)
 from bi_kernels.audit.layouts import Call, layouts, shapes_launched
 from bi_kernels.contract import SHAPES, SWEEP, dtype_name
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout
 
 LAYOUTS = tuple(SWEEP["gradient_layouts"])
+ALONE = ("batch", "left_padded:16", "permuted")  # where parameters without main_grad are asked, too
 BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
+ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
 INVARIANCE, ACCURACY, DETERMINISM, STATIC = "gradient invariance", "gradient accuracy", "determinism", "atomics-free"
 
 
@@ -120,7 +122,8 @@ def judge_gradients(subject: Subject) -> list[Row]:
         try:
             base = step.gradients(step.layouts["packed"])
         except Exception as error:
-            return [*rows, subject.row(INVARIANCE, "packed", None, "singles", kind, step.count, detail=sentence(error))]
+            return [*rows, subject.row(INVARIANCE, "packed", None, "singles", kind, step.count,
+                                       verdict=refusal(subject, error), detail=sentence(error))]
         finite = ~step.poisoned
         keep = lambda g, step=step, finite=finite: {
             k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens}
@@ -133,9 +136,9 @@ def judge_gradients(subject: Subject) -> list[Row]:
         if kind == SHARPEST:
             own: dict = {}
             alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
-            for name in ("batch", "left_padded:16", "permuted"):
+            for name in ALONE:
                 rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
-                                  name, "packed", kind, step.count, ".grad, without main_grad")
+                                  name, "packed", kind, step.count, "without main_grad", ".grad")
             runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
             for _ in range(runs - 1):
                 again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), lambda: base, DETERMINISM, "packed",
@@ -149,7 +152,7 @@ def judge_gradients(subject: Subject) -> list[Row]:
 
 def judge_gradient_accuracy(subject: Subject) -> list[Row]:
     rows: list[Row] = []
-    for kind in ("normal", "wide", SHARPEST):
+    for kind in ACCURATE:
         try:
             rows += gradient_accuracy(subject, kind)
         except Exception as error:
@@ -158,10 +161,11 @@ def judge_gradient_accuracy(subject: Subject) -> list[Row]:
 
 
 def _compared(subject: Subject, make, expected, relation: str, name: str, against: str, kind: str, count: int,
-              detail: str) -> list[Row]:
+              detail: str, left_in: str = "") -> list[Row]:
     try:
         found, wanted = make(), expected()
-        return [subject.row(relation, name, compare(found[k], wanted[k]), against, kind, count, tensor=f"d{k}", detail=detail)
+        return [subject.row(relation, name, compare(found[k], wanted[k]), against, kind, count, tensor=f"d{k}{left_in}",
+                            detail=detail)
                 for k in wanted]
     except Exception as error:
         return [subject.row(relation, name, None, against, kind, count, detail=f"{detail}; {sentence(error)}")]
@@ -224,16 +228,20 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
     """A needs-fix row for every gradient, layout and relation that is required and not in the rows."""
     missing = []
     for s in subjects:
-        if not any(r.relation == STATIC and not r.control for r in rows if (r.op, r.case, r.dtype) ==
-                   (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))):
-            missing.append(s.row(STATIC, "source, PTX, SASS", None, inputs="", detail="required, not run"))
-        mine = {(r.relation, r.layout, r.tensor, r.inputs) for r in rows if not r.control and (r.op, r.case, r.dtype) ==
-                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))}
-        differentiable = [k for k, v in (s.problem.op.tokens | s.problem.op.shared).items() if not v.endswith((":id", ":bool"))]
-        for k in differentiable:
-            required = [(INVARIANCE, layout, SHARPEST) for layout in LAYOUTS] + [(DETERMINISM, "packed", SHARPEST)]
-            required += [(ACCURACY, "rows", kind) for kind in ("normal", "wide", SHARPEST)]
-            for relation, layout, kind in required:
-                if (relation, layout, f"d{k}", kind) not in mine:
-                    missing.append(s.row(relation, layout, None, inputs=kind, tensor=f"d{k}", detail="required, not run"))
+        mine = [r for r in rows if not r.control and (r.op, r.case, r.dtype) ==
+                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))]
+        if any(r.verdict == UNSUPPORTED and r.relation != STATIC for r in mine):
+            continue
+        required = [(STATIC, "source, PTX, SASS", "out", "")]
+        for k, dims in (s.problem.op.tokens | s.problem.op.shared).items():
+            if dims.endswith((":id", ":bool")):
+                continue
+            required += [(INVARIANCE, layout, f"d{k}", SHARPEST) for layout in LAYOUTS]
+            required += [(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in ALONE]
+            required += [(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE if k in s.problem.op.tokens]
+            required += [(DETERMINISM, "packed", f"d{k}", SHARPEST)]
+            required += [(ACCURACY, "rows", f"d{k}", kind) for kind in ACCURATE]
+        found = {(r.relation, r.layout, r.tensor, r.inputs) for r in mine}
+        missing += [s.row(relation, layout, None, inputs=kind, tensor=tensor, detail="required, not run")
+                    for relation, layout, tensor, kind in required if (relation, layout, tensor, kind) not in found]
     return missing

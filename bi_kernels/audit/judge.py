@@ -194,21 +194,21 @@ def sentence(error: Exception) -> str:
 
 
 def supported(subject: Subject) -> Row | None:
-    """None if the candidate computes at all; else the one row that says what it raised.
-
-    A TypeError, ValueError or NotImplementedError that names the dtype is a clear refusal, allowed where the contract
-    does not demand the dtype; anything else needs a fix.
-    """
+    """None if the candidate computes at all; else the one row that says what it raised."""
     try:
         subject.layout("packed")
         return None
     except Exception as error:
-        name = dtype_name(subject.problem.dtype)
-        said = re.search(rf"\b({name}|{str(subject.problem.dtype).removeprefix('torch.')})\b", str(error))
-        clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and said
-        optional = name not in CONTRACT["dtypes"]["mandatory"]
-        return subject.row("invariance", "packed", verdict=UNSUPPORTED if clear and optional else NEEDS_FIX,
-                           detail=sentence(error))
+        return subject.row("invariance", "packed", verdict=refusal(subject, error), detail=sentence(error))
+
+
+def refusal(subject: Subject, error: Exception) -> str:
+    """The verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError that names
+    the dtype, where the contract does not demand it; else it needs a fix."""
+    name = dtype_name(subject.problem.dtype)
+    said = re.search(rf"\b({name}|{str(subject.problem.dtype).removeprefix('torch.')})\b", str(error))
+    clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and said
+    return UNSUPPORTED if clear and name not in CONTRACT["dtypes"]["mandatory"] else NEEDS_FIX
 
 
 def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:

@@ -115,7 +115,7 @@ class Session:
         backward: gradients too, and the static audit of all that was launched.
         """
         from bi_kernels.audit import gradients, static
-        from bi_kernels.audit.judge import coverage, judge
+        from bi_kernels.audit.judge import UNSUPPORTED, coverage, judge
         from bi_kernels.audit.gradient_repro import export_gradient
         from bi_kernels.audit.repro import export
         added, launched = [], []
@@ -124,8 +124,9 @@ class Session:
             with static.recorded() if backward else nullcontext() as launches:
                 rows = judge(subject, examples) if forward else []
                 subject.forget()
-                rows += gradients.judge_gradients(subject) if backward else []
-            if backward:
+                if backward and not any(r.verdict == UNSUPPORTED for r in rows):
+                    rows += gradients.judge_gradients(subject)
+            if backward and not any(r.verdict == UNSUPPORTED for r in rows):
                 rows += gradients.judge_gradient_accuracy(subject)
                 launched.append((subject, launches))
             if self.out:
