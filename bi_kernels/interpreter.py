@@ -19,6 +19,7 @@ import numpy as np
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -51,6 +52,8 @@ def install() -> None:
     stock._patch_lang = lambda fn: stock._LangPatchScope()
     stock._patch_builtin = _patch_builtin
     stock._implicit_cvt = _argument
+    stock._get_np_dtype, TritonSemantic.broadcast_impl_value = _get_np_dtype, _with_broadcast
+    tl.tensor.__init__, tl.block_type.__init__ = _tensor, _block_type
 
 
 def _argument(value, convert=stock._implicit_cvt):
@@ -58,6 +61,42 @@ def _argument(value, convert=stock._implicit_cvt):
     if type(value) is float:
         return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
     return convert(value)
+
+
+# Triton makes shapes anew for the result of every operation: a third of the interpreter's time.
+
+@cache
+def _shape(shape: tuple[int, ...]) -> tuple:
+    """A shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
+    numel = tl.core.validate_block_shape(shape)
+    return tl.core.tuple([tl.constexpr(n) for n in shape]), tl.core.tuple(shape), tl.constexpr(numel), str(tl.core.tuple(shape))
+
+
+def _tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, _, self.numel, _ = _shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+def _block_type(self, element_ty, shape):
+    shape = tuple(getattr(n, "value", n) for n in shape)
+    if not shape:
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty = element_ty
+    _, self.shape, numel, text = _shape(shape)
+    self.numel, self.name = numel.value, f"<{text}, {element_ty}>"
+
+
+def _with_broadcast(self, lhs, rhs, broadcast=TritonSemantic.broadcast_impl_value):
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+        return lhs, rhs
+    return broadcast(self, lhs, rhs)
+
+
+def _get_np_dtype(dtype, find=stock._get_np_dtype, found={}):
+    name = dtype.scalar.name
+    if name not in found:
+        found[name] = find(dtype)
+    return found[name]
 
 
 def _refuse(what: str):
@@ -336,12 +375,24 @@ class Reduce(Checked, stock.ReduceOps):
 _patch_language = partial(stock._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
+@cache
+def _patches() -> list[tuple]:
+    """(object, name, value) of all that is patched in `triton.language` while a kernel runs."""
+    scope = _patch_language()
+    found = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in scope._changes]
+    scope.restore()
+    return found
+
+
 class Launch(stock.GridExecutor):
-    """Patches `triton.language` once; stock Triton does again at every call from one jit function to another."""
+    """Patches `triton.language` once a launch, with what it makes once; stock Triton makes and patches it again at every
+    call from one jit function to another."""
 
     def __call__(self, *args, **kwargs):
-        scope = _patch_language()
+        scope = stock._LangPatchScope()
         try:
+            for patch in _patches():
+                scope.set_attr(*patch)
             with np.errstate(all="ignore"):  # infinities and NaN are results like any other
                 return super().__call__(*args, **kwargs)
         finally:

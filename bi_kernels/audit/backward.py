@@ -22,6 +22,21 @@ def _subject(session, op: str, function, candidate: str, dtype: str = "bf16") ->
     return Subject(problem, function, candidate, session.device_label, session.command)
 
 
+class _AtEveryToken(torch.autograd.Function):
+    """A loss that is a sum, for a check that gives every token its upstream gradient: the largest of them is the sum's.
+
+    Liger's fused loss of one value a token scales every gradient by the first token's (Liger-Kernel, pull request 1298).
+    """
+
+    @staticmethod
+    def forward(ctx, total, shape):
+        return total.expand(shape).clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.max(), None
+
+
 def foreign(op: str) -> dict:
     """{name: function} of others' implementations that are installed here."""
     found = {"torch": getattr(stock, op)}
@@ -33,9 +48,9 @@ def foreign(op: str) -> dict:
             from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
-                rows = hidden.reshape(-1, hidden.shape[-1])
-                loss = Fused.apply(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "none")[0]
-                return (-loss).reshape(targets.shape), torch.zeros_like(loss).reshape(targets.shape)
+                rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
+                loss = Fused.apply(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "sum")[0]
+                return _AtEveryToken.apply(-loss, targets.shape), torch.zeros(targets.shape, device=hidden.device)
             found["Liger"] = liger
     except ImportError:
         pass
@@ -49,6 +64,8 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
             s = _subject(session, op, function, name, dtype)
             step, line = Step(s, "normal", s.lengths), {}
+            if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
+                step.dy = [torch.ones(step.count, device=session.device), torch.zeros(step.count, device=session.device)]
             try:
                 whole = step.gradients(step.layouts["packed"])
             except Exception as error:

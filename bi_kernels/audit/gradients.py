@@ -92,10 +92,12 @@ class Step:
             outputs = y if isinstance(y, (tuple, list)) else (y, )
             if not self.dy:
                 self.upstream(outputs, call.index.ndim)
-            upstream = [dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape)
-                        for dy, o in zip(self.dy, outputs)]
+            upstream = [(o, dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape))
+                        for dy, o in zip(self.dy, outputs) if o.requires_grad]
+            if not upstream:
+                raise ValueError("no output of the candidate requires a gradient")
             with poisoned_memory(0xFF if s.calls % 2 else 0x00):
-                torch.autograd.backward(outputs, upstream)
+                torch.autograd.backward(*zip(*upstream))
             for k in out:
                 if tokens[k].grad is None:
                     raise ValueError(f"the candidate's backward left no gradient for {k}")
