@@ -54,6 +54,7 @@ def install() -> None:
     stock._implicit_cvt = _argument
     stock._get_np_dtype, TritonSemantic.broadcast_impl_value = _get_np_dtype, _with_broadcast
     tl.tensor.__init__, tl.block_type.__init__ = _tensor, _block_type
+    tl.core._unwrap_if_constexpr, tl.dtype.__eq__ = _unwrap_if_constexpr, _same_dtype
 
 
 def _argument(value, convert=stock._implicit_cvt):
@@ -63,7 +64,7 @@ def _argument(value, convert=stock._implicit_cvt):
     return convert(value)
 
 
-# Triton makes shapes anew for the result of every operation: a third of the interpreter's time.
+# What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the interpreter's time.
 
 @cache
 def _shape(shape: tuple[int, ...]) -> tuple:
@@ -84,6 +85,16 @@ def _block_type(self, element_ty, shape):
     self.element_ty = element_ty
     _, self.shape, numel, text = _shape(shape)
     self.numel, self.name = numel.value, f"<{text}, {element_ty}>"
+
+
+def _unwrap_if_constexpr(value, nested=tl.core._unwrap_if_constexpr):
+    if type(value) is tl.constexpr:
+        return value.value
+    return nested(value) if isinstance(value, (list, tuple, tl.core.tuple)) else value
+
+
+def _same_dtype(self, other, equal=tl.dtype.__eq__):
+    return self is other or equal(self, other)
 
 
 def _with_broadcast(self, lhs, rhs, broadcast=TritonSemantic.broadcast_impl_value):

@@ -205,10 +205,11 @@ def atomics_free(judged: Sequence[tuple[Subject, static.Launches]]) -> tuple[lis
     for _, launches in judged:
         every.variants.update(launches.variants)
     examined = static.examined(every)
+    sources = {s.function: static.source(s.function) for s, _ in judged}
     rows = []
     for subject, launches in judged:
         variants = [examined[key] for key in launches.variants]
-        findings = list(dict.fromkeys([*static.source(subject.function), *launches.findings,
+        findings = list(dict.fromkeys([*sources[subject.function], *launches.findings,
                                        *(f for v in variants for f in v.findings)]))
         compiled = sum(v.level != "AST only" for v in variants)
         if findings:

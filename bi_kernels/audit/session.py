@@ -40,6 +40,7 @@ def start(audit: str, namespace: dict) -> "Session":
         if "triton" in sys.modules and not interpreted:
             raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
         os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
 
     from bi_kernels.audit.candidates import resolve
     from bi_kernels.contract import DTYPES, SHAPES

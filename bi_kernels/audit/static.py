@@ -106,7 +106,7 @@ def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
 def _unwrap(obj):
     """The plain function behind decorators and descriptors; a class, a module or anything else as it is."""
     for _ in range(20):
-        if isinstance(obj, (type, ModuleType)):
+        if isinstance(obj, (type, ModuleType, str, int, float, type(None))):
             break
         names = ("fn", ) if isinstance(obj, KERNELS + CHOOSERS) else WRAPPED
         name = next((n for n in names if inspect.getattr_static(obj, n, None) is not None), None)
