@@ -61,18 +61,23 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def apply(op: str, launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
+@torch.compiler.disable
+def _in_eager(differentiable: Callable, *args) -> torch.Tensor:
+    return differentiable(*args)
+
+
+def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
     """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
-    torch.compile as the custom op `opaque`.
+    torch.compile as the custom op `opaque`, or, for a gradient, in eager mode between two compiled parts.
 
     The compiler sees no launch through a custom op, so it cannot freeze the tile of the traced M; eager code does not
     pay the dispatcher's 25 µs.
     """
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
-        return opaque(*args)
-    call, tensors = launch, [a for a in args if isinstance(a, torch.Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        call = differentiable
+        return _in_eager(differentiable, *args) if trains else opaque(*args)
+    call = differentiable if trains else launch
     if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
             return call(*args)

@@ -145,7 +145,7 @@ def _(op, x, other, factor, dtype):
 
 def _apply(op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0,
            dtype: torch.dtype | None = None) -> torch.Tensor:
-    return apply(op, _launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
+    return apply(_launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -157,4 +157,4 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
     if padding_id is not None and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]:
         raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
     differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
-    return apply("embedding", _launch, _opaque, differentiable, ids, weight)
+    return apply(_launch, _opaque, differentiable, ids, weight)

@@ -203,7 +203,7 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     return y if ready else y[:, :N].contiguous()
 
 
-def tile_for(M: int, N: int, K: int, dtype: torch.dtype) -> Tile:
+def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
     """The table's tile for a product of this size."""
     if dtype == torch.float32:
         return FP32_TILE
@@ -222,7 +222,7 @@ def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.
         return x.new_empty(M, N)
     if K == 0:  # an empty sum is +0
         return x.new_zeros(M, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(M, 1)
-    return launch(x, w, bias, tile_for(M, N, K, x.dtype))
+    return launch(x, w, bias, tile_for(M, N, x.dtype))
 
 
 _opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
@@ -240,7 +240,7 @@ def product(x: torch.Tensor, w: torch.Tensor, start: torch.Tensor | None = None,
     if M == 0 or N == 0 or K == 0:
         y = x.new_zeros(M, N, dtype=out_dtype or x.dtype) if start is None else start.to(out_dtype or start.dtype)
         return y if out is None else out.copy_(y)
-    return launch(x, w, None, tile_for(M, N, K, x.dtype), out_dtype, start, out)
+    return launch(x, w, None, tile_for(M, N, x.dtype), out_dtype, start, out)
 
 
 def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor | None:
@@ -294,9 +294,10 @@ def _apply(op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torc
     lead = x.shape[:-1]
     call = lambda x, weight, bias: _gemm(x, weight.t() if across else weight, bias)
     opaque = lambda x, weight, bias: _opaque(x, weight.t() if across else weight, bias)
-    differentiable = lambda *args: _Linear.apply(op, name, layout_for(op, lead), across, *args)
+    trains = weight.requires_grad or bias is not None and bias.requires_grad
+    differentiable = lambda *args: _Linear.apply(op, name, layout_for(op, lead, trains), across, *args)
     rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
-    y = apply(op, call, opaque, differentiable, rows, weight, bias)
+    y = apply(call, opaque, differentiable, rows, weight, bias)
     return y if x.dim() == 2 else y.reshape(*lead, y.shape[-1])
 
 

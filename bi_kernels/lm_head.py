@@ -127,7 +127,7 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
     inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index, trains)
     if not check_number(op, "keep_bytes", keep_bytes) >= 0:
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
-    differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead), keep_bytes, *args)
-    logprob, entropy, *_ = apply(op, _lm_head, _opaque, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,
+    differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead, weight.requires_grad), keep_bytes, *args)
+    logprob, entropy, *_ = apply(_lm_head, _opaque, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,
                                  targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)

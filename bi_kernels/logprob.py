@@ -267,7 +267,7 @@ def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (..., V)")
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index, logits.requires_grad)
-    logprob, entropy, *_ = apply(op, _token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
+    logprob, entropy, *_ = apply(_token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
                                  targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)
 
@@ -279,5 +279,5 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"log_softmax: logits has shape {tuple(logits.shape)}, expected (..., V)")
     if not logits.numel():
         return logits.new_empty(logits.shape, dtype=torch.float32)
-    out = apply("log_softmax", _log_softmax, _opaque_log_softmax, _LogSoftmax.apply, logits.reshape(-1, logits.shape[-1]))
+    out = apply(_log_softmax, _opaque_log_softmax, _LogSoftmax.apply, logits.reshape(-1, logits.shape[-1]))
     return (out if isinstance(out, torch.Tensor) else out[0]).reshape(logits.shape)

@@ -175,8 +175,8 @@ def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
         raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
     eps = check_number(op, "eps", eps)
     lead = x.shape[:-2] if heads else x.shape[:-1]
-    differentiable = lambda *args: _RMSNorm.apply(op, layout_for(op, lead), x.shape[-2] if heads else 1, *args)
-    out = apply(op, _launch, _opaque, differentiable, x, residual, weight, eps)
+    differentiable = lambda *args: _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), x.shape[-2] if heads else 1, *args)
+    out = apply(_launch, _opaque, differentiable, x, residual, weight, eps)
     if residual is not None:
         return (out[0], out[-1])
     return out if isinstance(out, torch.Tensor) else out[0]

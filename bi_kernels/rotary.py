@@ -154,4 +154,4 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
         except RuntimeError:
             raise ValueError(f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
                              "that broadcasts to it") from None
-    return apply("rope", _launch, _opaque, _Rope.apply, x, table.cos, table.sin, positions, interleaved)
+    return apply(_launch, _opaque, _Rope.apply, x, table.cos, table.sin, positions, interleaved)

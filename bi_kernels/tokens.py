@@ -7,11 +7,14 @@ logical order. Where the sequences lie in memory is no part of that order, so th
         loss = model(ids)          # the ops keep the layout for their backward
 
 Without one, x of shape (..., length, features) is read as sequences of `length` tokens, in order, without padding.
+
+A parameter's fold goes on in the order of the backward passes. So each micro-batch is one forward and one backward, in the
+step's order, and a parameter is used once in it (an embedding tied to an LM head has a fold for each, see grads.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, wraps
 from operator import index
 
 import torch
@@ -54,6 +57,8 @@ class TokenLayout:
     several micro-batches, each holds the sequences that follow those of the one before. Rows of no sequence are padding:
     no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
     """
+
+    entered = False  # whether this process has used any
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
         starts, lengths = _integers("starts", starts), _integers("lengths", lengths)
@@ -99,11 +104,20 @@ class TokenLayout:
         return cls(starts, lengths, width * len(lengths), order)
 
     def __enter__(self) -> "TokenLayout":
+        TokenLayout.entered = True
         self._outer.append(_current.set(self))
         return self
 
     def __exit__(self, *error) -> None:
         _current.reset(self._outer.pop())
+
+    def within(self, function: Callable) -> Callable:
+        """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""
+        @wraps(function)
+        def call(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+        return call
 
     @property
     def padding(self) -> bool:
@@ -130,16 +144,34 @@ class TokenLayout:
         return y
 
 
+class _Unset:
+    """The layout of what is computed again in a backward, where the `with` of its forward is over. Where that only brings
+    saved tensors back, nobody asks it anything."""
+
+    def __init__(self, op: str):
+        self._op = op
+
+    def __getattr__(self, name: str):
+        raise ValueError(f"{self._op}: called inside a backward, as activation checkpointing does, without its token layout; "
+                         "checkpoint layout.within(function) instead of function")
+
+
 @lru_cache(maxsize=64)
 def _dense(sequences: int, length: int) -> TokenLayout:
     return TokenLayout([i * length for i in range(sequences)], [length] * sequences, sequences * length)
 
 
-def layout_for(op: str, lead: Sequence[int]) -> TokenLayout:
-    """The layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they differ."""
+def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout:
+    """The layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they differ.
+
+    trains: whether a parameter's gradient is wanted; else no layout is asked for.
+    """
     *outer, length = lead or (1, )
     sequences = torch.Size(outer).numel()
-    layout = _current.get()
+    layout = _current.get() if trains else None
+    again = trains and TokenLayout.entered and torch._C._current_graph_task_id() != -1  # called inside a backward
+    if again and (layout is None or layout.rows != sequences * length):
+        return _Unset(op)
     if layout is None:
         return _dense(max(sequences, 1), length if sequences else 0)
     if layout.rows != sequences * length:

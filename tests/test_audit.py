@@ -16,6 +16,7 @@ import bi_kernels
 from bi_kernels.audit import controls, gemm, golden, judge
 from bi_kernels.audit.candidates import resolve
 from bi_kernels.audit.controls import CONTROLS
+from bi_kernels.audit.gradient_repro import Split
 from bi_kernels.audit.inputs import KINDS
 from bi_kernels.audit.layouts import layouts
 from bi_kernels.audit.ops import OPS, Problem
@@ -317,6 +318,15 @@ def test_every_op_has_a_reproducer(op, tmp_path, capsys):
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=-1))
     status, shown = run_here(path, capsys)
     assert not status and shown.startswith("0 of "), path.read_text()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_lines_of_a_gradient_reproducer_show_nothing_of_the_unbroken_op(op):
+    s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
+    for tensor in (k for k, v in (s.problem.op.tokens | s.problem.op.shared).items() if not v.endswith((":id", ":bool"))):
+        whole, split = Split((17, 5), 0, tensor).results(s)
+        assert whole.float().any()
+        assert_same_bits(whole, split, tensor)
 
 
 # Golden digests

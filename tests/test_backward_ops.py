@@ -391,6 +391,71 @@ def test_main_grad_is_found_where_saved_tensors_are_moved_or_computed_again(name
         assert_same_bits(leaves[k].main_grad, expected[k], k)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["linear", "rms_norm"])
+def test_what_is_computed_again_in_the_backward_has_its_layout(name, reentrant, dtype=torch.bfloat16):
+    given, dy = arguments(name, dtype), upstream(name, dtype)
+    expected = gradients(name, given, dy, PACKED)
+    weight, layout, x = trained(given["weight"]), PACKED[0][1], given["x"].clone().requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    call = lambda x: CALLS[name][0](x, weight, *([given["bias"]] if "bias" in given else []))
+    y = checkpoint(layout.within(call), x, use_reentrant=reentrant)
+    with TokenLayout.packed([0, 7]):  # that of the next micro-batch
+        y.backward(dy[0])
+    assert_same_bits(weight.main_grad, expected["weight"], "weight")
+    with layout:
+        y = checkpoint(call, x, use_reentrant=reentrant)
+    if reentrant:  # else PyTorch calls it again in the context of its forward
+        with pytest.raises(ValueError, match=f"^{name}: called inside a backward.*layout.within"):
+            y.backward(dy[0])
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "lm_head_logprob"])
+def test_a_parameter_that_does_not_train_asks_for_no_layout(name, dtype=torch.bfloat16):
+    given = arguments(name, dtype)
+    some = {k: t[:3] if k in CALLS[name][1] else t for k, t in given.items()}
+    some[next(iter(some))].requires_grad_()
+    with PACKED[0][1]:
+        CALLS[name][0](**some, **CALLS[name][3])
+        with pytest.raises(ValueError, match=f"^{name}: x has 3 tokens"):
+            CALLS[name][0](**some | {"weight": trained(given["weight"])}, **CALLS[name][3])
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=torch.bfloat16):
+    given, dy = arguments(name, dtype), upstream(name, dtype)
+    torch._dynamo.reset()
+    call = CALLS[name][0]
+    expected = gradients(name, given, dy, PACKED)
+    leaves = {k: trained(t) if t.is_floating_point() else t for k, t in given.items()}
+    for k in CALLS[name][2]:
+        leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
+    compiled = torch.compile(lambda given: call(**given, **CALLS[name][3]), backend="aot_eager")
+    with PACKED[0][1]:
+        y = compiled(leaves)
+    torch.autograd.backward(y, dy[0] if isinstance(y, torch.Tensor) else dy)
+    for k, t in leaves.items():
+        if t.is_floating_point():
+            assert_same_bits(t.main_grad if k in CALLS[name][2] else t.grad, expected[k], k)
+
+
+def test_masters_get_every_gradient_whatever_the_loop_looks_like():
+    x, dy = numbers((8, *HIDDEN), torch.bfloat16), numbers((8, 12), torch.bfloat16)
+    for zeroed in (lambda optimizer: None, lambda optimizer: optimizer.zero_grad(), lambda optimizer: optimizer.zero_grad(False)):
+        weight = trained(numbers((*COLUMNS, *HIDDEN), torch.bfloat16))
+        before, grads = weight.detach().clone(), bi_kernels.MainGrads([weight])
+        optimizer = torch.optim.SGD(grads.masters, lr=1.0)
+        for _ in range(2):
+            zeroed(optimizer)
+            bi_kernels.linear(x, weight[:12]).backward(dy)  # a view: its gradient is in .grad
+            bi_kernels.linear(x, weight)[:, 12:].backward(dy)
+            grads.join()
+            assert weight.grad is None and grads.masters[0].grad is weight.main_grad and weight.main_grad.all()
+            optimizer.step()
+            grads.finish()
+        assert (weight != before).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("integer", [torch.int32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("name", ["embedding", "token_logprob", "lm_head_logprob"])
 def test_ids_of_any_integer_dtype_give_the_same_bits(name, integer, dtype=torch.bfloat16):

@@ -170,7 +170,7 @@ def captured(session) -> list[Row]:
                 if number % 8 == 0:
                     found["torch.compile:static"] = static(part, w)
                 rows += [s.row("invariance", name, compare(y, whole[:m]), f"{s.largest} rows, eager", SHARPEST, m,
-                               detail=_name(tile_for(m, *w.shape, x.dtype))) for name, y in found.items()]
+                               detail=_name(tile_for(m, len(w), x.dtype))) for name, y in found.items()]
     return rows
 
 
@@ -185,7 +185,7 @@ def missing(session) -> list[Row]:
             required = {("tiles", m, name) for m in _tile_rows(s) for name in names} if case == "o" else set()
             if session.on_gpu:
                 n, k = linears(session.parameters["shapes"])[case]
-                required |= {(layout, m, _name(tile_for(m, n, k, DTYPES[dtype]))) for m in contract.rows(s.largest)
+                required |= {(layout, m, _name(tile_for(m, n, DTYPES[dtype]))) for m in contract.rows(s.largest)
                              for layout in ("cuda_graph", "torch.compile")}
             out += [s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
                     for layout, m, name in sorted(required - met)]

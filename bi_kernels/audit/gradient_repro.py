@@ -55,8 +55,8 @@ def body(s: Subject, split: Split) -> list[str]:
     floating = [k for k, v in (op.tokens | op.shared).items() if not v.endswith((":id", ":bool"))]
     constants = [f"{k}={v!r}" for k, v in op.constants.items()] + [f"dtype={dtype}"] * op.casts
     if op.positions:
-        constants.append(f"table=rope_table({sum(split.lengths)}, {p.dims['head_dim']}, device={device}), "
-                         f"positions=torch.arange(n, device={device})")
+        constants.append(f"table=rope_table({max(split.lengths)}, {p.dims['head_dim']}, device={device}), "
+                         f"positions=torch.cat([torch.arange(m, device={device}) for m in samples])")
     lines += ["", "", "def gradient(calls):", f"    leaves = {{k: t.to({device}) for k, t in dict("
               + ", ".join(f"{k}={k}" for k in names) + ").items()}",
               f"    for k in {floating}:", "        leaves[k] = leaves[k].clone().requires_grad_()"]
