@@ -27,10 +27,15 @@ class Candidate:
             return f"from torch.nn.functional import {name} as fn"
         if self.spec == "torch":
             return f"from bi_kernels.audit.stock import {name} as fn"
-        module, _, function = self.spec.rpartition(":")
-        if module.endswith(".py"):
-            return f'import runpy\n\nfn = runpy.run_path("{module}")["{function}"]'
-        return f"from {module} import {function} as fn"
+        return file_or_module_import(self.spec)
+
+
+def file_or_module_import(spec: str) -> str:
+    """The lines that bring the function of `package.module:function` or `file.py:function` into a script as `fn`."""
+    module, _, function = spec.rpartition(":")
+    if module.endswith(".py"):
+        return f'import runpy\n\nfn = runpy.run_path("{module}")["{function}"]'
+    return f"from {module} import {function} as fn"
 
 
 def _load(spec: str) -> Callable:

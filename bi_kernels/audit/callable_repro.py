@@ -1,0 +1,201 @@
+"""A standalone script that shows the drift of a callable, as small as the drift allows; the search runs its own lines."""
+
+import importlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import cloudpickle
+import torch
+
+from bi_kernels.audit.callables import INVARIANCE, Target, plan
+from bi_kernels.audit.candidates import file_or_module_import
+from bi_kernels.audit.drift import compare
+from bi_kernels.audit.judge import NEEDS_FIX, Row
+from bi_kernels.audit.repro import PRINTED
+from bi_kernels.contract import rows as row_counts
+
+DRAWN = "drawn"  # inputs that the script draws; else it loads the user's own
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One sample in two calls, or, for the gradient `tensor`, all samples in one call and in several."""
+
+    a: tuple[tuple[int, ...], ...]
+    b: tuple[tuple[int, ...], ...]
+    sample: int
+    filler: str
+    inputs: str
+    output: int = 0  # the number of the output, forward
+    tensor: str = ""
+
+    def drifts(self, t: Target, given: dict) -> bool:
+        scope = {"fn": t.function, "torch": torch, "given": given}
+        try:
+            exec("\n".join(body(t, self)), scope)
+            return bool(compare(scope["a"].detach(), scope["b"].detach()).mismatches)
+        except Exception:
+            return False
+
+
+def _drawn(t: Target) -> dict[str, str]:
+    """The line that draws each tensor of the arguments."""
+    lines = {}
+    for k, v in t.values.items():
+        if not isinstance(v, torch.Tensor):
+            continue
+        shape = tuple(v.shape)
+        if v.is_floating_point():
+            lines[k] = f"torch.randn({shape}).to({v.dtype})"
+        elif v.dtype == torch.bool:
+            lines[k] = f"torch.rand({shape}) < {float(v.double().mean()):.2f}"
+        else:
+            lines[k] = f"torch.randint({int(v.min())}, {int(v.max()) + 1}, {shape}).to({v.dtype})"
+    return lines
+
+
+def body(t: Target, pair: Pair) -> list[str]:
+    """The lines that leave both results in `a` and `b`; they need `torch`, `fn` and, where inputs are loaded, `given`."""
+    device, drawn = str(t.device), _drawn(t)
+    lines = ["from torch.utils._pytree import tree_leaves", ""]
+    lines += ["torch.manual_seed(0)"] if pair.inputs == DRAWN else []
+    lines.append("arguments = {")
+    for k, v in t.values.items():
+        text = repr(v) if k not in drawn else f'{drawn[k]}.to("{device}")' if pair.inputs == DRAWN else f"given[{k!r}]"
+        lines.append(f"    {k!r}: {text},")
+    lines += ["}", f"batched, calls = {sorted(t.batched)}, {{'a': {_calls(pair.a)}, 'b': {_calls(pair.b)}}}", "", "",
+              "def call(samples, leaves=arguments):",
+              f'    at = torch.tensor(samples, device="{device}")', "    taken = dict(leaves)", "    for k in batched:",
+              f"        taken[k] = leaves[k].index_select({t.batch}, at.clamp(min=0))"]
+    if any(i < 0 for calls in (pair.a, pair.b) for c in calls for i in c):
+        fill = "torch.nan" if pair.filler == "nonfinite" else "7.0"
+        lines += [f"        fill = {fill} if taken[k].is_floating_point() else 0",
+                  f"        taken[k] = taken[k].index_fill({t.batch}, (at < 0).nonzero().flatten(), fill)"]
+    if t.outputs:
+        lines += [f"    for k in {t.outputs}:", "        taken[k] = taken[k].clone()"]
+    names = list(t.values)
+    positional = ", ".join(f"taken[{k!r}]" for k in names[:t.positional])
+    keywords = ", ".join(f"{k}=taken[{k!r}]" for k in names[t.positional:])
+    lines.append(f"    y = fn({', '.join(filter(None, (positional, keywords)))})")
+    lines.append(f"    return [taken[k] for k in {t.outputs}]" if t.outputs else
+                 "    return [y for y in tree_leaves(y) if isinstance(y, torch.Tensor)]")
+    return lines + (_backward(t, pair) if pair.tensor else _forward(t, pair))
+
+
+def _calls(calls: tuple[tuple[int, ...], ...]) -> str:
+    """Python for calls, runs of samples as ranges."""
+    def one(c):
+        return f"list(range({c[0]}, {c[-1] + 1}))" if len(c) > 2 and c == tuple(range(c[0], c[-1] + 1)) else str(list(c))
+    alone = len(calls) > 2 and all(len(c) == 1 for c in calls) and [c[0] for c in calls] == list(range(len(calls)))
+    return f"[[i] for i in range({len(calls)})]" if alone else f"[{', '.join(map(one, calls))}]"
+
+
+def _forward(t: Target, pair: Pair) -> list[str]:
+    d = t.dims[pair.output]
+    return ["", "", "def result(calls):", f"    samples = next(c for c in calls if {pair.sample} in c)",
+            f"    y = call(samples)[{pair.output}]",
+            f"    return y.unflatten({d}, (len(samples), -1)).movedim({d}, 0)[samples.index({pair.sample})]", "", "",
+            "a, b = result(calls['a']), result(calls['b'])"]
+
+
+def _backward(t: Target, pair: Pair) -> list[str]:
+    name = pair.tensor.removeprefix("d")
+    own = name in t.values
+    lines = ["", "", "def gradient(calls):"]
+    if own:
+        lines += [f"    leaf = arguments[{name!r}].detach().clone().requires_grad_()"]
+    else:
+        lines += [f"    leaf = dict(fn.named_parameters())[{name!r}]", "    leaf.grad = None"]
+    lines += ["    leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)  # for ops that use it"] if own and name not in t.batched else []
+    lines += ["    for samples in calls:", "        for y, d in zip(call(samples, " + (f"arguments | {{{name!r}: leaf}}" if own else "arguments")
+              + f"), {t.dims}):", "            if d is None or not y.requires_grad:", "                continue",
+              "            rows = y.unflatten(d, (len(samples), -1)).movedim(d, 0)",
+              f"            dy = torch.randn({t.count}, *rows.shape[1:], generator=torch.Generator().manual_seed(1))[samples].to(y)",
+              "            rows.backward(dy, retain_graph=True)",
+              "    found = leaf.grad if leaf.grad is not None else leaf.main_grad", "    return found.clone()", "", "",
+              "a, b = gradient(calls['a']), gradient(calls['b'])"]
+    return lines
+
+
+def _imports(t: Target, candidate: str, folder: Path) -> list[str]:
+    """The lines that bring the callable into the script as `fn`: by its name where it has one, else from a file."""
+    if candidate:
+        return [file_or_module_import(candidate)]
+    function = getattr(t.function, "_torchdynamo_orig_callable", getattr(t.function, "_orig_mod", t.function))
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    again = [""] if function is t.function else ["fn = torch.compile(fn)"]
+    try:
+        if getattr(importlib.import_module(module), name) is function and module != "__main__":
+            return [f"from {module} import {name} as fn", *filter(None, again)]
+    except Exception:
+        pass
+    for where in ("torch.nn.functional", "torch"):
+        name = getattr(function, "__name__", "")
+        if getattr(importlib.import_module(where), name, None) is function:
+            return [f"from {where} import {name} as fn", *filter(None, again)]
+    (folder / f"{t.name}.pkl").write_bytes(cloudpickle.dumps(function))
+    return ["from pathlib import Path", "", "import cloudpickle", "",
+            f'fn = cloudpickle.loads(Path(__file__).with_name("{t.name}.pkl").read_bytes())', *filter(None, again)]
+
+
+def _shrunk(t: Target, rows: list[Row]) -> tuple[Pair, dict] | None:
+    """The smallest pair found that drifts, and the inputs it needs where it does not draw its own."""
+    layouts, every = plan(t.count, t.seed), tuple(range(t.count))
+    drifting = [r for r in rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in ("invariance", INVARIANCE)]
+    drifting.sort(key=lambda r: (r.relation != "invariance", r.rows))
+    judged = [i for i, d in enumerate(t.dims) if d is not None]
+    seen = set()
+    for r in drifting[:12]:
+        calls, filler = layouts.get(r.layout, ([[i] for i in every], "stale"))
+        if r.relation == INVARIANCE:
+            found = Pair((every, ), tuple(map(tuple, calls)), 0, filler, DRAWN, tensor=r.tensor)
+            options = [found]
+        else:
+            output = next((i for i in judged if f"[{i}]" in r.tensor), judged[0])
+            samples = sorted(i for c in calls for i in c if i >= 0)
+            options = [Pair(tuple(map(tuple, calls)), (every, ), s, filler, DRAWN, output)
+                       for s in dict.fromkeys((samples[r.first_index[0]] if r.inputs == "given" else samples[0], *samples[:8]))]
+        for pair in options:
+            for inputs in (DRAWN, "given"):
+                pair = replace(pair, inputs=inputs)
+                if pair in seen or seen.add(pair) or not pair.drifts(t, t.values):
+                    continue
+                return (pair if pair.tensor else _smaller(t, pair)), t.values
+    return None
+
+
+def _smaller(t: Target, pair: Pair) -> Pair:
+    """The sample alone, and the fewest others beside it, as far as it still drifts."""
+    alone = replace(pair, a=((pair.sample, ), ))
+    pair = alone if alone.drifts(t, t.values) else pair
+    for m in row_counts(t.count):
+        others = [i for i in range(t.count) if i != pair.sample][:m - 1]
+        fewer = replace(pair, b=((pair.sample, *others), ))
+        if fewer.b != pair.a and fewer.drifts(t, t.values):
+            return fewer
+    return pair
+
+
+def export(t: Target, rows: list[Row], candidate: str, folder: Path) -> Path | None:
+    """Writes the script, and what it loads, and names it in the rows that drift; None where nothing was found to show."""
+    found = _shrunk(t, rows)
+    if found is None:
+        return None
+    pair, given = found
+    folder.mkdir(parents=True, exist_ok=True)
+    safe = "".join(c if c.isalnum() else "_" for c in t.name)
+    path = folder / f"{safe}.py"
+    what = (f"the gradient {pair.tensor} of {t.count} samples in one call and in {len(pair.b)}" if pair.tensor else
+            f"sample {pair.sample} in calls of {' and '.join(str(len(next(c for c in s if pair.sample in c))) for s in (pair.a, pair.b))}")
+    interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if t.device.type == "cpu" else []
+    load = []
+    if pair.inputs != DRAWN:
+        torch.save({k: v for k, v in given.items() if isinstance(v, torch.Tensor)}, folder / f"{safe}.pt")
+        load = ["from pathlib import Path", f'given = torch.load(Path(__file__).with_name("{safe}.pt"))']
+    printed = [line.format(a="a", b="b") for line in PRINTED]
+    path.write_text("\n".join([f"# {t.name}: {what}, along dimension {t.batch}.", *interpret, "import torch",
+                               *_imports(t, candidate, folder), *load, *body(t, pair), *printed]), encoding="utf-8")
+    for r in rows:
+        if r.verdict == NEEDS_FIX and r.mismatches:
+            r.repro = f"python {folder.name}/{path.name}"
+    return path

@@ -1,0 +1,193 @@
+"""`audit` of callables that nobody wrote for it: what is invariant passes, what drifts is found with a reproducer that
+shows it, and what cannot be judged gets one sentence."""
+
+import runpy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+import bi_kernels
+from bi_kernels.audit import audit, callables
+from bi_kernels.audit.callables import SINGLES, plan
+from bi_kernels.audit.judge import NEEDS_FIX, PASS
+
+ROWS, WIDTH = 40, 64
+G = torch.Generator().manual_seed(0)
+X, Y, W = (torch.randn(*shape, generator=G) for shape in ((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH, WIDTH)))
+IDS = torch.randint(0, WIDTH, (ROWS, ), generator=G)
+
+
+def in_need(report) -> list:
+    return [r for r in report.rows if r.verdict == NEEDS_FIX]
+
+
+@triton.jit
+def _double_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def doubled(x, out):
+    _double_kernel[(triton.cdiv(x.numel(), 256), )](x.contiguous(), out, x.numel(), BLOCK=256)
+
+
+def centred(x):
+    return x - x.mean(0)
+
+
+def block_by_rows(x):
+    halves = x.unflatten(-1, (2, -1)).sum(-1)
+    return halves.sum(-1) if len(x) > 8 else x.unflatten(-1, (-1, 2)).sum(-2).sum(-1)
+
+
+def reads_the_neighbour(x):
+    return x + 0 * x.roll(1, 0)
+
+
+def last_row_differs(x):
+    y = 2 * x
+    y[-1] += 1e-6
+    return y
+
+
+def dweight_by_batch(x, weight):
+    return (x * weight).sum(-1)
+
+
+class OnlyOneSize(torch.nn.Module):
+    def forward(self, x):
+        if len(x) == 17:
+            raise RuntimeError("no kernel for 17 rows")
+        return 2 * x
+
+
+INVARIANT = {
+    "silu": (F.silu, X), "gelu": (torch.nn.GELU(), X.bfloat16()), "softmax": (torch.nn.Softmax(-1), X),
+    "two inputs": (torch.add, X, Y), "swiglu of a dict": (lambda x, y: {"out": F.silu(x) * y, "x": x}, X, Y),
+    "integers": (lambda ids: ids + 1, IDS), "attention": (F.scaled_dot_product_attention, *torch.randn(3, 6, 2, 16, 8, generator=G)),
+    "eval batch norm": (torch.nn.BatchNorm1d(WIDTH).eval().requires_grad_(False), X),
+    "in place": (lambda x: x.relu_(), X), "rows of samples": (lambda x: x.reshape(-1, 8) * 2, X),
+    "ours": (bi_kernels.linear, X[:18].bfloat16(), W.bfloat16()), "ours over sequences": (
+        bi_kernels.rms_norm, torch.randn(3, 20, 32, generator=G).bfloat16(), torch.randn(32, generator=G).bfloat16()),
+}
+DRIFTING = {
+    "centred": ((centred, X), "invariance"), "block by rows": ((block_by_rows, X), "invariance"),
+    "neighbour": ((reads_the_neighbour, X), "invariance"), "last row": ((last_row_differs, X), "invariance"),
+    "batch norm": ((torch.nn.BatchNorm1d(WIDTH), X), "invariance"),
+    "dweight": ((dweight_by_batch, X.bfloat16(), W[0].bfloat16()), "gradient invariance"),
+    "a module's weight": ((torch.nn.Linear(WIDTH, WIDTH), X), "gradient invariance"),
+    "embedding": ((F.embedding, IDS % 3, W), "gradient invariance"),
+}
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_what_is_invariant_passes(name):
+    report = audit(*INVARIANT[name])
+    assert report.passed and not in_need(report), report.markdown()
+    assert {r.layout for r in report.rows if r.relation == "invariance"} == set(plan(len(INVARIANT[name][1])))
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys):
+    (function, *inputs), relation = DRIFTING[name]
+    report = audit(function, *inputs, folder=tmp_path / "repro")
+    found = [r for r in in_need(report) if r.relation == relation and r.mismatches]
+    assert found and report.verdict == NEEDS_FIX and all(r.max_ulp and r.first_index and r.tensor for r in found), report.markdown()
+    assert report.repro and all(r.repro == f"python repro/{report.repro.name}" for r in found)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(report.repro))
+    said = capsys.readouterr().out
+    assert ended.value.code and "elements differ" in said and not said.startswith("0 of"), report.repro.read_text()
+
+
+def test_the_reproducer_of_a_drift_between_few_samples_is_small(tmp_path):
+    report = audit(centred, X, folder=tmp_path)
+    assert "sample 0 in calls of 1 and 2" in report.repro.read_text().splitlines()[0]
+
+
+def test_a_launcher_is_judged_by_what_it_writes():
+    report = audit(doubled, X, torch.empty_like(X), outputs=("out", ))
+    assert report.passed and next(r for r in report.rows if r.relation == "atomics-free").verdict == PASS, report.markdown()
+
+
+def test_which_tensors_are_shared_is_found_out():
+    square = torch.randn(8, 8, generator=G)
+    assert "a row a sample: x; shared by all: weight" in audit(lambda x, weight: x @ weight.T, square, square.clone()).read
+    ids, table = torch.arange(ROWS), torch.randn(ROWS, 8, generator=G)  # half of the table would do for half of the ids
+    lookup = lambda ids, table: table[ids]
+    assert "a row a sample: ids; shared by all: table" in audit(lookup, ids, table).read
+    assert "a row a sample: x, y" in audit(lambda x, y: x + y, X, Y).read
+    with pytest.raises(ValueError, match="shared names 'z', expected one of the tensors x, y"):
+        audit(lambda x, y: x + y, X, Y, shared=("z", ))
+
+
+def test_the_batch_may_be_another_dimension():
+    report = audit(centred, torch.randn(7, 3, 20, generator=G).double(), batch=-1, backward=False)
+    assert report.passed and "20 samples along dimension 2" in report.read
+    assert not audit(centred, torch.randn(7, 3, 20, generator=G)).passed
+
+
+def test_accuracy_is_held_against_a_reference():
+    x, w = X.bfloat16(), W.bfloat16()
+    exact = next(r for r in audit(F.linear, x, w, reference=F.linear).rows if r.relation == "accuracy")
+    assert exact.verdict == PASS and 0 < exact.threshold_share < 1
+    rounded = lambda x, w: sum((x[:, k:k + 8] @ w[:, k:k + 8].T for k in range(0, WIDTH, 8)), x.new_zeros(()))
+    assert [r.relation for r in in_need(audit(rounded, x, w, reference=F.linear, backward=False))] == ["accuracy"]
+    with pytest.raises(StopIteration):
+        next(r for r in audit(F.silu, X).rows if r.relation == "accuracy")
+
+
+def test_what_is_no_function_of_its_batch_is_said():
+    random = audit(torch.nn.Dropout(), X)
+    assert [r.relation for r in in_need(random)] == ["determinism"] and "random" in in_need(random)[0].detail
+    assert random.verdict == NEEDS_FIX and not [r for r in random.rows if r.relation == "invariance"]
+    assert "changes its input x in place" in audit(lambda x: x.mul_(2), X).notes[0]
+    one = audit(OnlyOneSize(), X)
+    assert {r.layout for r in in_need(one)} == {"rows:17"} and "no kernel for 17 rows" in in_need(one)[0].detail
+    picky = audit(lambda x: x.reshape(-1, 8, WIDTH).mul(2).reshape(x.shape), X)
+    assert picky.verdict == NEEDS_FIX and {"rows:8", "rows:16"}.isdisjoint(r.layout for r in in_need(picky))
+    assert "outputs [1]" in audit(lambda x: (x * 2, x.sum()), X).notes[0]
+
+
+def test_the_budget_is_kept_and_said(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(callables.time, "monotonic", lambda: clock[0])
+
+    def slow(x):
+        clock[0] += 2.0
+        return 2 * x
+
+    report = audit(slow, X, seconds=60.0)
+    late = {r.relation: r.detail for r in report.rows if r.layout == "not run"}
+    assert report.verdict == NEEDS_FIX and 60 <= clock[0] <= 66 and set(late) >= {"invariance", "gradient invariance"}
+    assert "rows:1, rows:2" in late["invariance"] or "permuted" in late["invariance"]
+    assert "the budget of 60 s was spent, one call takes 2 s; raise it with seconds=" in late["invariance"]
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: audit(lambda x: None, X), TypeError, ["returned NoneType", "outputs=('out',)"]),
+    (lambda: audit(lambda x: x @ W[:3], X), ValueError, ["raised on the inputs as given: RuntimeError"]),
+    (lambda: audit(lambda x: x.sum(), X), ValueError, ["no output has a row", "batch="]),
+    (lambda: audit(F.silu, X[:1]), ValueError, ["holds 1 sample along dimension 0", "at least 2"]),
+    (lambda: audit(F.silu, X, batch=2), ValueError, ["batch is 2", f"({ROWS}, {WIDTH})"]),
+    (lambda: audit(F.silu, 3), ValueError, ["no input is a tensor"]),
+    (lambda: audit(3, X), TypeError, ["fn is 3", "callable"]),
+    (lambda: audit(F.silu, X, outputs=("y", )), ValueError, ["outputs names 'y'", "input"]),
+])
+def test_bad_use_is_one_clear_sentence(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("count", [2, 3, 16, 17, 300])
+def test_every_layout_holds_every_sample_but_those_that_take_some(count):
+    for name, (calls, _) in plan(count).items():
+        samples = sorted(i for c in calls for i in c if i >= 0)
+        whole = not name.startswith("rows") and not (name == "singles" and count > SINGLES)
+        assert samples == (list(range(count)) if whole else samples) and len(set(samples)) == len(samples), name
+        assert calls != [list(range(count))], name
