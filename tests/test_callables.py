@@ -152,6 +152,17 @@ def test_what_is_no_function_of_its_batch_is_said():
     assert "outputs [1]" in audit(lambda x: (x * 2, x.sum()), X).notes[0]
 
 
+def test_a_result_that_depends_on_the_calls_before_is_said():
+    calls = []
+
+    def ages(x):
+        calls.append(len(x))
+        return x * (1 + 1e-3 * (len(calls) > 40))
+
+    report = audit(ages, X)
+    assert "at the end" in {r.layout for r in in_need(report)} and "depends on the calls before it" in report.notes[0]
+
+
 def test_the_budget_is_kept_and_said(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(callables.time, "monotonic", lambda: clock[0])

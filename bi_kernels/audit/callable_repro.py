@@ -155,23 +155,24 @@ def _shrunk(t: Target, rows: list[Row]) -> tuple[Pair, dict] | None:
             samples = sorted(i for c in calls for i in c if i >= 0)
             options = [Pair(tuple(map(tuple, calls)), (every, ), s, filler, DRAWN, output)
                        for s in dict.fromkeys((samples[r.first_index[0]] if r.inputs == "given" else samples[0], *samples[:8]))]
+        given = t.spread() if r.inputs == "spread" else t.values
         for pair in options:
-            for inputs in (DRAWN, "given"):
+            for inputs in (DRAWN, r.inputs):
                 pair = replace(pair, inputs=inputs)
-                if pair in seen or seen.add(pair) or not pair.drifts(t, t.values):
+                if pair in seen or seen.add(pair) or not pair.drifts(t, given):
                     continue
-                return (pair if pair.tensor else _smaller(t, pair)), t.values
+                return (pair if pair.tensor else _smaller(t, pair, given)), given
     return None
 
 
-def _smaller(t: Target, pair: Pair) -> Pair:
+def _smaller(t: Target, pair: Pair, given: dict) -> Pair:
     """The sample alone, and the fewest others beside it, as far as it still drifts."""
     alone = replace(pair, a=((pair.sample, ), ))
-    pair = alone if alone.drifts(t, t.values) else pair
+    pair = alone if alone.drifts(t, given) else pair
     for m in row_counts(t.count):
         others = [i for i in range(t.count) if i != pair.sample][:m - 1]
         fewer = replace(pair, b=((pair.sample, *others), ))
-        if fewer.b != pair.a and fewer.drifts(t, t.values):
+        if fewer.b != pair.a and fewer.drifts(t, given):
             return fewer
     return pair
 

@@ -29,6 +29,7 @@ from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
 from bi_kernels.tokens import TokenLayout
 
 SINGLES = 16  # samples that are computed alone, spread over the batch
+RECOMPILES = 256
 KINDS = ("given", "spread")  # the inputs as they are, and with exponents that differ from element to element
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
@@ -67,6 +68,7 @@ class Report:
     read: str  # how the inputs were read
     notes: list[str] = field(default_factory=list)
     repro: Path | None = None
+    target: "Target | None" = None
 
     @property
     def verdict(self) -> str:
@@ -94,9 +96,9 @@ class Target:
     """A callable with its arguments, and what it returned for the whole batch."""
 
     def __init__(self, function: Callable, inputs: Sequence, constants: dict, batch: int, shared: Iterable[str],
-                 outputs: Iterable[str], name: str, seed: int):
+                 outputs: Iterable[str], name: str, seed: int, names: Sequence[str] = ()):
         self.function, self.name, self.batch, self.seed = function, name, batch, seed
-        names = _names(function, len(inputs))
+        names = list(names) or _names(function, len(inputs))
         self.values = dict(zip(names, inputs)) | constants
         self.positional, self.outputs = len(inputs), list(outputs)
         tensors = {k: t for k, t in self.values.items() if isinstance(t, torch.Tensor)}
@@ -171,7 +173,7 @@ class Target:
         out = {}
         for k, value in self.values.items():
             if k in self.batched:
-                value = self._spread(k) if kind == "spread" else value
+                value = self._spread(k, value) if kind == "spread" else value
                 value = value.index_select(self.batch, index.clamp(min=0))
                 empty = (index < 0).nonzero().flatten()
                 if len(empty):
@@ -182,8 +184,11 @@ class Target:
             out[k] = value
         return out
 
-    def _spread(self, k: str) -> torch.Tensor:
-        t = self.values[k]
+    def spread(self) -> dict:
+        """The arguments, with exponents that differ from element to element."""
+        return {k: self._spread(k, v) if k in self.batched else v for k, v in self.values.items()}
+
+    def _spread(self, k: str, t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t
         powers = torch.randint(-4, 5, t.shape, generator=generator(t.device, self.seed, k), device=t.device)
@@ -418,7 +423,8 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
 
 def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), outputs: Iterable[str] = (),
           reference: Callable | None = None, backward: bool | None = None, seconds: float = 120.0, seed: int = 0,
-          name: str = "", candidate: str = "", folder: str | Path | None = None, **constants) -> Report:
+          name: str = "", names: Sequence[str] = (), candidate: str = "", folder: str | Path | None = None, **constants
+          ) -> Report:
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
 
     fn(*inputs, **constants) is called on parts of the batch, in other orders, beside other samples and beside NaN; a
@@ -426,14 +432,19 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     launcher (name what it writes into: outputs=("out",)). batch: the dimension of the first tensor that counts samples;
     which other tensors hold a row a sample is found out, or said with shared=("weight",). reference: an fp64-able
     callable of the same signature, for accuracy. backward: None judges gradients where there is a backward. seconds: the
-    budget; what it did not reach needs a fix and says so. folder: where a reproducer goes. Raises ValueError or TypeError
+    budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has none. candidate:
+    how a reproducer imports fn, as in file.py:fn; folder: where that goes. Raises ValueError or TypeError
     with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {fn!r:.80}, expected a callable")
+    if "torch._dynamo" in sys.modules and torch._dynamo.config.recompile_limit < RECOMPILES:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILES):  # beyond it a compiled function runs in eager mode
+            return audit(fn, *inputs, batch=batch, shared=shared, outputs=outputs, reference=reference, backward=backward,
+                         seconds=seconds, seed=seed, name=name, names=names, candidate=candidate, folder=folder, **constants)
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
-    t = Target(fn, inputs, constants, batch, shared, outputs, name, seed)
+    t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
     rows, notes, layouts = determinism(t, 2), [], plan(t.count, seed)
     one_call = (time.monotonic() - started) / max(t.calls, 1)
     steady = all(r.verdict == PASS for r in rows)
@@ -472,6 +483,10 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
             steps.append(("accuracy", "whole batch", lambda: accuracy(t, reference)))
     steps.append(("atomics-free", "source, PTX, SASS", lambda: _static(t)))
     steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
+    if steady:
+        steps.append((DETERMINISM, "at the end", lambda: _compared(
+            t, DETERMINISM, "at the end", t.compute([list(range(t.count))])[1], whole["given"], _outputs(t), against="at the start",
+            rows=t.count, detail="the same call before and after all others")))
     shown = track(steps, description=name, transient=True, disable=not sys.stderr.isatty())
     late: dict[str, list[str]] = {}
     t.deadline = started + seconds
@@ -487,9 +502,12 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
                           f"s was spent, one call takes {one_call:.2g} s; raise it with seconds="))
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got a copy of a sample's rows.")
+    if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):
+        notes.append("Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "
+                     "differs between layouts may come from that.")
     if any(d is None for d in t.dims):
         notes.append(f"Not judged, because nothing in them counts samples: outputs {[i for i, d in enumerate(t.dims) if d is None]}.")
-    report = Report(name, rows, t.read(), notes)
+    report = Report(name, rows, t.read(), notes, target=t)
     t.deadline = float("inf")
     if folder is not None and any(r.verdict == NEEDS_FIX and r.mismatches for r in rows):
         from bi_kernels.audit.callable_repro import export

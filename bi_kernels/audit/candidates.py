@@ -38,7 +38,7 @@ def file_or_module_import(spec: str) -> str:
     return f"from {module} import {function} as fn"
 
 
-def _load(spec: str) -> Callable:
+def load(spec: str) -> Callable:
     module, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not module or not name:
         raise ValueError(f"candidate is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
@@ -79,7 +79,7 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
         else:
             source = bi_kernels
         return Candidate(spec, {o.name: getattr(source, o.function or o.name) for o in ops if op in ("", o.name)})
-    function = _load(spec)
+    function = load(spec)
     name = op or spec.rpartition(":")[2]
     if name not in [o.name for o in ops]:
         if audit != "gemm":

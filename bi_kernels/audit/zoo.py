@@ -1,0 +1,159 @@
+"""Callables that nobody wrote for the auditor, judged by it: torch, what torch.compile makes of it, attention backends, and
+Liger's and Hugging Face's modules where they are installed."""
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bi_kernels.audit.callables import Report, audit
+from bi_kernels.audit.judge import NEEDS_FIX, sentence
+
+SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
+LARGE = {"rows": 300, "hidden": 4096, "mlp": 12288, "vocab": 32000, "heads": 16, "head_dim": 128, "length": 256, "batch": 8}
+
+
+@dataclass
+class Animal:
+    name: str
+    function: Callable
+    inputs: tuple
+    options: dict = field(default_factory=dict)
+
+
+def attention(backend: SDPBackend) -> Callable:
+    def scaled_dot_product_attention(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return scaled_dot_product_attention
+
+
+def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], Animal]]]:
+    """(name, what makes it) of every animal; making one raises where its package is missing."""
+    g = torch.Generator(device).manual_seed(0)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    draw = lambda *shape, dtype=bf16: torch.randn(shape, generator=g, device=device).to(dtype)
+    rows, hidden, mlp, vocab = (size[k] for k in ("rows", "hidden", "mlp", "vocab"))
+    heads, dim, length, batch = (size[k] for k in ("heads", "head_dim", "length", "batch"))
+    integers = lambda top, *shape: torch.randint(0, top, shape, generator=g, device=device)
+    weight = lambda n, k, dtype=bf16: draw(n, k, dtype=dtype) * k**-0.5
+    module = lambda m, dtype=bf16: m.to(device=device, dtype=dtype)
+
+    def plain(name: str, function: Callable, *make: Callable, **options):
+        return name, lambda: Animal(name, function, tuple(m() for m in make), options)
+
+    x = lambda: draw(rows, hidden)
+    yield plain("F.linear, square, bf16", F.linear, x, lambda: weight(hidden, hidden))
+    yield plain("F.linear, down, bf16", F.linear, lambda: draw(rows, mlp), lambda: weight(hidden, mlp))
+    yield plain("F.linear, up, bf16", F.linear, x, lambda: weight(2 * mlp, hidden))
+    yield plain("F.linear, square, fp32", F.linear, lambda: draw(rows, hidden, dtype=fp32), lambda: weight(hidden, hidden, fp32))
+    yield plain("torch.matmul of a stack", torch.matmul, lambda: draw(batch, length, hidden), lambda: weight(hidden, hidden))
+    yield plain("torch.bmm", torch.bmm, lambda: draw(batch, length, dim), lambda: draw(batch, dim, length))
+    yield plain("torch.einsum over heads", lambda x, w: torch.einsum("bshd,hde->bshe", x, w),
+                lambda: draw(batch, length, heads, dim), lambda: draw(heads, dim, dim))
+    for name in ("silu", "gelu", "relu", "softplus"):
+        yield plain(f"F.{name}", getattr(F, name), x)
+    for name in ("softmax", "log_softmax"):
+        yield plain(f"F.{name}", lambda x, f=getattr(F, name): f(x, -1), x)
+    yield plain("torch.logsumexp", lambda x: torch.logsumexp(x, -1), lambda: draw(rows, vocab, dtype=fp32))
+    yield plain("torch.sum", lambda x: x.sum(-1), x)
+    yield plain("torch.cumsum", lambda x: x.cumsum(-1), lambda: draw(rows, hidden, dtype=fp32))
+    yield plain("torch.topk", lambda x: x.topk(8, -1).values, x)
+    yield plain("F.layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), x, lambda: draw(hidden), lambda: draw(hidden))
+    yield plain("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
+    yield plain("F.group_norm", lambda x: F.group_norm(x, 8), x)
+    yield plain("F.embedding", F.embedding, lambda: integers(vocab, rows), lambda: draw(vocab, hidden))
+    yield plain("F.cross_entropy", lambda x, t: F.cross_entropy(x.float(), t, reduction="none"), lambda: draw(rows, vocab),
+                lambda: integers(vocab, rows))
+    yield plain("F.conv1d", F.conv1d, lambda: draw(batch, dim, length), lambda: draw(dim, dim, 4))
+    yield plain("sampling by softmax", lambda x: torch.multinomial(x.float().softmax(-1), 1), x)
+    yield plain("a batch's mean taken off", lambda x: x - x.mean(0), x)
+    yield plain("nn.BatchNorm1d, training", module(torch.nn.BatchNorm1d(hidden)), x)
+    yield plain("nn.BatchNorm1d, eval", module(torch.nn.BatchNorm1d(hidden)).eval(), x)
+    yield plain("nn.Dropout, training", torch.nn.Dropout(0.1), x)
+    yield plain("nn.Linear", module(torch.nn.Linear(hidden, hidden)), x)
+    yield plain("nn.LSTM", lambda x, m=module(torch.nn.LSTM(dim, dim, batch_first=True), fp32): m(x)[0],
+                lambda: draw(batch, length, dim, dtype=fp32))
+    yield plain("nn.TransformerEncoderLayer, eval", module(torch.nn.TransformerEncoderLayer(
+        heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(), lambda: draw(batch, length, heads * dim))
+    backends = {"math": SDPBackend.MATH} | ({"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+                                             "cuDNN": SDPBackend.CUDNN_ATTENTION} if device.type == "cuda" else {})
+    qkv = [lambda: draw(batch, heads, length, dim)] * 3
+    for name, backend in backends.items():
+        yield plain(f"SDPA, {name}", attention(backend), *qkv)
+    for name, function, *make in (("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden)),
+                                  ("softmax(x) x", lambda x: x.float().softmax(-1) * x, x),
+                                  ("linear and silu", lambda x, w: F.silu(F.linear(x, w)), x, lambda: weight(hidden, hidden))):
+        yield plain(f"torch.compile: {name}", torch.compile(function), *make)
+
+    def liger(name: str, make: Callable):
+        return f"Liger {name}", lambda: Animal(f"Liger {name}", *make(__import__("liger_kernel.transformers", fromlist=["x"])))
+
+    if device.type == "cuda":
+        config = type("Config", (), {"hidden_size": hidden, "intermediate_size": mlp, "hidden_act": "silu"})
+        yield liger("RMSNorm", lambda k: (module(k.LigerRMSNorm(hidden)), (x(), )))
+        yield liger("LayerNorm", lambda k: (module(k.LigerLayerNorm(hidden)), (x(), )))
+        yield liger("SwiGLU MLP", lambda k: (module(k.LigerSwiGLUMLP(config)), (draw(batch, length, hidden), )))
+        yield liger("cross entropy", lambda k: (k.LigerCrossEntropyLoss(reduction="none"), (draw(rows, vocab), integers(vocab, rows))))
+
+    def llama(name: str, make: Callable):
+        def built():
+            from transformers.models.llama import modeling_llama
+            from transformers.models.llama.configuration_llama import LlamaConfig
+            config = LlamaConfig(hidden_size=heads * dim, intermediate_size=4 * dim, num_attention_heads=heads, head_dim=dim,
+                                 num_key_value_heads=heads // 2, num_hidden_layers=1, vocab_size=vocab,
+                                 attn_implementation="sdpa")
+            return Animal(f"Hugging Face {name}", *make(modeling_llama, config))
+        return f"Hugging Face {name}", built
+
+    states = lambda: draw(batch, length, heads * dim)
+    yield llama("LlamaRMSNorm", lambda m, c: (module(m.LlamaRMSNorm(c.hidden_size)), (states(), )))
+    yield llama("LlamaMLP", lambda m, c: (module(m.LlamaMLP(c)), (states(), )))
+    yield llama("LlamaModel, one layer", lambda m, c: (
+        lambda ids, model=module(m.LlamaModel(c)).eval(): model(ids).last_hidden_state, (integers(vocab, batch, length), )))
+
+
+def judge(device: torch.device, size: dict, folder: Path, seconds: float = 60.0, show: Callable = print) -> list[dict]:
+    """A line an animal: verdicts, how much drifts, and whether its reproducer reproduces, run in a process of its own."""
+    lines = []
+    for name, make in zoo(device, size):
+        line = {"callable": name}
+        try:
+            animal = make()
+            report = audit(animal.function, *animal.inputs, seconds=seconds, folder=folder, name=name, **animal.options)
+            line |= summary(report) | {"reproducer": reproduced(report)}
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            line |= {"verdict": "not judged", "detail": sentence(error)}
+        lines.append(line)
+        show(f"{name}: {line['verdict']}")
+    return lines
+
+
+def summary(report: Report) -> dict:
+    """Each relation's worst drift: elements, and the largest ULP."""
+    line = {"verdict": report.verdict}
+    for relation in ("invariance", "gradient invariance", "determinism", "atomics-free"):
+        mine = [r for r in report.rows if r.relation == relation]
+        bad = [r for r in mine if r.verdict == NEEDS_FIX]
+        most = max(bad, key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1), default=None)
+        line[relation] = ("–" if not mine else mine[0].verdict if most is None else most.detail if not most.mismatches else
+                          f"{most.mismatches / max(most.elements, 1):.1%} of {most.tensor}, {most.max_ulp} ULP ({most.layout})")
+    return line
+
+
+def reproduced(report: Report) -> str:
+    """What the standalone script says when it runs by itself: 'drifts', 'does not', or '–' where nothing drifts."""
+    drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation.endswith("invariance")]
+    if not drifts:
+        return "–"
+    if report.repro is None:
+        return "none found"
+    done = subprocess.run([sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True)
+    return "drifts" if done.returncode == 1 and "elements differ" in done.stdout else f"does not: {done.stderr.strip()[-80:]}"
