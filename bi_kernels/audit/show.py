@@ -12,7 +12,7 @@ from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy",
-             "atomics-free")
+             "atomics-free", "reproducer", "no false alarm")
 MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
 plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
                      "axes.titlelocation": "left", "axes.titlesize": 11, "axes.spines.top": False,

@@ -4,16 +4,17 @@ Liger's and Hugging Face's modules where they are installed."""
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bi_kernels.audit.callables import Report, audit
-from bi_kernels.audit.judge import NEEDS_FIX, sentence
+from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 
 SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
 LARGE = {"rows": 300, "hidden": 4096, "mlp": 12288, "vocab": 32000, "heads": 16, "head_dim": 128, "length": 256, "batch": 8}
@@ -119,10 +120,17 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
         lambda ids, model=module(m.LlamaModel(c)).eval(): model(ids).last_hidden_state, (integers(vocab, batch, length), )))
 
 
-def judge(device: torch.device, size: dict, folder: Path, seconds: float = 60.0, show: Callable = print) -> list[dict]:
+# What is known without the auditor. Elementwise functions of one element cannot see the batch; the others see it by what
+# they are.
+INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus")
+DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
+
+
+def judge(device: torch.device, size: dict, folder: Path, seconds: float = 60.0, only: Sequence[str] = ()) -> list[dict]:
     """A line an animal: verdicts, how much drifts, and whether its reproducer reproduces, run in a process of its own."""
     lines = []
-    for name, make in zoo(device, size):
+    every = [(name, make) for name, make in zoo(device, size) if not only or name in only]
+    for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
         line = {"callable": name}
         try:
             animal = make()
@@ -132,8 +140,25 @@ def judge(device: torch.device, size: dict, folder: Path, seconds: float = 60.0,
             traceback.clear_frames(error.__traceback__)
             line |= {"verdict": "not judged", "detail": sentence(error)}
         lines.append(line)
-        show(f"{name}: {line['verdict']}")
     return lines
+
+
+def rows(lines: Sequence[dict], device: str) -> list[Row]:
+    """Whether the auditor was right: a drift that it reports is shown by a script without it, and what is known is found."""
+    out = []
+    for line in lines:
+        name = line["callable"]
+        make = lambda relation, verdict, **more: Row("zoo", name, "", name, "", device, relation, "", "", "given", 0, verdict, **more)
+        if line["verdict"] == "not judged":
+            out.append(make("reproducer", UNSUPPORTED, detail=line["detail"]))
+            continue
+        if line["reproducer"] != "–":
+            out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, detail=line["reproducer"]))
+        if name in INVARIANT:
+            out.append(make("no false alarm", PASS if line["verdict"] == PASS else NEEDS_FIX, detail=line["verdict"]))
+        if name in DRIFTING:
+            out.append(make("invariance", line["verdict"], control=True, caught=line["verdict"] == NEEDS_FIX))
+    return out
 
 
 def summary(report: Report) -> dict:

@@ -1,0 +1,32 @@
+"""The zoo on the CPU: what is known is found, and every drift is shown by a script of its own."""
+
+import torch
+
+from bi_kernels.audit import zoo
+from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED
+
+SOME = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training", "SDPA, math",
+        "Hugging Face LlamaMLP")
+
+
+def test_the_zoo_is_large():
+    names = [name for name, _ in zoo.zoo(torch.device("cpu"), zoo.SMALL)]
+    assert len(set(names)) == len(names) >= 35 and {*zoo.INVARIANT, *zoo.DRIFTING, *SOME} <= set(names)
+
+
+def test_the_auditor_is_right_about_what_is_known(tmp_path):
+    lines = {line["callable"]: line for line in zoo.judge(torch.device("cpu"), zoo.SMALL, tmp_path, only=SOME)}
+    assert set(lines) == set(SOME)
+    assert lines["F.silu"]["verdict"] == lines["SDPA, math"]["verdict"] == PASS
+    assert lines["a batch's mean taken off"]["reproducer"] == lines["F.rms_norm"]["reproducer"] == "drifts", lines
+    assert "random" not in lines["a batch's mean taken off"]["determinism"] and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
+    rows = zoo.rows(list(lines.values()), "cpu")
+    assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
+    assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows
+
+
+def test_a_drift_that_no_script_shows_needs_a_fix():
+    line = {"callable": "F.silu", "verdict": NEEDS_FIX, "reproducer": "none found", "detail": ""}
+    found = zoo.rows([line, {"callable": "x", "verdict": "not judged", "detail": "no package"},
+                      {"callable": "nn.Dropout, training", "verdict": PASS, "reproducer": "–"}], "cpu")
+    assert [r.verdict for r in found[:3]] == [NEEDS_FIX, NEEDS_FIX, UNSUPPORTED] and found[3].caught is False
