@@ -9,8 +9,8 @@ class MainGrads:
     """Attaches a zeroed fp32 `main_grad` to every parameter; the backward of this package's ops accumulates into it.
 
     tied: parameters used both as an embedding and as an LM head. They get a second buffer, `embedding_main_grad`, so that
-    neither fold is cut by the other; `join` adds the two once, at the end of the step. A gradient that another op left in a
-    parameter's `.grad`, as of a view of it, joins as well; it has been added up in the parameter's dtype.
+    neither fold is cut by the other; `join` adds the two once, at the end of the step. What another op leaves in a
+    parameter's `.grad`, as of a view of it, joins as well; `collect` after each micro-batch adds that up in fp32.
 
         grads = MainGrads(model.parameters(), tied=[model.lm_head.weight])
         optimizer = torch.optim.AdamW(grads.masters)
@@ -39,15 +39,21 @@ class MainGrads:
     @torch.no_grad()
     def join(self) -> None:
         """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of what
-        stands in `.grad`, which is dropped."""
+        still stands in `.grad`."""
         for p in self.tied:
             p.main_grad.add_(p.embedding_main_grad)
             p.embedding_main_grad.zero_()
+        self.collect()
         for p, master in zip(self.parameters, self.masters):
+            master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """main_grad += what stands in `.grad`, which is dropped."""
+        for p in self.parameters:
             if p.grad is not None:
                 p.main_grad.add_(p.grad)
                 p.grad = None
-            master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it did
 not run; the layouts it gives the ops, the buffers, and a training step."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit import gradient_controls, gradients, static, training
+from bi_kernels.audit import backward, gradient_controls, gradients, static, training
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
-from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, STATIC, token_layout
+from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
 from bi_kernels.audit.ops import OPS, Problem
@@ -78,6 +79,56 @@ def test_the_same_experiments_pass_the_unbroken_op(audit, fewer, monkeypatch):
     monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", list(experiments.values()))
     found = start(audit, {}).controls()
     assert found and not in_need(found) and not any(r.caught for r in found), report(in_need(found))
+
+
+@pytest.mark.parametrize("control", [c for c in GRADIENT_CONTROLS if c.relation != STATIC], ids=lambda c: c.name)
+def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(control, monkeypatch):
+    monkeypatch.setitem(SWEEP, RUNS, 2)
+    mended = replace(control, function=partial(control.function, defect=False))
+    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", [mended])
+    found = start(control.audit, {}).controls()
+    assert [(r.candidate, r.verdict, r.caught) for r in found] == [(control.name, PASS, False)], report(found)
+
+
+@pytest.mark.parametrize("op, case", [("linear", "o"), ("rms_norm", ""), ("embedding", "")])
+def test_a_control_that_replaces_nothing_is_the_op_itself(op, case, monkeypatch):
+    monkeypatch.setitem(SWEEP, RUNS, 2)
+    s = subject(op, gradient_controls._control(unbroken(op), lambda *args, **constants: {}, "nothing"), case=case)
+    found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
+    assert found and not in_need(found), report(in_need(found))
+
+
+def test_padding_taken_for_tokens_shows_where_padding_holds_nan_and_nowhere_else(monkeypatch):
+    monkeypatch.setitem(SWEEP, RUNS, 2)
+    control = next(c for c in GRADIENT_CONTROLS if "padding" in c.name)
+    s = subject(control.op, control.function, control.dtype, control.case)
+    found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
+    assert [required(r) for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(in_need(found))
+
+
+def empty(level: str, monkeypatch) -> None:
+    """The static audit finds nothing at a level: PTX and SASS are read by the process that compiles."""
+    if level == "AST":
+        monkeypatch.setattr(static, "_forbidden", lambda f: ())
+    elif level == "torch":
+        monkeypatch.setattr(static, "_Dispatched", lambda launches: nullcontext())
+    else:
+        run, also = static.subprocess.run, f"import re; from bi_kernels.audit import static; static.{level} = re.compile('(?!)'); "
+        monkeypatch.setattr(static.subprocess, "run", lambda command, **more: run(
+            [command[0], "-c", also + command[2], *command[3:]] if command[1] == "-c" else command, **more))
+
+
+@pytest.mark.parametrize("audit, level", [("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"),
+                                          ("vocabulary", "torch")])
+def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypatch):
+    mine = [c for c in GRADIENT_CONTROLS if c.audit == audit and c.relation == STATIC]
+    assert level in {c.level for c in mine}
+    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", mine)
+    if audit == "vocabulary":  # compiling takes its time, and is not what these levels ask
+        monkeypatch.setattr(static, "_elsewhere", lambda messages: ["not compiled"] * len(messages))
+    empty(level, monkeypatch)
+    found = start(audit, {}).controls()
+    assert {c.level: r.caught for c, r in zip(mine, found)} == {c.level: c.level != level for c in mine}, report(found)
 
 
 @pytest.mark.parametrize("control", [c for c in GRADIENT_CONTROLS if c.relation == INVARIANCE
@@ -194,14 +245,14 @@ def test_a_backward_that_leaves_no_gradient_of_the_tokens_is_reported(fewer):
 
 def test_a_main_grad_that_backward_never_wrote_is_inaccurate():
     found = gradients.judge_gradient_accuracy(subject("rms_norm", rms_norm_without(1)))
-    assert {r.tensor for r in in_need(found)} == {"dweight"}, report(found)
+    without, *others = in_need(found)
+    assert without.inputs == "normal" and "left no gradient for weight" in without.detail, report(found)
+    assert {(r.tensor, r.inputs) for r in others} == {("dweight", "wide"), ("dweight", SHARPEST)}, report(found)
 
 
 def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
     found = gradients.judge_gradients(subject("rms_norm", rms_norm_without(1)))
     assert "left no gradient for weight" in report(in_need(found)), report(found)
-
-
 
 
 @pytest.mark.parametrize("layout, when", [
@@ -310,11 +361,12 @@ def test_a_layout_that_needs_no_gathering_says_so():
                             ([[-1, *range(31)]], False), ([[*range(17), *[-1] * 15]], False)):
         layout = token_layout(Call(np.array(index)), [16, 16] if len(index) == 2 else [31])
         assert layout.identity == identity, index
-        gathered = layout.gather(x[:np.size(index)])
-        assert (gathered is x[:np.size(index)]) or identity is False or gathered.shape == x[:np.size(index)].shape
-        padded = torch.cat((x[:np.size(index)], torch.zeros(1, 3)))
-        if not identity:
-            assert_same_bits(gathered, padded[layout.slots.long()], index)
+        rows = x[:np.size(index)]
+        gathered = layout.gather(rows)
+        if identity:
+            assert gathered is rows, index
+        else:
+            assert_same_bits(gathered, torch.cat((rows, torch.zeros(1, 3)))[layout.slots.long()], index)
 
 
 # Buffers and masters
@@ -343,13 +395,13 @@ def test_a_step_rounds_the_masters_into_the_parameters_and_zeroes_the_buffers():
     for step in range(1, 41):
         bi_kernels.linear(torch.ones(3, 4, dtype=torch.bfloat16), p).sum().backward()
         grads.join()
+        assert grads.masters[0].grad is p.main_grad
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         grads.finish()
         assert_same_bits(grads.masters[0].detach(), before.float() - step * 3 * 2.0**-12, f"step {step}")
         assert_same_bits(p.detach(), grads.masters[0].detach().bfloat16(), f"step {step}, rounded once")
         assert_same_bits(p.main_grad, torch.zeros(6, 4), f"step {step}, zeroed")
-        assert grads.masters[0].grad is p.main_grad
     assert compare(p.detach(), before).mismatches
 
 
@@ -403,16 +455,34 @@ def test_a_training_step_ends_in_the_same_weights_under_every_layout(small, tied
         assert (line["SHA-256"], line["weights that differ"]) == (first["SHA-256"], 0), line
 
 
-def test_a_training_step_shows_a_dw_that_depends_on_the_split(small, monkeypatch):
-    control = next(c for c in GRADIENT_CONTROLS if c.name == "dW as the sum of separately accumulated partials").function
-    broken = lambda x, weight, bias=None: control(x, weight) if bias is None else bi_kernels.linear(x, weight, bias)
-    ops = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
-    monkeypatch.setattr(training, "stock", SimpleNamespace(**ops | {"linear": broken}))
-    _, split = training.hashes(small, "torch", 1, splits=("packed", "micro_batches:ragged"))
+def test_a_training_step_shows_a_dw_that_depends_on_the_split(small):
+    _, split = training.hashes(small, training.CONTROL, 1, splits=("packed", "micro_batches:ragged"))
     assert split["weights that differ"]
-    found = training.first_difference(small, "torch", b="micro_batches:ragged")
+    found = training.first_difference(small, training.CONTROL, b="micro_batches:ragged")
     assert not found["forward"][0] and not found["backward"][0], "only gradients of parameters differ"
-    assert found["parameters"][0] in ("o_0", "gate_0", "up_0", "down_0"), found["parameters"]
+    assert found["parameters"][0] in ("q_0", "o_0", "gate_0", "up_0", "down_0"), found["parameters"]
+
+
+def trained(small, monkeypatch) -> list[Row]:
+    hashes = lambda *args, splits=("packed", "micro_batches:ragged"): small_hashes(*args, splits=splits)
+    small_hashes = training.hashes
+    monkeypatch.setattr(training, "hashes", hashes)
+    return backward.trained(start("backward", {}))[0]
+
+
+def test_the_rows_of_the_training_runs(small, monkeypatch):
+    split, moved, control = trained(small, monkeypatch)
+    assert (split.layout, split.against, split.verdict) == ("1 AdamW steps, micro_batches:ragged", "packed", PASS)
+    assert (moved.tensor, moved.verdict) == ("tensors left unmoved", PASS) and moved.elements == 11
+    assert control.control and control.caught and control.candidate == training.CONTROL, report([control])
+
+
+@pytest.mark.parametrize("owner, name", [(torch.optim.AdamW, "step"), (torch.Tensor, "backward")])
+def test_a_training_run_that_trains_nothing_needs_a_fix(owner, name, small, monkeypatch):
+    monkeypatch.setattr(owner, name, lambda *args, **more: None)
+    split, moved, control = trained(small, monkeypatch)
+    assert (moved.verdict, moved.mismatches) == (NEEDS_FIX, moved.elements), report([moved])
+    assert split.verdict == PASS and not control.caught, "which is all that the weights of two splits would show"
 
 
 def test_the_first_op_that_drifts_is_named(small, monkeypatch):

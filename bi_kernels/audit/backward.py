@@ -9,17 +9,10 @@ from bi_kernels.audit import stock, training
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.gemm import times_ms
 from bi_kernels.audit.gradients import LAYOUTS, Step
-from bi_kernels.audit.judge import Row, Subject
-from bi_kernels.audit.ops import OPS, Problem
-from bi_kernels.contract import CONTRACT, DTYPES, EPS, SHAPES, linears
+from bi_kernels.audit.judge import NEEDS_FIX, Row
+from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
 from bi_kernels.gemm import product
 from bi_kernels.tokens import layout_for
-
-
-def _subject(session, op: str, function, candidate: str, dtype: str = "bf16") -> Subject:
-    case = next(iter(OPS[op].cases(session.parameters["shapes"])))
-    problem = Problem(OPS[op], case, DTYPES[dtype], session.parameters["shapes"], session.device, session.parameters["seed"])
-    return Subject(problem, function, candidate, session.device_label, session.command)
 
 
 class _AtEveryToken(torch.autograd.Function):
@@ -62,7 +55,7 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
     out: dict[str, dict[str, float]] = {}
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
-            s = _subject(session, op, function, name, dtype)
+            s = session.subject(op, dtype, function, name)
             step, line = Step(s, "normal", s.lengths), {}
             if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
                 step.dy = [torch.ones(step.count, device=session.device), torch.zeros(step.count, device=session.device)]
@@ -84,15 +77,24 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
 
 
 def trained(session) -> tuple[list[Row], list[dict]]:
-    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256; the rows say so."""
-    s = _subject(session, "linear", bi_kernels.linear, "bi_kernels")
+    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it began; with
+    a dW that depends on the split, the control, it must not."""
     steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
+    s = session.subject("linear")
+
+    def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights") -> Row:
+        return s.row("gradient invariance", f"{steps} AdamW steps, {line['layout']}", Drift(differ, of, line["max abs"]),
+                     against, "normal", tensor=tensor, detail=line["SHA-256"])
+
     lines = training.hashes(session, "bi_kernels", steps)
-    rows = [s.row("gradient invariance", f"{steps} AdamW steps, {line['layout']}",
-                  Drift(line["weights that differ"], line["of"], line["max abs"]), training.SPLITS[0], "normal",
-                  tensor="all weights", detail=line["SHA-256"]) for line in lines]
-    lines += training.hashes(session, "torch", steps)
-    return rows, lines
+    first, *others = lines
+    rows = [row(line, first["layout"], line["weights that differ"], line["of"]) for line in others]
+    rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
+    split = training.hashes(session, training.CONTROL, steps, splits=("packed", "micro_batches:ragged"))[-1]
+    control = row(split, first["layout"], split["weights that differ"], split["of"])
+    control.candidate, control.control, control.caught = training.CONTROL, True, control.verdict == NEEDS_FIX
+    lines += [split, *training.hashes(session, "torch", steps)]
+    return [*rows, control], lines
 
 
 def hash_table(lines: list[dict]) -> list[dict]:

@@ -1,13 +1,15 @@
-"""bi-audit list | run | report."""
+"""bi-audit list | run | digest | report."""
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from bi_kernels.audit import ci
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,26 +29,117 @@ def list_() -> None:
         click.echo(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(parameters)}")
 
 
+def _of_a_run(command):
+    """What every command that starts audits takes."""
+    for option in reversed((
+            click.argument("names", nargs=-1, metavar="[AUDIT]..."),
+            click.option("--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."),
+            click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given."),
+            click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
+            click.option("--device", help="auto (default), cpu or cuda."),
+            click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
+            click.option("-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks."))):
+        command = option(command)
+    return command
+
+
+PATH = click.Path(path_type=Path)
+
+
 @cli.command()
-@click.argument("names", nargs=-1, metavar="[AUDIT]...")
-@click.option("--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function.")
-@click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given.")
-@click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny.")
-@click.option("--device", help="auto (default), cpu or cuda.")
-@click.option("--seed", type=int, help="Seed of the inputs, 0 unless given.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the documents; audits/DEVICE-SHAPES unless given.")
-@click.option("-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks.")
+@_of_a_run
+@click.option("--out", type=PATH, help="Folder of the documents; audits/DEVICE-SHAPES unless given.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Audits run at a time.")
-def run(names, out, extra, jobs, **options) -> None:
+@click.option("--junit", type=PATH, metavar="FILE", help="Writes JUnit XML: a case an op, shape, dtype and relation.")
+@click.option("--summary", type=PATH, metavar="FILE", help="Appends Markdown, as to $GITHUB_STEP_SUMMARY.")
+@click.option("--digests", type=PATH, metavar="FILE", help="Warns where bits are not those that `bi-audit digest` recorded.")
+@click.option("--fail-on", "level", type=click.Choice(ci.LEVELS), default="needs-fix", show_default=True,
+              help="What makes the exit status 1. drift: bits that differ, atomics, missed controls, audits that stopped; "
+              "needs-fix: accuracy and the contract besides; warning: digests besides.")
+def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> None:
     """Runs audits (all of them unless named) and writes their documents.
 
-    Exit status: 0 all verdicts pass, 1 something needs a fix, 2 the command was wrong.
+    Exit status: 0 all verdicts pass, 1 something needs a fix (see --fail-on), 2 the command was wrong.
     """
-    import papermill
-
     from bi_kernels.audit.report import report as index
-    from bi_kernels.audit.runner import audits, collect
+    from bi_kernels.audit.runner import collect, read_rows, stopped
     from bi_kernels.audit.runner import run as run_audits
+    names, parameters = _parameters(names, extra, options)
+    sessions = _checked(names, parameters)
+    first = sessions[0]
+    if out is None:
+        device = re.sub(r"[^a-z0-9]+", "-", _device_name(first).lower())
+        candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
+        out = Path("audits") / f"{device}-{first.parameters['shapes']}{candidate}"
+    _writable("--out", out / ".writable")
+    for option, file in (("--junit", junit), ("--summary", summary)):
+        if file:
+            _writable(option, file)
+    recorded = _recorded(digests) if digests else None
+    seconds: dict[str, float] = {}
+    warnings: list[str] | None = None
+    try:
+        run_audits(names, parameters, out, jobs, Console(stderr=True), seconds)
+        collect(out)
+        for folder in (out, out.parent) if out.parent.name == "audits" else (out, ):
+            (folder / "README.md").write_text(index(folder), encoding="utf-8")
+        if digests:
+            from bi_kernels.audit.digests import changes, measure
+            warnings = changes(recorded, *measure(names, parameters), digests)
+    finally:  # interrupted or not, what is known is written
+        candidate = first.candidate.spec
+        rows = [r for name in names for r in (read_rows(out / name) if name in seconds else
+                                              [stopped(name, "the audit was interrupted", candidate)])]
+        if junit:
+            junit.write_text(ci.junit(rows, out, seconds, names, warnings, level), encoding="utf-8")
+        if summary:
+            with summary.open("a", encoding="utf-8") as file:
+                file.write(ci.summary(rows, out, summary, names, warnings or [], level))
+    failing = [r for r in rows if not r["control"] and r["verdict"] == "needs-fix"]
+    controls = [r for r in rows if r["control"]]
+    for line in ci.lines(failing, out):
+        click.echo(line)
+    for warning in warnings or []:
+        _warn(warning)
+    click.echo(f"{len(rows) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
+               f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; documents in {out}")
+    sys.exit(ci.fails(rows, warnings or [], level))
+
+
+@cli.command()
+@click.argument("file", type=PATH)
+@_of_a_run
+@click.option("--check", is_flag=True, help="Only compares, and ends with 1 if a digest differs; FILE stays as it is.")
+def digest(file, names, extra, check, **options) -> None:
+    """Records SHA-256 digests of the candidate's output bits in FILE, with the versions that made them.
+
+    `bi-audit run --digests FILE` warns where the bits are others, and names the versions that changed. One FILE holds any
+    number of candidates and architectures.
+    """
+    from bi_kernels.audit.digests import changes, compute, merged
+    names, parameters = _parameters(names, extra, options)
+    _checked(names, parameters)
+    recorded = _recorded(file) if check or file.exists() else []
+    if not check:
+        _writable("FILE", file)
+    found, problems = compute(names, parameters)
+    if not found and not problems:
+        raise click.UsageError(f"AUDIT is {', '.join(names)}, which judges no op of the registry; there is nothing to digest")
+    warnings = changes(recorded, found, problems, file) if recorded or check else problems
+    for warning in warnings:
+        _warn(warning)
+    if not check:
+        from bi_kernels.audit.runner import write_rows
+        write_rows(file, merged(recorded, found))
+        click.echo(f"recorded {len(found)} digests in {file}")
+    elif not warnings:
+        click.echo(f"{len(found)} digests are those recorded in {file}")
+    sys.exit(bool(check and warnings))
+
+
+def _parameters(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
+    """The audits named (all of them if none is) and the parameters of their notebooks."""
+    from bi_kernels.audit.runner import audits
     every = audits()
     for name in names:
         if name not in every:
@@ -55,54 +148,40 @@ def run(names, out, extra, jobs, **options) -> None:
     # a notebook by itself may look at bf16 alone
     parameters = {"dtype": "all"} | {k: v for k, v in options.items() if v is not None}
     for name, value in extra:
+        import papermill
         known = papermill.inspect_notebook(str(every[names[0]].notebook))
         if name not in known:
             raise click.UsageError(f"unknown parameter {name!r}, expected one of {', '.join(known)}")
         parameters[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
-    sessions = _checked(names, parameters)
-    first = sessions[0]
-    if out is None:
-        device = re.sub(r"[^a-z0-9]+", "-", _device_name(first).lower())
-        candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
-        out = Path("audits") / f"{device}-{first.parameters['shapes']}{candidate}"
+    return names, parameters
+
+
+def _writable(option: str, file: Path) -> None:
+    """Makes the folder of a file; a usage error if the file cannot be written there. Leaves no new file."""
+    new = not file.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if new:
+            file.unlink()
     except OSError as error:
-        raise click.UsageError(f"--out is {str(out)!r}, which cannot be written ({error.strerror})") from None
-    console = Console(stderr=True)
-    passed = run_audits(names, parameters, out, jobs, console)
-    rows = collect(out)
-    for folder in (out, out.parent) if out.parent.name == "audits" else (out, ):
-        (folder / "README.md").write_text(index(folder), encoding="utf-8")
-    mine = [r for r in rows if r["audit"] in names]
-    failing = [r for r in mine if not r["control"] and r["verdict"] == "needs-fix"]
-    controls = [r for r in mine if r["control"]]
-    for line in _summary(failing, out):
-        click.echo(line)
-    click.echo(f"{len(mine) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
-               f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; documents in {out}")
-    sys.exit(0 if passed else 1)
+        place = file.parent if option == "--out" else file
+        raise click.UsageError(f"{option} is {str(place)!r}, which cannot be written ({error.strerror})") from None
 
 
-def _summary(failing: list[dict], out: Path) -> list[str]:
-    """One line for each op, shape, dtype and relation that needs a fix: where it drifts, how much at first, and how to
-    see it."""
-    groups: dict[tuple, list[dict]] = {}
-    for r in failing:
-        groups.setdefault((r["op"], r["case"], r["dtype"], r["relation"]), []).append(r)
-    lines = []
-    for key, rows in groups.items():
-        counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
-        others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
-        where = ([f"M = {', '.join(map(str, counts))}"] if counts else []) + others
-        first = min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
-        size = f"{first['mismatches']} of {first['elements']} elements differ" if first["elements"] else first["detail"]
-        lines.append(f"needs-fix  {' '.join(filter(None, key))}: {'; '.join(where)}. First: {size} at M = {first['rows']}, "
-                     f"{first['inputs']}, index {first['first_index']}. "
-                     + first["repro"].replace("python repro/", f"python {out / first['audit'] / 'repro'}/"))
-    return lines
+def _recorded(file: Path) -> list[dict]:
+    """The digests in a file of `bi-audit digest`."""
+    from bi_kernels.audit.digests import read
+    try:
+        return read(file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _warn(text: str) -> None:
+    """A line on stderr, or an annotation of the job where GitHub runs this."""
+    on_github = os.environ.get("GITHUB_ACTIONS") == "true"
+    click.echo(f"::warning title=bi-audit::{text}" if on_github else f"bi-audit: warning: {text}", err=not on_github)
 
 
 def _checked(names: list[str], parameters: dict) -> list:
@@ -132,6 +211,7 @@ def report(folder: Path) -> None:
 
 def main() -> None:
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a CI's timeout ends a job
     try:
         status = cli.main(standalone_mode=False)
     except click.ClickException as error:

@@ -24,6 +24,7 @@ class Control:
     dtype: str = "bf16"
     case: str = ""
     gpu: bool = False  # a stock op known to drift at full shapes on an H200 only
+    level: str = ""  # of the static audit's findings, the one that must flag it
 
 
 def _rows(x: Tensor) -> int:

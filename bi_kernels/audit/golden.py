@@ -1,4 +1,4 @@
-"""Golden digests: SHA-256 of an op's output bits, recorded on a GPU, which another device or version must reproduce.
+"""Golden digests: SHA-256 of our ops' output bits, recorded on a GPU, which another device or version must reproduce.
 
     python -m bi_kernels.audit.golden FILE      records this machine's digests (on a GPU)
 
@@ -48,8 +48,11 @@ def cases() -> Iterator[Case]:
                 yield Case(op, dtype, inputs)
 
 
-def _draw(rng: np.random.Generator, shape: tuple[int, ...], inputs: str, dtype: torch.dtype) -> torch.Tensor:
-    """normal: a sum of four uniform integers; wide: times a power of two; special: raw bits of the dtype, NaN too."""
+def draw_exact(rng: np.random.Generator, shape: tuple[int, ...], inputs: str, dtype: torch.dtype) -> torch.Tensor:
+    """Bits that no version of torch or numpy's floating point can change.
+
+    normal: a sum of four uniform integers; wide: times a power of two; special: raw bits of the dtype, NaN too.
+    """
     if inputs == "special":
         bits = rng.integers(0, 2**(8 * dtype.itemsize), shape, dtype=np.uint32 if dtype.itemsize == 4 else np.uint16)
         return torch.from_numpy(bits.view(np.int32 if dtype.itemsize == 4 else np.int16)).view(dtype)
@@ -63,7 +66,7 @@ def digest(case: Case, device: torch.device | str) -> str:
     """SHA-256 of the output's bits, in row-major order."""
     dtype = DTYPES[case.dtype]
     rng = np.random.Generator(np.random.PCG64([*str(case).encode()]))
-    draw = lambda *shape, of=dtype: _draw(rng, shape, case.inputs, of).to(device)
+    draw = lambda *shape, of=dtype: draw_exact(rng, shape, case.inputs, of).to(device)
     if case.op == "linear":
         y = bi_kernels.linear(draw(37, case.k), draw(56, case.k), draw(56))
     elif case.op == "matmul":

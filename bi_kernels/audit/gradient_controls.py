@@ -1,4 +1,8 @@
-"""Backward passes broken on purpose, in one way each; the forward and every other gradient are this package's."""
+"""Backward passes broken on purpose, in one way each; the forward and every other gradient are this package's.
+
+Each goes on from `main_grad` in the order of the token layout, but for the defect it is named for. `defect=False` mends
+that one, so that a test can show that nothing else is what the audit sees.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,66 +15,74 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels.audit.controls import Control
 from bi_kernels.contract import EPS
+from bi_kernels.gemm import fold_weight, product
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for
 
 
 class _Replaced(torch.autograd.Function):
     """fn(*args), but the gradients that `backward` returns by position take the place of fn's own.
 
-    backward(layout, dy, args, grads, **constants) -> {position: gradient}; None leaves what it wrote into main_grad.
+    backward(layout, dy, args, grads) -> {position: gradient}; None leaves what it wrote into main_grad. fn's own are in
+    `grads`, or went on from main_grad; that of the argument at `position` is not computed.
     """
 
     @staticmethod
-    def forward(ctx, fn, backward, *args):
-        ctx.fn, ctx.replace, ctx.args = fn, backward, args
+    def forward(ctx, fn, backward, position, *args):
+        ctx.fn, ctx.replace, ctx.position, ctx.args = fn, backward, position, args
         ctx.layout = layout_for("control", args[0].shape if not args[0].is_floating_point() else args[0].shape[:-1])
         return fn(*(a.detach() if isinstance(a, Tensor) else a for a in args))
 
     @staticmethod
     def backward(ctx, dy):
-        copies = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in ctx.args]
-        wanted = [i for i, a in enumerate(copies) if isinstance(a, Tensor) and a.requires_grad]
-        with torch.enable_grad(), ctx.layout:
-            y = ctx.fn(*copies)
-        grads: list = [None] * len(copies)
-        for i, grad in zip(wanted, torch.autograd.grad(y, [copies[i] for i in wanted], dy)):
-            grads[i] = grad
+        copies = [a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) if isinstance(a, Tensor) else a
+                  for i, a in enumerate(ctx.args)]
+        for a, copy in zip(ctx.args, copies):
+            if isinstance(a, Tensor):
+                copy.main_grad = getattr(a, "main_grad", None)
+        if any(isinstance(copy, Tensor) and copy.requires_grad for copy in copies):
+            with torch.enable_grad(), ctx.layout:
+                ctx.fn(*copies).backward(dy)
+        grads = [getattr(copy, "grad", None) for copy in copies]
         for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
             grads[i] = grad
-        return None, None, *grads
+        return None, None, None, *grads
 
 
-def _control(fn: Callable, backward: Callable, name: str) -> Callable:
-    def control(*args, **constants):
-        call = lambda *given: fn(*given, **constants)
-        return _Replaced.apply(call, partial(backward, **constants), *args)
+def _control(fn: Callable, backward: Callable, name: str, position: int | None = None) -> Callable:
+    """fn with another backward; position: of the parameter whose gradient only that one computes."""
+    def control(*args, defect: bool = True, **constants):
+        mended = {} if defect else {"defect": False}
+        return _Replaced.apply(partial(fn, **constants), partial(backward, **constants, **mended), position, *args)
     control.__name__ = name
     return control
 
 
-def _into(parameter: Tensor, grad: Tensor) -> Tensor | None:
-    """Adds an fp32 gradient to main_grad, or returns it in the parameter's dtype."""
+def _total(parameter: Tensor) -> Tensor:
+    """The fp32 sum that a fold goes on from: main_grad itself, or zeros."""
     buffer = getattr(parameter, "main_grad", None)
-    if buffer is None:
-        return grad.to(parameter.dtype)
-    buffer.add_(grad)
-    return None
+    return torch.zeros_like(parameter, dtype=torch.float32) if buffer is None else buffer
+
+
+def _left(parameter: Tensor, total: Tensor) -> dict[int, Tensor | None]:
+    """What the backward returns for a parameter, which is the second argument."""
+    return {1: total.to(parameter.dtype) if getattr(parameter, "main_grad", None) is None else None}
 
 
 def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _real(layout: TokenLayout, device) -> Tensor:
+def _real(layout: TokenLayout, device, memory_order: bool = False) -> Tensor:
+    """The rows of the tokens, in logical order or as they lie in memory."""
     rows = layout.slots_on(device).long()
-    return rows[rows >= 0]
+    rows = rows[rows >= 0]
+    return rows.sort().values if memory_order else rows
 
 
-def _dweight_terms(layout: TokenLayout, dy: Tensor, x: Tensor, eps: float) -> Tensor:
-    """dy · x̂ of every token, fp32, in logical order."""
-    rows = _real(layout, x.device)
+def _dweight_terms(rows: Tensor, dy: Tensor, x: Tensor, eps: float) -> Tensor:
+    """dy · x̂ of every row, fp32; zeros for row −1."""
     x, dy = _rows(x)[rows].float(), _rows(dy)[rows].float()
-    return dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).masked_fill(rows[:, None] < 0, 0)
 
 
 @triton.jit
@@ -85,91 +97,110 @@ def atomic_sum(terms: Tensor, out: Tensor) -> None:
     _atomic_sum_kernel[(len(terms), )](terms, out, terms.shape[1], BLOCK=triton.next_power_of_2(terms.shape[1]))
 
 
-def _dweight_atomic(layout, dy, args, grads, eps):
-    rows = _real(layout, dy.device).sort().values  # memory order, as a grid over rows has it
+def _dweight_atomic(layout, dy, args, grads, eps, defect=True):
+    total = _total(args[1])  # a grid over rows has them in memory's order
+    atomic_sum(_dweight_terms(_real(layout, dy.device, memory_order=defect), dy, args[0], eps), total)
+    return _left(args[1], total)
+
+
+def _dweight_partials_by_m(layout, dy, args, grads, eps, defect=True):
+    terms, total = _dweight_terms(layout.slots_on(dy.device).long(), dy, args[0], eps), _total(args[1])
+    for part in terms.split(-(-len(terms) // 8) if defect else SLAB):  # eight programs share the rows of the call
+        total += part.sum(0)
+    return _left(args[1], total)
+
+
+def _dx_twice(layout, dy, args, grads, eps, defect=True):
+    return {0: (grads[0].float() * args[1].float()).to(grads[0].dtype)} if defect else {}
+
+
+def _grad_doubled(layout, dy, args, grads, eps, defect=True):
+    return {1: 2 * grads[1]} if defect and grads[1] is not None else {}
+
+
+def _dw_separate(layout, dy, args, grads, defect=True):
+    if not defect:
+        return {1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
+    total, x = _total(args[1]), layout.gather(_rows(args[0]))
+    total += product(layout.gather(_rows(dy)).t(), x.t(), out_dtype=torch.float32)
+    return _left(args[1], total)
+
+
+def _dw_bf16_partials(layout, dy, args, grads, slabs=4, defect=True):
+    rows, total = _real(layout, dy.device), _total(args[1])
     x, g = _rows(args[0])[rows].float(), _rows(dy)[rows].float()
-    total = torch.zeros(x.shape[1], device=x.device) if getattr(args[1], "main_grad", None) is None else args[1].main_grad
-    atomic_sum(g * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), total)
-    return {1: total.to(args[1].dtype) if getattr(args[1], "main_grad", None) is None else None}
+    stored = lambda t: t.bfloat16().float() if defect else t
+    for at in range(0, len(rows), slabs * SLAB):
+        part = g[at:at + slabs * SLAB].T @ x[at:at + slabs * SLAB]
+        total.copy_(stored(total + stored(part)))
+    return _left(args[1], total)
 
 
-def _dweight_partials_by_m(layout, dy, args, grads, eps):
-    terms = _dweight_terms(layout, dy, args[0], eps)
-    partials = [part.sum(0) for part in terms.split(-(-len(terms) // 8))]  # eight programs share the rows of the call
-    return {1: _into(args[1], torch.stack(partials).sum(0))}
-
-
-def _dx_twice(layout, dy, args, grads, eps):
-    return {0: (grads[0].float() * args[1].float()).to(grads[0].dtype)}
-
-
-def _own_fold(layout, dy, args, grads):
-    """dW of this call alone, fp32, from zero."""
-    buffer = torch.zeros_like(args[1], dtype=torch.float32)
-    weight = args[1].detach().requires_grad_()
-    weight.main_grad = buffer
-    with torch.enable_grad(), layout:
-        bi_kernels.linear(args[0].detach(), weight).backward(dy)
-    return buffer
-
-
-def _dw_separate(layout, dy, args, grads):
-    return {1: _into(args[1], _own_fold(layout, dy, args, grads))}
-
-
-def _dw_bf16_partials(layout, dy, args, grads):
-    rows = _real(layout, dy.device)
-    x, g = _rows(args[0])[rows].float(), _rows(dy)[rows].float()
-    total = torch.zeros(args[1].shape, device=x.device)
-    for at in range(0, len(rows), 4 * SLAB):
-        total = (total + (g[at:at + 4 * SLAB].T @ x[at:at + 4 * SLAB]).bfloat16().float()).bfloat16().float()
-    return {1: _into(args[1], total)}
-
-
-def _dw_without_last_sample(layout, dy, args, grads):
-    dy = dy.clone()
+def _dw_without_last_sample(layout, dy, args, grads, defect=True):
+    dy = _rows(dy).clone()
     last = layout.slots_on(dy.device)[-SLAB:].long()
-    _rows(dy)[last[last >= 0]] = 0
-    return {1: _into(args[1], _own_fold(layout, dy, args, grads))}
+    dy[last[last >= 0]] *= 0 if defect else 1
+    return {1: fold_weight("control", dy, _rows(args[0]), args[1], layout)}
 
 
-def _divided_by_own_count(layout, dy, args, grads):
-    return {0: grads[0] / layout.tokens, 1: _into(args[1], _own_fold(layout, dy, args, grads) / layout.tokens)}
+def _divided_by_own_count(layout, dy, args, grads, defect=True):
+    dy = dy / (layout.tokens if defect else 16)
+    return {0: product(_rows(dy), args[1].t()).view_as(args[0]),
+            1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
 
 
-def _embedding_index_add(layout, dy, args, grads, padding_id):
-    rows = _real(layout, dy.device).sort().values
+def _dw_with_padding(layout, dy, args, grads, defect=True):
+    """dW over the whole batch, where every row of it starts with a token: padding on the right has dy = 0."""
+    length = args[0].shape[-2]
+    starts = [row for row in layout.slots.tolist() if row >= 0 and row % length == 0]  # in logical order
+    if defect and layout.padding and len(starts) * length == layout.rows:
+        layout = TokenLayout(starts, [length] * len(starts), layout.rows)
+    return {1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
+
+
+def _embedding_index_add(layout, dy, args, grads, padding_id, defect=True):
+    rows, total = _real(layout, dy.device, memory_order=defect), _total(args[1])
     rows = rows[args[0].reshape(-1)[rows] != padding_id]
-    total = torch.zeros_like(args[1], dtype=torch.float32)
-    return {1: _into(args[1], total.index_add_(0, args[0].reshape(-1)[rows], _rows(dy)[rows].float()))}
+    total.index_add_(0, args[0].reshape(-1)[rows], _rows(dy)[rows].float())
+    return _left(args[1], total)
 
 
-def _embedding_unstable(layout, dy, args, grads, padding_id):
-    rows = _real(layout, dy.device).flip(0)  # grouped by id all the same, but equal ids in another order
+def _embedding_unstable(layout, dy, args, grads, padding_id, defect=True):
+    rows, total = _real(layout, dy.device), _total(args[1])
+    rows = rows.flip(0) if defect else rows  # grouped by id all the same, but equal ids in another order
     rows = rows[args[0].reshape(-1)[rows] != padding_id]
     ids, order = args[0].reshape(-1)[rows].sort(stable=True)
-    total = torch.zeros_like(args[1], dtype=torch.float32)
     for i, row in zip(ids.tolist(), rows[order].tolist()):
         total[i] += _rows(dy)[row].float()
-    return {1: _into(args[1], total)}
+    return _left(args[1], total)
 
 
-def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+dw_separate = _control(bi_kernels.linear, _dw_separate, "dw_separate", 1)
+_dw_bf16_slabs = _control(bi_kernels.linear, partial(_dw_bf16_partials, slabs=1), "dw_bf16_slabs", 1)
+
+
+def lm_head_bf16_slabs(hidden: Tensor, weight: Tensor, targets: Tensor, defect: bool = True, **constants
+                       ) -> tuple[Tensor, Tensor]:
+    """The two ops that lm_head_logprob fuses, which give its bits; dW rounded to bf16 after every slab."""
+    return bi_kernels.token_logprob(_dw_bf16_slabs(hidden, weight, defect=defect), targets, **constants)
+
+
+def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS, defect: bool = True) -> Tensor:
     """A row's squares added as one block, or for more than 256 rows as two."""
     squares = x.float().square()
     half = x.shape[-1] // 2
-    if x.shape[:-1].numel() > 256:
+    if defect and x.shape[:-1].numel() > 256:
         total = squares[..., :half].sum(-1, keepdim=True) + squares[..., half:].sum(-1, keepdim=True)
     else:
         total = squares[..., 0::2].sum(-1, keepdim=True) + squares[..., 1::2].sum(-1, keepdim=True)
     return (x.float() * torch.rsqrt(total / x.shape[-1] + eps) * weight.float()).to(x.dtype)
 
 
-def lse_block_by_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
-                      ) -> tuple[Tensor, Tensor]:
+def lse_block_by_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100,
+                      defect: bool = True) -> tuple[Tensor, Tensor]:
     """logsumexp over blocks of 32, or for more than 16 rows of 128."""
     z = logits.float() / temperature
-    block = 32 if logits.shape[:-1].numel() <= 16 else 128
+    block = 32 if defect and logits.shape[:-1].numel() <= 16 else 128
     blocks = torch.nn.functional.pad(z, (0, -z.shape[-1] % block), value=-torch.inf).unflatten(-1, (-1, block))
     top = z.amax(-1, keepdim=True)
     lse, ignored = (blocks - top[..., None]).exp().sum(-1).sum(-1).log() + top[..., 0], targets == ignore_index
@@ -178,29 +209,39 @@ def lse_block_by_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0,
     return chosen.masked_fill(ignored, 0), entropy
 
 
+_ATOMIC = _control(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics", 1)
+_INDEX_ADD = _control(bi_kernels.embedding, _embedding_index_add, "embedding_index_add", 1)
+
 GRADIENT_CONTROLS = (
-    Control("dweight by tl.atomic_add", "rms_norm", "rms_norm", "gradient invariance",
-            _control(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics")),
-    Control("dweight by tl.atomic_add, in the binary", "rms_norm", "rms_norm", "atomics-free",
-            _control(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics")),
+    Control("dweight by tl.atomic_add", "rms_norm", "rms_norm", "gradient invariance", _ATOMIC),
+    Control("dweight by tl.atomic_add, in the source", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="AST"),
+    Control("dweight by tl.atomic_add, in the PTX", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="PTX"),
+    Control("dweight by tl.atomic_add, in the binary", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="SASS"),
     Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", "gradient invariance",
-            _control(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m")),
+            _control(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1)),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
     Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", "gradient accuracy",
             _control(bi_kernels.rms_norm, _dx_twice, "dx_twice")),
-    Control("embedding backward by index_add_", "vocabulary", "embedding", "gradient invariance",
-            _control(bi_kernels.embedding, _embedding_index_add, "embedding_index_add")),
-    Control("embedding backward by index_add_, in the source", "vocabulary", "embedding", "atomics-free",
-            _control(bi_kernels.embedding, _embedding_index_add, "embedding_index_add")),
+    Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", "gradient accuracy",
+            _control(bi_kernels.rms_norm, _grad_doubled, "grad_doubled")),
+    Control("embedding backward by index_add_", "vocabulary", "embedding", "gradient invariance", _INDEX_ADD),
+    Control("embedding backward by index_add_, in the source", "vocabulary", "embedding", "atomics-free", _INDEX_ADD,
+            level="AST"),
+    Control("embedding backward by index_add_, as torch runs it", "vocabulary", "embedding", "atomics-free", _INDEX_ADD,
+            level="torch"),
     Control("embedding fold by id, equal ids in an unstable order", "vocabulary", "embedding", "gradient invariance",
-            _control(bi_kernels.embedding, _embedding_unstable, "embedding_unstable")),
+            _control(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1)),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
-    Control("dW as the sum of separately accumulated partials", "backward", "linear", "gradient invariance",
-            _control(bi_kernels.linear, _dw_separate, "dw_separate"), case="o"),
+    Control("LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", "gradient accuracy",
+            lm_head_bf16_slabs),
+    Control("dW as the sum of separately accumulated partials", "backward", "linear", "gradient invariance", dw_separate,
+            case="o"),
     Control("dW with bf16 partials", "backward", "linear", "gradient accuracy",
-            _control(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials"), case="o"),
+            _control(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1), case="o"),
     Control("loss divided by the micro-batch's own token count", "backward", "linear", "gradient invariance",
-            _control(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count"), case="o"),
+            _control(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1), case="o"),
     Control("backward that ignores one sample", "backward", "linear", "gradient accuracy",
-            _control(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample"), case="o"),
+            _control(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1), case="o"),
+    Control("dW that takes padding on the right for tokens", "backward", "linear", "gradient invariance",
+            _control(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1), case="o"),
 )

@@ -6,6 +6,7 @@ and padding has none. Gradients of tokens are gathered back to logical order; gr
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from bi_kernels.tokens import TokenLayout
 LAYOUTS = tuple(SWEEP["gradient_layouts"])
 ALONE = ("batch", "left_padded:16", "permuted")  # where parameters without main_grad are asked, too
 BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
+PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach no gradient of a parameter
 ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
+NAN_PADDING = "normal, NaN in padding"
 INVARIANCE, ACCURACY, DETERMINISM, STATIC = "gradient invariance", "gradient accuracy", "determinism", "atomics-free"
 
 
@@ -81,11 +84,12 @@ class Step:
             index = torch.from_numpy(call.index.reshape(-1)).to(device)
             real = index >= 0
             rows, padding = index.clamp(min=0), bool((call.index < 0).any())
+            stale = float("nan") if self.kind in ("nonfinite", NAN_PADDING) else 7.0
             tokens = {}
             for k, t in self.tokens.items():
                 t = t[rows]
                 if padding:
-                    t[~real] = (float("nan") if self.kind == "nonfinite" else 7.0) if t.is_floating_point() else 0
+                    t[~real] = stale if t.is_floating_point() else 0
                 tokens[k] = t.reshape(*call.index.shape, *t.shape[1:]).requires_grad_(t.is_floating_point())
             with token_layout(call, self.lengths):
                 y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens)
@@ -119,7 +123,8 @@ def gradient_lengths(subject: Subject) -> list[int]:
 def judge_gradients(subject: Subject) -> list[Row]:
     """Invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
     rows: list[Row] = []
-    for kind in (SHARPEST, "nonfinite"):
+    kinds = {SHARPEST: LAYOUTS, "nonfinite": BESIDE} | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})
+    for kind, names in kinds.items():
         step = Step(subject, kind)
         try:
             base = step.gradients(step.layouts["packed"])
@@ -129,7 +134,7 @@ def judge_gradients(subject: Subject) -> list[Row]:
         finite = ~step.poisoned
         keep = lambda g, step=step, finite=finite: {
             k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens}
-        for name in LAYOUTS if kind == SHARPEST else BESIDE:
+        for name in names:
             against = "singles" if name == "packed" else "packed"
             launched = shapes_launched(step.layouts[name])
             rows += _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
@@ -174,7 +179,8 @@ def _compared(subject: Subject, make, expected, relation: str, name: str, agains
 
 
 def gradient_accuracy(subject: Subject, kind: str, most: int = 300) -> list[Row]:
-    """Every gradient against fp64, as a share of the contract's bound: of tokens in their dtype, of parameters in fp32."""
+    """Every gradient against fp64, as a share of the contract's bound: of tokens in their dtype, of parameters in fp32; of
+    `normal` inputs also what a parameter without main_grad has in `.grad`."""
     lengths, total = [], 0
     for n in gradient_lengths(subject):
         lengths.append(min(n, most - total))
@@ -182,35 +188,40 @@ def gradient_accuracy(subject: Subject, kind: str, most: int = 300) -> list[Row]
         if total == most:
             break
     step = Step(subject, kind, lengths)
-    found = step.gradients(step.layouts["packed"])
+    found = {f"d{k}": (k, y) for k, y in step.gradients(step.layouts["packed"]).items()}
+    if kind == "normal" and step.shared:
+        own = step.gradients(step.layouts["packed"], main_grad=False)
+        found |= {f"d{k}.grad": (k, own[k]) for k in step.shared}
     p = subject.problem
     constants = dict(subject.constants())
     if p.op.positions:
         constants["positions"] = step.at
     exact = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, lengths)
     rows = []
-    for k, y in found.items():
+    for tensor, (k, y) in found.items():
         dtype = y.dtype
         limit = contract.bound(p.contract_row, dtype, exact[k].exact, exact[k].magnitude, exact[k].n, gradient=k,
                                inputs=p.dtype)
         rows.append(against_bound(subject, ACCURACY, y, exact[k].exact, limit, dtype, kind, step.count,
-                                  f"{dtype_name(dtype)}", f"d{k}"))
+                                  f"{dtype_name(dtype)}", tensor))
     return rows
 
 
-def atomics_free(judged: Sequence[tuple[Subject, static.Launches]]) -> tuple[list[Row], list[static.Variant]]:
+def atomics_free(judged: Sequence[tuple[Subject, static.Launches]], levels: Sequence[str] = ("", )
+                 ) -> tuple[list[Row], list[static.Variant]]:
     """What the static audit finds in each candidate's source and in every variant that its judging launched: a row a
-    subject, and all variants, each of them once."""
+    subject, and all variants, each of them once. levels: a row for each instead, of what is found at that level alone."""
     every = static.Launches()
     for _, launches in judged:
         every.variants.update(launches.variants)
     examined = static.examined(every)
     sources = {s.function: static.source(s.function) for s, _ in judged}
     rows = []
-    for subject, launches in judged:
+    for (subject, launches), level in product(judged, levels):
         variants = [examined[key] for key in launches.variants]
         findings = list(dict.fromkeys([*sources[subject.function], *launches.findings,
                                        *(f for v in variants for f in v.findings)]))
+        findings = [f for f in findings if level in ("", f.level)]
         compiled = sum(v.level != "AST only" for v in variants)
         if findings:
             detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
@@ -244,6 +255,8 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
             required += [(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE if k in s.problem.op.tokens]
             required += [(DETERMINISM, "packed", f"d{k}", SHARPEST)]
             required += [(ACCURACY, "rows", f"d{k}", kind) for kind in ACCURATE]
+            required += [(ACCURACY, "rows", f"d{k}.grad", "normal")] * (k in s.problem.op.shared)
+            required += [(INVARIANCE, layout, f"d{k}", NAN_PADDING) for layout in PADDED if s.problem.op.shared]
         found = {(r.relation, r.layout, r.tensor, r.inputs) for r in mine}
         missing += [s.row(relation, layout, None, inputs=kind, tensor=tensor, detail="required, not run")
                     for relation, layout, tensor, kind in required if (relation, layout, tensor, kind) not in found]

@@ -32,14 +32,7 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
     if kind == "wide":
         x *= torch.exp2(torch.randint(*((-10, 5) if small else (-20, 21)), shape, generator=g, device=g.device))
     elif kind == "cancelling":
-        half = shape[-1] // 2
-        if shared:
-            x[..., half:2 * half] = x[..., :half]
-        else:
-            x[..., 7::8] *= 2.0**-12
-            kept = torch.arange(half, device=g.device) % 8 != 7
-            x[..., half:2 * half] = torch.where(kept & (torch.arange(half, 2 * half, device=g.device) % 8 != 7),
-                                                -x[..., :half], x[..., half:2 * half])
+        cancel(x, shared)
     elif kind == "signed_zeros":
         x = torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 0.0 * x, x)
     elif kind == "subnormal" and not shared:
@@ -52,6 +45,18 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
         spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
         x[spared & poisoned.reshape(-1, *[1] * (x.dim() - 1))] = 1.0
     return x
+
+
+def cancel(x: torch.Tensor, shared: bool = False) -> None:
+    """Makes sums over the last dimension grow and then vanish, in place: see `draw`."""
+    half = x.shape[-1] // 2
+    if shared:
+        x[..., half:2 * half] = x[..., :half]
+    else:
+        x[..., 7::8] *= 2.0**-12
+        kept = torch.arange(half, device=x.device) % 8 != 7
+        x[..., half:2 * half] = torch.where(kept & (torch.arange(half, 2 * half, device=x.device) % 8 != 7),
+                                            -x[..., :half], x[..., half:2 * half])
 
 
 def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) -> torch.Tensor:

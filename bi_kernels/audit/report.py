@@ -15,15 +15,33 @@ def _worst(verdicts: list[str]) -> str:
     return next((v for v in ("needs-fix", "unsupported", "pass") if v in verdicts), "")
 
 
-def _markdown(lines: list[dict]) -> str:
+def table(lines: list[dict]) -> str:
+    """A Markdown table, a column a key."""
     return pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
+
+
+def matrix(rows: list[dict]) -> str:
+    """The status matrix of some verdicts: op × relation, the dtypes of each mark."""
+    lines = []
+    ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"]))
+    for op in dict.fromkeys(name for name, _ in ops):
+        line = {"op": op}
+        for column in RELATION:
+            found: dict[str, list[str]] = {}
+            for d in [d for name, d in ops if name == op]:
+                found.setdefault(_worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
+                                         (op, d, RELATION[column])]), []).append(d)
+            line[column] = " ".join(f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
+                                    for v, d in found.items() if v) or MARK[""]
+        lines.append(line)
+    return table(lines) + "\n"
 
 
 def report(folder: Path) -> str:
     """The text of folder/README.md, made from every verdicts.json below it."""
     documents = sorted(p.parent for p in folder.rglob("verdicts.json") if not list(p.parent.glob("*/verdicts.json"))
                        and p.parent != folder and not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    listing, matrix = [], []
+    listing, parts = [], []
     groups: dict[Path, list] = {}
     for path in documents:
         rows = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
@@ -41,22 +59,9 @@ def report(folder: Path) -> str:
                         "commit": made.get("commit", "–"), "command": made.get("command", "–")})
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
-        matrix.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")
-        ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"]))
-        names = list(dict.fromkeys(op for op, _ in ops))
-        lines = []
-        for op in names:
-            line = {"op": op}
-            for column in RELATION:
-                found: dict[str, list[str]] = {}
-                for d in [d for name, d in ops if name == op]:
-                    found.setdefault(_worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
-                                             (op, d, RELATION[column])]), []).append(d)
-                line[column] = " ".join(f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
-                                        for v, d in found.items() if v) or MARK[""]
-            lines.append(line)
-        matrix.append(_markdown(lines) + "\n")
+        parts.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")
+        parts.append(matrix(rows))
     missing = "" if listing else "\nNo document here yet.\n"
     return ("# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
             "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
-            + (_markdown(listing) if listing else "") + missing + "\n\n## Status matrix\n\n" + "\n".join(matrix)).rstrip() + "\n"
+            + (table(listing) if listing else "") + missing + "\n\n## Status matrix\n\n" + "\n".join(parts)).rstrip() + "\n"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,22 +102,36 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
             (partial / name).write_bytes(data)
     else:
         body = f"# {audit.title}\n"
+    return publish(audit, parameters, folder, body, error, finished)
+
+
+def stopped(audit: str, why: str, candidate: str = "") -> dict:
+    """The row of an audit that did not run to its end; it names neither an op nor a relation."""
+    from bi_kernels.audit.judge import NEEDS_FIX, Row
+    return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
+
+
+def publish(audit: Audit, parameters: dict, folder: Path, body: str, error: str = "", finished: bool = False) -> bool:
+    """Moves what was built for `folder` into its place; whether the audit passed.
+
+    error: what the notebook raised; finished: in its last cell, which asserts what the verdict says.
+    """
+    partial = _partial(folder)
     verdicts = partial / "verdicts.json"
-    rows = json.loads(verdicts.read_text(encoding="utf-8")) if verdicts.exists() else []
-    if error and not _needs_fix(rows):
-        from bi_kernels.audit.judge import NEEDS_FIX, Row
-        rows.append(Row(audit.name, "", "", parameters.get("candidate", ""), "", "", "", "", "", "", 0, NEEDS_FIX,
-                        detail=f"the notebook stopped: {error.splitlines()[0]}").json())
+    rows = read_rows(partial)
+    error = error.strip().splitlines()[0] if error.strip() else error
+    if error and not (finished and needs_fix(rows)):
+        rows.append(stopped(audit.name, f"the notebook stopped: {error}", parameters.get("candidate", "")))
     write_rows(verdicts, rows)
     if error and not finished:
-        body += f"\n\n**The audit stopped here:** `{error.splitlines()[0][:300]}`\n"
+        body += f"\n\n**The audit stopped here:** `{error[:300]}`\n"
     (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-    return not error and not _needs_fix(rows)
+    return not error and not needs_fix(rows)
 
 
 def _partial(folder: Path) -> Path:
@@ -129,7 +144,16 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
 
 
-def _needs_fix(rows: list[dict]) -> list[dict]:
+def read_rows(folder: Path) -> list[dict]:
+    """The verdicts of one document; none if it has none, or if they were cut short."""
+    try:
+        return json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+
+
+def needs_fix(rows: list[dict]) -> list[dict]:
+    """Rows that need a fix, and controls that were missed."""
     return [r for r in rows if (not r["caught"] if r["control"] else r["verdict"] == "needs-fix")]
 
 
@@ -140,15 +164,19 @@ def collect(folder: Path) -> list[dict]:
     return rows
 
 
-def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Console) -> bool:
-    """Runs audits, `jobs` at a time, each in a process of its own; whether all passed."""
-    every, results, children = audits(), {}, []
+def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Console, seconds: dict[str, float]) -> None:
+    """Runs audits, `jobs` at a time, each in a process of its own.
+
+    seconds: gets how long each took as it finishes, so that a caller that is interrupted knows which did.
+    """
+    every, children = audits(), []
     columns = TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn(
         "{task.fields[word]}")
     with Progress(*columns, console=console) as progress:
         tasks = {name: progress.add_task(name, total=None, word="waiting") for name in names}
 
         def one(name: str) -> None:
+            start = time.monotonic()
             order = json.dumps({"audit": name, "parameters": parameters, "folder": str(out / name)})
             child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.runner", order], stdout=subprocess.PIPE,
                                      stderr=subprocess.PIPE, text=True)
@@ -160,13 +188,19 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
                 if line.startswith("cell "):
                     done, of = map(int, line.split()[1:])
                     progress.update(tasks[name], completed=done, total=of, word="running")
-            results[name] = child.wait() == 0
+            passed = child.wait() == 0
             reader.join(timeout=5)
+            if child.returncode in (-signal.SIGINT, -signal.SIGTERM):
+                return
             if child.returncode not in (0, 1):
                 console.print("".join(errors[-15:]), markup=False, highlight=False)
+                _partial(out / name).mkdir(parents=True, exist_ok=True)
+                publish(every[name], parameters, out / name, f"# {every[name].title}",
+                        f"the process ended with status {child.returncode}")
+            seconds[name] = time.monotonic() - start
             total = next(t.total for t in progress.tasks if t.id == tasks[name]) or 1
             progress.update(tasks[name], completed=total, total=total,
-                            word="[green]pass[/]" if results[name] else "[red]needs-fix[/]")
+                            word="[green]pass[/]" if passed else "[red]needs-fix[/]")
 
         with ThreadPoolExecutor(jobs) as pool:
             try:
@@ -179,7 +213,6 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
                 for name in names:
                     shutil.rmtree(_partial(out / name), ignore_errors=True)
                 raise
-    return all(results.get(name) for name in names)
 
 
 if __name__ == "__main__":

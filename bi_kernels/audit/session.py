@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 PARAMETERS = {"dtype": "all", "candidate": "bi_kernels", "shapes": "tiny", "device": "auto", "seed": 0, "op": ""}
@@ -110,6 +110,17 @@ class Session:
                 for p in problems(audit or self.audit, list(dtypes) or self.dtypes, self.parameters["shapes"],
                                   self.device, self.parameters["seed"], tuple(chosen.functions))]
 
+    def subject(self, op: str, dtype: str = "bf16", function: "Callable | None" = None, candidate: str = "bi_kernels"
+                ) -> "Subject":
+        """One op at its first case: this package's, or another's function."""
+        import bi_kernels
+        from bi_kernels.audit.judge import Subject
+        from bi_kernels.audit.ops import OPS, Problem
+        from bi_kernels.contract import DTYPES
+        case = next(iter(OPS[op].cases(self.parameters["shapes"])))
+        problem = Problem(OPS[op], case, DTYPES[dtype], self.parameters["shapes"], self.device, self.parameters["seed"])
+        return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
+
     def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list:
         """Every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
 
@@ -161,7 +172,7 @@ class Session:
         from bi_kernels.audit.ops import OPS, Problem
         from bi_kernels.audit.provenance import device_name
         from bi_kernels.contract import DTYPES
-        rows = []
+        rows, seen = [], {}
         for control in (*CONTROLS, *GRADIENT_CONTROLS):
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
@@ -175,10 +186,13 @@ class Session:
                 elif control.relation == "determinism":
                     found = [j.determinism(s)]
                 elif control.relation == gradients.STATIC:
-                    with static.recorded() as launches:
-                        step = gradients.Step(s, "normal", [5, 17])
-                        step.gradients(step.layouts["packed"])
-                    found = gradients.atomics_free([(s, launches)])[0]
+                    if control.function not in seen:
+                        with static.recorded() as launches:
+                            step = gradients.Step(s, "normal", [5, 17])
+                            step.gradients(step.layouts["packed"])
+                        levels = [c.level for c in GRADIENT_CONTROLS if c.function == control.function]
+                        seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
+                    found = [replace(seen[control.function][control.level], candidate=control.name)]
                 elif control.relation == gradients.INVARIANCE:
                     found = [r for r in gradients.judge_gradients(s) if r.relation == control.relation]
                 elif control.relation == gradients.ACCURACY:

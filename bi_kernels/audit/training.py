@@ -3,6 +3,7 @@ and the first op whose result or gradient two layouts do not share."""
 
 import hashlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -10,12 +11,14 @@ import torch
 import bi_kernels
 from bi_kernels.audit import stock
 from bi_kernels.audit.drift import compare
+from bi_kernels.audit.gradient_controls import dw_separate
 from bi_kernels.audit.gradients import token_layout
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.layouts import Call, layouts
 from bi_kernels.contract import CONTRACT, SHAPES
 from bi_kernels.grads import MainGrads
 
+CONTROL = "dW as the sum of separately accumulated partials, trained"
 SPLITS = ("packed", "batch", "left_padded:16", "micro_batches:each", "micro_batches:ragged")
 
 
@@ -70,6 +73,11 @@ class Network(torch.nn.Module):
         return seen("lm_head_logprob", ops.lm_head_logprob(h, w["embedding" if self.tied else "lm_head"], targets)[0])
 
 
+def _ops(candidate: str):
+    ours = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
+    return {"bi_kernels": bi_kernels, "torch": stock, CONTROL: SimpleNamespace(**ours | {"linear": dw_separate})}[candidate]
+
+
 def batches(lengths: list[int], vocab: int, steps: int, device: torch.device, seed: int) -> Iterator[tuple]:
     """(ids, targets, advantages) of each step's logical tokens; the first quarter of a sample is a prompt, not scored."""
     g = generator(device, seed, "batches")
@@ -100,23 +108,16 @@ def run_step(network: Network, calls: list[Call], lengths: list[int], ids, targe
 
 
 def train(session, candidate: str, layout: str, steps: int, tied: bool = True, tick=lambda: None) -> dict[str, torch.Tensor]:
-    """The weights (fp32 masters) after `steps` AdamW steps of the network under one layout."""
+    """The weights (fp32 masters) after `steps` AdamW steps of the network under one layout; without weight decay, which
+    moves weights that no gradient reached."""
     shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
-    ops = bi_kernels if candidate == "bi_kernels" else stock
-    network = Network(shapes, ops, device, seed, tied)
+    network = Network(shapes, _ops(candidate), device, seed, tied)
     lengths = training_lengths(shapes)
     grads = MainGrads(network.parameters(), tied=[network.weights["embedding"]] if tied else [])
-    optimizer = torch.optim.AdamW(grads.masters, lr=CONTRACT["training"]["learning_rate"])
+    optimizer = torch.optim.AdamW(grads.masters, lr=CONTRACT["training"]["learning_rate"], weight_decay=0.0)
     calls = layouts(lengths, seed)[layout]
-
-    def collect() -> None:  # what a framework does for ops that leave .grad: add it to the fp32 buffer
-        for p in grads.parameters:
-            if p.grad is not None:
-                p.main_grad.add_(p.grad)
-                p.grad = None
-
     for ids, targets, advantages in batches(lengths, network.vocab, steps, device, seed):
-        run_step(network, calls, lengths, ids, targets, advantages, collect)
+        run_step(network, calls, lengths, ids, targets, advantages, grads.collect)
         grads.join()
         optimizer.step()
         grads.finish()
@@ -137,8 +138,9 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 
 def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS) -> list[dict]:
-    """Each split's SHA-256 after training, and how far its weights are from the first split's."""
-    first, out = None, []
+    """Each split's SHA-256 after training, how far its weights are from the first split's, and how many tensors are
+    where they began."""
+    first, out, begin = None, [], train(session, candidate, splits[0], 0, tied)
     for split in splits:
         weights = train(session, candidate, split, steps, tied)
         first = weights if first is None else first
@@ -146,6 +148,7 @@ def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS
         worst = max(((weights[name] - first[name]).abs().max().item(), name) for name in weights)
         out.append({"candidate": candidate, "layout": split, "SHA-256": digest(weights),
                     "weights that differ": sum(d.mismatches for d in drift), "of": sum(d.elements for d in drift),
+                    "tensors": len(weights), "unmoved": sum(torch.equal(w, begin[name]) for name, w in weights.items()),
                     "max abs": worst[0], "largest in": worst[1] if worst[0] else ""})
     return out
 
@@ -156,7 +159,7 @@ def first_difference(session, candidate: str, a: str = "packed", b: str = "micro
     shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
     lengths, seen = training_lengths(shapes), []
     for layout in (a, b):
-        network = Network(shapes, bi_kernels if candidate == "bi_kernels" else stock, device, seed, tied=False)
+        network = Network(shapes, _ops(candidate), device, seed, tied=False)
         grads = MainGrads(network.parameters())
         calls = layouts(lengths, seed)[layout]
         forward, backward, now = {}, {}, {}
@@ -177,13 +180,11 @@ def first_difference(session, candidate: str, a: str = "packed", b: str = "micro
         now["call"] = next(remaining)
 
         def each() -> None:
+            grads.collect()
             now["call"] = next(remaining, None)
-            for p in grads.parameters:
-                if p.grad is not None:
-                    p.main_grad.add_(p.grad)
-                    p.grad = None
 
         run_step(network, calls, lengths, *data, each)
+        grads.join()
         seen.append((forward, backward,
                      {k: p.main_grad for k, p in network.weights.items()}))
     result = {}

@@ -6,23 +6,17 @@ import bi_kernels
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import Step, token_layout
 from bi_kernels.audit.inputs import generator
-from bi_kernels.audit.judge import NEEDS_FIX, Row, Subject
+from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.layouts import layouts
-from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 
-def _subject(session, op: str, dtype: str, function=None) -> Subject:
-    problem = Problem(OPS[op], "", DTYPES[dtype], session.parameters["shapes"], session.device, session.parameters["seed"])
-    return Subject(problem, function or getattr(bi_kernels, op), "bi_kernels", session.device_label, session.command)
-
-
 def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
     """Every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
-    s = _subject(session, "embedding", dtype)
+    s = session.subject("embedding", dtype)
     rows, lines = [], []
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
         tokens, shared = s.inputs("normal", sum(s.lengths))
@@ -39,7 +33,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
 
     A vocabulary of several blocks, whatever the shapes are.
     """
-    s = _subject(session, "lm_head_logprob", dtype)
+    s = session.subject("lm_head_logprob", dtype)
     device, hidden_size = session.device, 64
     g = generator(device, session.parameters["seed"], "handoff", dtype)
     make = lambda *shape: torch.randn(shape, generator=g, device=device)
@@ -76,7 +70,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
 
 def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: bool = True) -> torch.Tensor:
     """The fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
-    s = _subject(session, "embedding", dtype)
+    s = session.subject("embedding", dtype)
     step = Step(s, "normal")
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
@@ -101,7 +95,7 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
 def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
     """A tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator for both
     paths, for contrast, is the control of the last row."""
-    s = _subject(session, "embedding", dtype)
+    s = session.subject("embedding", dtype)
     whole = _tied_gradients(session, "packed", dtype)
     apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")
     one = _tied_gradients(session, "packed", dtype, two=False)

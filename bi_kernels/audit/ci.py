@@ -1,0 +1,199 @@
+"""What a CI reads of a run: the exit status by level, JUnit XML, and the Markdown of a job's summary."""
+
+import json
+import os
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+from bi_kernels.audit.runner import needs_fix
+
+LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
+DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")  # "": it did not run to its end
+SHOWN = 3  # rows of evidence in one test case
+LISTED = 40  # lines of the summary; GitHub cuts a summary off at 1 MiB
+
+
+def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
+    """Whether `rows` or `warnings` fail a run at a level of LEVELS."""
+    rank = LEVELS.index(level)
+    wrong = [r for r in needs_fix(rows) if rank >= 2 or r["control"] or r["relation"] in DRIFT]
+    return bool(rank >= 1 and wrong or rank >= 3 and warnings)
+
+
+def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """Rows by (audit, op, case, dtype, relation): one test case, one line of the summary; those of a control by themselves."""
+    groups: dict[tuple, list[dict]] = {}
+    for r in rows:
+        groups.setdefault((r["audit"], r["op"], r["case"], r["dtype"], r["relation"],
+                           r["candidate"] if r["control"] else ""), []).append(r)
+    return groups
+
+
+def first(rows: list[dict]) -> dict:
+    """The row to look at first: the fewest tokens in a call."""
+    return min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
+
+
+def reproducer(row: dict, out: Path) -> str:
+    """The command that shows a row's drift, to be run where `bi-audit run --out OUT` was."""
+    return row["repro"].replace("python repro/", f"python {(out / row['audit'] / 'repro').as_posix()}/")
+
+
+def where(rows: list[dict]) -> str:
+    """The row counts and the layouts of some rows."""
+    counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
+    others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
+    return "; ".join([f"M = {', '.join(map(str, counts))}"] * bool(counts) + others)
+
+
+def worst(rows: list[dict], name: str) -> str:
+    """The largest of a number over some rows, in three digits; '' where none of them has it."""
+    found = [float(r[name]) for r in rows if r[name] is not None]
+    return f"{max(found):.3g}" if found else ""
+
+
+def size(rows: list[dict]) -> str:
+    """How far some rows are off: ULP, or the share of the contract's bound."""
+    share = worst(rows, "threshold_share")
+    return f"{share} × the bound" if share else f"{worst(rows, 'max_ulp')} ULP" if worst(rows, "max_ulp") else "–"
+
+
+def lines(failing: list[dict], out: Path) -> list[str]:
+    """One line for each op, shape, dtype and relation that needs a fix: where it drifts, how much at first, and how to
+    see it."""
+    found = []
+    for (_, op, case, dtype, relation, _), rows in grouped(failing).items():
+        r = first(rows)
+        differ = f"{r['mismatches']} of {r['elements']} elements differ" if r["elements"] else r["detail"]
+        found.append(f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First: {differ} at M = "
+                     f"{r['rows']}, {r['inputs']}, index {r['first_index']}. {reproducer(r, out)}")
+    return found
+
+
+def drift(r: dict) -> str:
+    """One row's drift report."""
+    at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
+    said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
+    if r["elements"]:
+        said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} differ"
+        said += [f"{label} {worst([r], name)}" for name, label in (
+            ("max_abs", "max abs"), ("max_rel", "max relative"), ("max_ulp", "max ULP"), ("threshold_share", "share of the bound"))
+            if worst([r], name)]
+    said += [f"first at {r['first_index']}"] * (r["first_index"] is not None)
+    said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
+    return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
+
+
+def _text(text: str) -> str:
+    """Without the control characters that XML cannot hold."""
+    return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text)
+
+
+def _case(suite: ET.Element, classname: str, name: str, outcome: str = "", message: str = "", text: str = "",
+          kind: str = "") -> None:
+    case = ET.SubElement(suite, "testcase", classname=_text(classname), name=_text(name), time="0.000")
+    if outcome:
+        found = ET.SubElement(case, outcome, message=_text(message), type=_text(kind or outcome))
+        found.text = _text(text) or None
+
+
+def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequence[str], digests: Sequence[str] | None = None,
+          level: str = "needs-fix") -> str:
+    """JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
+
+    A case that needs a fix is a failure with the drift report of its first rows, an unsupported one is skipped, and an
+    audit that did not run to its end is an error. digests: their warnings, a suite of their own; a warning is skipped, or
+    a failure where `level` says so.
+    """
+    root = ET.Element("testsuites", name="bi-audit")
+    for name in names:
+        suite = ET.SubElement(root, "testsuite", name=name, time=f"{seconds.get(name, 0):.3f}")
+        made = out / name / "provenance.json"
+        if name in seconds and made.exists():
+            properties = ET.SubElement(suite, "properties")
+            for k, v in json.loads(made.read_text(encoding="utf-8")).items():
+                ET.SubElement(properties, "property", name=k, value=_text(v))
+        end = [r for r in rows if r["audit"] == name and not r["relation"]]
+        _case(suite, name, "runs to its end", "error" * bool(end), end[0]["detail"] if end else "")
+        for (_, op, case, dtype, relation, control), mine in grouped([r for r in rows if r["audit"] == name]).items():
+            label = f"{op}[{case}]" if case else op
+            if not relation:
+                continue
+            if control:
+                missed = needs_fix(mine)
+                _case(suite, f"{name}.controls", f"{control} ({label} {dtype}, {relation})", "failure" * bool(missed),
+                      "a control was missed: the audit cannot see this fault", "\n".join(map(drift, missed)), relation)
+                continue
+            bad = needs_fix(mine)
+            refused = [r for r in mine if r["verdict"] == "unsupported"]
+            outcome = "failure" if bad else "skipped" if refused else ""
+            message, text = refused[0]["detail"] if refused else "", ""
+            if bad:
+                message = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}: {where(bad)}"
+                shown = first(bad)
+                chosen = [shown, *[r for r in bad if r is not shown][:SHOWN - 1]]
+                more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
+                text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
+            _case(suite, f"{name}.{label}", f"{relation} {dtype}".strip(), outcome, message, text, relation)
+    if digests is not None:
+        suite = ET.SubElement(root, "testsuite", name="digests", time="0.000")
+        for warning in digests:
+            _case(suite, "digests", warning.split(":")[0], "failure" if level == "warning" else "skipped", warning)
+        if not digests:
+            _case(suite, "digests", "the bits are those recorded")
+    for suite in root:
+        suite.set("tests", str(len(suite.findall("testcase"))))
+        for outcome, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            suite.set(attribute, str(len(suite.findall(f"testcase/{outcome}"))))
+    for attribute in ("tests", "failures", "errors"):
+        root.set(attribute, str(sum(int(suite.get(attribute)) for suite in root)))
+    root.set("time", f"{sum(seconds.values()):.3f}")
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
+    """The Markdown of a job's summary: verdict, status matrix, what needs a fix, documents. `file`: where it will stand."""
+    from bi_kernels.audit.report import MARK, matrix, table
+    mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
+    bad, failed = needs_fix(rows), fails(rows, warnings, level)
+    verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
+    devices = list(dict.fromkeys(r["device"] for r in mine if r["device"]))
+    note = "; no statement about a GPU" if "interpreter" in devices else ""
+    specs = list(dict.fromkeys(r["candidate"] for r in mine if r["candidate"]))
+    parts = [f"## {MARK[verdict]} bi-audit: {verdict}",
+             f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
+             f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
+             f"{len(controls)}" + (f"; warnings: {len(warnings)}" if warnings else "")
+             + f". The run {'fails' if failed else 'does not fail'} at `--fail-on {level}`.",
+             matrix(mine).rstrip() if any(r["op"] for r in mine) else ""]
+    listed = []
+    for (audit, op, case, dtype, relation, control), found in grouped(bad).items():
+        row = first(found)
+        command = reproducer(row, out)
+        differ = f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"]
+        listed.append({k: v.replace("|", r"\|") for k, v in {
+            "audit": audit, "op": f"{op} {case}".strip() or "–", "dtype": dtype or "–",
+                      "relation": relation or "did not run to its end",
+                      "where": f"control missed: {control}" if control else where(found) or "–", "at most": size(found),
+                      "elements that differ, first": differ, "reproduce": f"`{command}`" if command else "–"}.items()})
+    if listed:
+        more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
+        parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
+    if warnings:
+        parts.append("### Warnings\n\n" + "\n".join(f"- ⚠️ {w}" for w in warnings[:LISTED]))
+    parts.append("### Documents\n\n" + _links(out, file, names))
+    return "\n\n".join(filter(None, parts)) + "\n\n"
+
+
+def _links(out: Path, file: Path, names: Sequence[str]) -> str:
+    """Links to the documents; a job's summary on GitHub has no files beside it, but the run's artifacts."""
+    server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
+    documents = [out / name / "README.md" for name in names if (out / name / "README.md").exists()]
+    if server and repository and number:
+        return (f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): "
+                + ", ".join(f"`{d.as_posix()}`" for d in documents))
+    relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
+    return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))
