@@ -1,7 +1,12 @@
 """`audit` of callables that nobody wrote for it: what is invariant passes, what drifts is found with a reproducer that
 shows it, and what cannot be judged gets one sentence."""
 
+import json
+import os
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,3 +207,52 @@ def test_every_layout_holds_every_sample_but_those_that_take_some(count):
         whole = not name.startswith("rows") and not (name == "singles" and count > SINGLES)
         assert samples == (list(range(count)) if whole else samples) and len(set(samples)) == len(samples), name
         assert calls != [list(range(count))], name
+
+
+# bi-audit run any
+
+CANDIDATE = """
+import torch
+
+def centred(x, eps):
+    return x - x.mean(0) + eps
+
+def inputs():
+    return {"x": torch.randn(9, 4), "eps": 1e-3}
+"""
+
+
+def run_any(folder, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", "run", "any", *arguments], cwd=folder, text=True,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+
+
+def test_a_callable_is_judged_from_the_command_line(tmp_path):
+    (tmp_path / "mine.py").write_text(CANDIDATE)
+    done = run_any(tmp_path, "--candidate", "mine.py:centred", "--inputs", "x:fp32[9,4] eps:1e-3", "--out", "out")
+    assert done.returncode == 1 and "centred fp32 invariance" in done.stdout, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out" / "any" / "verdicts.json").read_text())
+    assert [r["caught"] for r in rows if r["control"]] and all(r["caught"] for r in rows if r["control"])
+    assert "needs-fix" in (tmp_path / "out" / "any" / "README.md").read_text()
+    shown = subprocess.run([sys.executable, "out/any/repro/centred.py"], cwd=tmp_path, text=True, capture_output=True)
+    assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--candidate", "torch:add"], "inputs is empty"), (["--inputs", "x:fp32[3]"], "candidate is empty"),
+    (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
+    (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
+    (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py")])
+def test_a_wrong_command_is_one_line(tmp_path, arguments, words):
+    done = run_any(tmp_path, *arguments)
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_inputs_are_what_was_asked_for(tmp_path):
+    from bi_kernels.audit.anyones import read_inputs
+    found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:1e-6 mean:None", "cpu", 0)
+    assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 1e-6 and found["mean"] is None
+    assert (found["x"].dtype, found["x"].shape) == (torch.bfloat16, (3, 4)) and int(found["ids"].max()) < 5
+    assert found["mask"].dtype == torch.bool and torch.equal(found["x"], read_inputs("x:bf16[3,4]", "cpu", 0)["x"])
+    (tmp_path / "mine.py").write_text(CANDIDATE)
+    assert list(read_inputs(f"{tmp_path}/mine.py:inputs", "cpu", 0)) == ["x", "eps"]

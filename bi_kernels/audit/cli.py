@@ -36,6 +36,7 @@ def _of_a_run(command):
             click.option("--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."),
             click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given."),
             click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
+            click.option("--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."),
             click.option("--device", help="auto (default), cpu or cuda."),
             click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
             click.option("-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks."))):
@@ -70,7 +71,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     if out is None:
         device = re.sub(r"[^a-z0-9]+", "-", _device_name(first).lower())
         candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
-        out = Path("audits") / f"{device}-{first.parameters['shapes']}{candidate}"
+        out = Path("audits") / f"{device}-{first.parameters.get('shapes', 'any')}{candidate}"
     _writable("--out", out / ".writable")
     for option, file in (("--junit", junit), ("--summary", summary)):
         if file:
@@ -144,7 +145,7 @@ def _parameters(names: tuple[str, ...], extra: list[tuple[str, str]], options: d
     for name in names:
         if name not in every:
             raise click.UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
-    names = list(dict.fromkeys(names)) or list(every)
+    names = list(dict.fromkeys(names)) or [name for name, audit in every.items() if not audit.only_named]
     # a notebook by itself may look at bf16 alone
     parameters = {"dtype": "all"} | {k: v for k, v in options.items() if v is not None}
     for name, value in extra:
@@ -186,9 +187,13 @@ def _warn(text: str) -> None:
 
 def _checked(names: list[str], parameters: dict) -> list:
     """The sessions that the notebooks will start, made here first so that a wrong parameter is one line, at once."""
+    from bi_kernels.audit import anyones
+    from bi_kernels.audit.runner import of_audit
     from bi_kernels.audit.session import start
     try:
-        return [start(name, dict(parameters)) for name in names]
+        if "inputs" in parameters and names != ["any"]:
+            raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
+        return [anyones.start(of_audit(name, parameters)) if name == "any" else start(name, dict(parameters)) for name in names]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

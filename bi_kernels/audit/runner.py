@@ -28,6 +28,7 @@ class Audit:
     name: str
     notebook: Path
     title: str
+    only_named: bool = False  # not among those that run when none is named
 
 
 def audits() -> dict[str, Audit]:
@@ -36,9 +37,17 @@ def audits() -> dict[str, Audit]:
     folder = next(d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir())
     found = {}
     for path in sorted(folder.glob("[0-9]*_*.ipynb")):
-        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-        found[path.stem.split("_", 1)[1]] = Audit(path.stem.split("_", 1)[1], path, first.splitlines()[0].lstrip("# "))
+        notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
+        first = "".join(notebook["cells"][0]["source"])
+        found[name] = Audit(name, path, first.splitlines()[0].lstrip("# "),
+                            notebook["metadata"].get("bi_audit", {}).get("only_named", False))
     return found
+
+
+def of_audit(name: str, parameters: dict) -> dict:
+    """The parameters that an audit has: `any` has neither dtype nor shapes."""
+    from bi_kernels.audit.anyones import PARAMETERS
+    return {k: v for k, v in parameters.items() if name != "any" or k in PARAMETERS}
 
 
 def clean(notebook) -> None:
@@ -177,7 +186,7 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
 
         def one(name: str) -> None:
             start = time.monotonic()
-            order = json.dumps({"audit": name, "parameters": parameters, "folder": str(out / name)})
+            order = json.dumps({"audit": name, "parameters": of_audit(name, parameters), "folder": str(out / name)})
             child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.runner", order], stdout=subprocess.PIPE,
                                      stderr=subprocess.PIPE, text=True)
             children.append(child)
