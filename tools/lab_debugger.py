@@ -82,21 +82,25 @@ def story(page: Page, shots: Path) -> None:
 
     activate(page, cell(page, STEP))
     command(page, "notebook:run-cell")
-    programs = []
+    stops = []
     for stop in range(STOPS):
         frame = page.locator(".jp-DebuggerCallstackFrame").first
         expect(frame).to_contain_text("_by_program_kernel", timeout=30_000)
-        expect(page.locator(".jp-DebuggerSources")).to_contain_text(LINE, timeout=10_000)
+        expect(frame).to_contain_text(f":{line + 1}")
         variables = page.locator(".jp-DebuggerVariables")
         for name in ("normed", "upstream", "total", "row", "program"):
             expect(variables).to_contain_text(name, timeout=10_000)
-        programs.append(variables.inner_text())
+        for name in ("upstream", "handle", "data"):  # the tile, as the array that it is
+            variables.get_by_text(name, exact=False).last.click()
+            page.wait_for_timeout(400)
+        seen = variables.inner_text()
+        assert "array(" in seen or "float32" in seen or "ndarray" in seen, seen
+        stops.append(seen)
         if stop in (0, 3):
-            page.wait_for_timeout(500)
             shot(f"{3 + stop // 3}_stop_{stop + 1}")
         command(page, "debugger:continue")
         page.wait_for_timeout(1200)
-    assert len(set(programs)) == STOPS, "the variables did not change from stop to stop"
+    assert len(set(stops)) == STOPS, "the variables did not change from stop to stop"
     idle(page, 60)
     assert not failures(page), failures(page)
     shot("5_finished")
