@@ -54,7 +54,7 @@ def reads_the_neighbour(x):
 
 def last_row_differs(x):
     y = 2 * x
-    y[-1] += 1e-6
+    y[-1] += 2**-20
     return y
 
 
@@ -162,7 +162,7 @@ def test_a_result_that_depends_on_the_calls_before_is_said():
 
     def ages(x):
         calls.append(len(x))
-        return x * (1 + 1e-3 * (len(calls) > 40))
+        return x * (1 + 2**-10 * (len(calls) > 40))
 
     report = audit(ages, X)
     assert "at the end" in {r.layout for r in in_need(report)} and "depends on the calls before it" in report.notes[0]
@@ -250,8 +250,8 @@ def test_a_wrong_command_is_one_line(tmp_path, arguments, words):
 
 def test_inputs_are_what_was_asked_for(tmp_path):
     from bi_kernels.audit.anyones import read_inputs
-    found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:1e-6 mean:None", "cpu", 0)
-    assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 1e-6 and found["mean"] is None
+    found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:0.5 mean:None", "cpu", 0)
+    assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 0.5 and found["mean"] is None
     assert (found["x"].dtype, found["x"].shape) == (torch.bfloat16, (3, 4)) and int(found["ids"].max()) < 5
     assert found["mask"].dtype == torch.bool and torch.equal(found["x"], read_inputs("x:bf16[3,4]", "cpu", 0)["x"])
     (tmp_path / "mine.py").write_text(CANDIDATE)
