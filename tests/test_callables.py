@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import bi_kernels
-from bi_kernels.audit import audit, callables
+from bi_kernels.audit import audit, target
 from bi_kernels.audit.callables import SINGLES, plan
 from bi_kernels.audit.judge import NEEDS_FIX, PASS
 
@@ -168,9 +168,32 @@ def test_a_result_that_depends_on_the_calls_before_is_said():
     assert "at the end" in {r.layout for r in in_need(report)} and "depends on the calls before it" in report.notes[0]
 
 
+class Raises(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: 2 * x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise RuntimeError("boom")
+
+
+def test_a_backward_that_raises_is_no_backward_that_is_missing():
+    raised = audit(Raises.apply, X)
+    assert [(r.relation, r.layout) for r in in_need(raised)] == [("gradient invariance", "whole batch")], raised.markdown()
+    assert "boom" in in_need(raised)[0].detail
+    none = audit(lambda x: x.detach() * 2, X)
+    assert none.passed and "backward was not judged" in none.notes[0]
+    assert not audit(lambda x: x.detach() * 2, X, backward=True).passed
+
+
+def test_what_it_writes_into_shared_tensors_stays_there():
+    state = torch.zeros(WIDTH)
+    report = audit(lambda x, state: x + state.add_(1), X, state, backward=False)
+    assert report.passed and "changes its input state in place" in " ".join(report.notes) and not state.any()
+
+
 def test_the_budget_is_kept_and_said(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(callables.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(target.time, "monotonic", lambda: clock[0])
 
     def slow(x):
         clock[0] += 2.0

@@ -7,11 +7,12 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from bi_kernels.audit.callables import INVARIANCE, Target, plan
+from bi_kernels.audit.callables import INVARIANCE, plan
 from bi_kernels.audit.candidates import file_or_module_import
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.repro import PRINTED
+from bi_kernels.audit.target import Target
 from bi_kernels.contract import rows as row_counts
 
 DRAWN = "drawn"  # inputs that the script draws; else it loads the user's own

@@ -5,12 +5,11 @@ The relations are the audits' own (see judge.py); layouts are those that need no
 """
 
 import contextlib
-import inspect
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,17 +20,15 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit import static
 from bi_kernels.audit.drift import Drift, compare
-from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, atomics_free
-from bi_kernels.audit.inputs import generator
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, against_bound, poisoned_memory, sentence
-from bi_kernels.audit.provenance import device_name
+from bi_kernels.audit.gradients import DETERMINISM, INVARIANCE, atomics_free
+from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, against_bound, sentence
+from bi_kernels.audit.target import Layout, NoBackward, OutOfTime, Step, Target
 from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
-from bi_kernels.tokens import TokenLayout
 
 SINGLES = 16  # samples that are computed alone, spread over the batch
 RECOMPILES = 256
-KINDS = ("given", "spread")  # the inputs as they are, and with exponents that differ from element to element
-Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
+TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
+EACH = 64  # samples up to which each is a micro-batch of its own
 
 
 def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
@@ -55,10 +52,6 @@ def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
     }
 
 
-class OutOfTime(Exception):
-    """The budget is spent."""
-
-
 @dataclass
 class Report:
     """The verdict of one callable with its evidence; shows itself as Markdown in Jupyter and as text elsewhere."""
@@ -68,7 +61,7 @@ class Report:
     read: str  # how the inputs were read
     notes: list[str] = field(default_factory=list)
     repro: Path | None = None
-    target: "Target | None" = None
+    target: Target | None = None
 
     @property
     def verdict(self) -> str:
@@ -90,190 +83,6 @@ class Report:
 
     _repr_markdown_ = markdown
     __repr__ = markdown
-
-
-class Target:
-    """A callable with its arguments, and what it returned for the whole batch."""
-
-    def __init__(self, function: Callable, inputs: Sequence, constants: dict, batch: int, shared: Iterable[str],
-                 outputs: Iterable[str], name: str, seed: int, names: Sequence[str] = ()):
-        self.function, self.name, self.batch, self.seed = function, name, batch, seed
-        names = list(names) or _names(function, len(inputs))
-        self.values = dict(zip(names, inputs)) | constants
-        self.positional, self.outputs = len(inputs), list(outputs)
-        tensors = {k: t for k, t in self.values.items() if isinstance(t, torch.Tensor)}
-        for what, given in (("shared", shared), ("outputs", outputs)):
-            for k in given:
-                if k not in tensors:
-                    raise ValueError(f"{what} names {k!r}, expected one of the tensors {', '.join(tensors)}")
-        if not tensors:
-            raise ValueError(f"{name}: no input is a tensor, expected at least one with a row a sample")
-        self.first = next((k for k in tensors if k not in self.outputs), next(iter(tensors)))
-        x = tensors[self.first]
-        if not -x.dim() <= batch < x.dim():
-            raise ValueError(f"batch is {batch}, expected a dimension of {self.first}, whose shape is {tuple(x.shape)}")
-        self.batch = batch % x.dim()
-        self.count, self.device = x.shape[self.batch], x.device
-        if self.count < 2:
-            raise ValueError(f"{self.first} holds {self.count} sample along dimension {batch}, expected at least 2")
-        self.module = function if isinstance(function, torch.nn.Module) else None
-        self.compiled = hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
-        self.dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), x.dtype)
-        self.calls, self.changed, self.deadline = 0, set(), float("inf")
-        self.dims: list[int | None] = []
-        self.batched = self._batched(tensors, set(shared))
-
-    def _batched(self, tensors: dict, shared: set) -> frozenset:
-        """The tensors that hold a row a sample: of the right size there, and such that half of the batch and the batch
-        in reverse give the results of the whole."""
-        sized = [k for k, t in tensors.items() if t.dim() > self.batch and t.shape[self.batch] == self.count and k not in shared]
-        rest, every = [k for k in sized if k != self.first], list(range(self.count))
-        self.batched = frozenset()
-        try:
-            whole = self.call(every)
-        except TypeError as error:
-            raise error if str(error).startswith(self.name) else ValueError(f"{self.name} raised on the inputs as given: "
-                                                                            f"{sentence(error)}") from error
-        except Exception as error:
-            raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from error
-        found, why = [], ""
-        parts = list(dict.fromkeys(((self.count + 1) // 2, *reversed(contract.rows(self.count - 1)))))  # some may raise
-        subsets = [frozenset((self.first, *c)) for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)]
-        for m, self.batched in itertools.product(parts, subsets):
-            if found and m != found[0][2]:
-                break
-            try:
-                part, reverse = self.call(every[:m]), self.call(every[::-1])
-            except Exception as error:
-                why = why or f"with {m} of {self.count} samples along dimension {self.batch} of {self.first} it raised {sentence(error)}"
-                continue
-            self.dims = [_dimension(a, b, self.count, m) for a, b in zip(whole, part)]
-            if all(d is None for d in self.dims):
-                continue
-            found.append((self.batched, self.dims, m))
-            if all(_alike(_by_sample(a, d, self.count)[:m], _by_sample(b, d, m))
-                   and _alike(_by_sample(a, d, self.count).flip(0), _by_sample(c, d, self.count))
-                   for a, b, c, d in zip(whole, part, reverse, self.dims) if d is not None):
-                return self.batched
-        if not found:
-            why = why or f"no output has a row for each of the {self.count} samples along dimension {self.batch} of {self.first}"
-            raise ValueError(f"{self.name}: {why}; expected a callable that takes any number of samples (is batch= right?)")
-        self.batched, self.dims, _ = found[0]
-        return self.batched
-
-    def read(self) -> str:
-        kinds = {"a row a sample": sorted(self.batched), "shared by all": sorted(
-            k for k, t in self.values.items() if isinstance(t, torch.Tensor) and k not in self.batched)}
-        return f"{self.count} samples along dimension {self.batch}; " + "; ".join(
-            f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
-
-    def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
-        """The arguments of a call on these samples."""
-        index = torch.tensor(list(call), device=self.device)
-        out = {}
-        for k, value in self.values.items():
-            if k in self.batched:
-                value = self._spread(k, value) if kind == "spread" else value
-                value = value.index_select(self.batch, index.clamp(min=0))
-                empty = (index < 0).nonzero().flatten()
-                if len(empty):
-                    fill = (float("nan") if filler == "nonfinite" else 7.0) if value.is_floating_point() else 0
-                    value.index_fill_(self.batch, empty, fill)
-            elif isinstance(value, torch.Tensor) and k in self.outputs:
-                value = value.clone()
-            out[k] = value
-        return out
-
-    def spread(self) -> dict:
-        """The arguments, with exponents that differ from element to element."""
-        return {k: self._spread(k, v) if k in self.batched else v for k, v in self.values.items()}
-
-    def _spread(self, k: str, t: torch.Tensor) -> torch.Tensor:
-        if not t.is_floating_point():
-            return t
-        powers = torch.randint(-4, 5, t.shape, generator=generator(t.device, self.seed, k), device=t.device)
-        return t * torch.exp2(powers.float()).to(t.dtype)
-
-    def results(self, arguments: dict) -> list[torch.Tensor]:
-        """The tensors that one call returns, or that it writes into."""
-        versions = {k: t._version for k, t in arguments.items() if isinstance(t, torch.Tensor)}
-        if time.monotonic() > self.deadline:
-            raise OutOfTime
-        self.calls += 1
-        with contextlib.nullcontext() if self.compiled else poisoned_memory(0xFF if self.calls % 2 else 0x00):
-            y = self.returned(self.function, arguments)
-        self.changed |= {k for k, v in versions.items() if arguments[k]._version != v} - set(self.outputs)
-        found = [arguments[k] for k in self.outputs] or [t for t in tree_leaves(y) if isinstance(t, torch.Tensor)]
-        if not found:
-            raise TypeError(f"{self.name} returned {type(y).__name__}, expected a tensor or several; if it writes into an "
-                            "argument, name that one: outputs=('out',)")
-        return found
-
-    def returned(self, function: Callable, arguments: dict):
-        by_position = list(arguments)[:self.positional]
-        return function(*(arguments[k] for k in by_position), **{k: v for k, v in arguments.items() if k not in by_position})
-
-    def layout(self, call: Sequence[int]):
-        """What this package's own ops are told: which sample each token belongs to."""
-        x = self.values[self.first]
-        inner = x.shape[self.batch + 1:-1] if x.is_floating_point() and x.dim() > 1 else x.shape[self.batch + 1:]
-        length = torch.Size(inner).numel()
-        order = {s: n for n, s in enumerate(sorted(i for i in call if i >= 0))}
-        used = [at for at, i in enumerate(call) if i >= 0]
-        if self.batch or not length or not used:
-            return contextlib.nullcontext()
-        return TokenLayout([at * length for at in used], [length] * len(used), len(call) * length, [order[call[at]] for at in used])
-
-    def call(self, samples: Sequence[int], filler: str = "stale", kind: str = "given") -> list[torch.Tensor]:
-        with torch.no_grad(), self.layout(samples):
-            return self.results(self.take(samples, filler, kind))
-
-    def compute(self, layout: Layout, filler: str = "stale", kind: str = "given") -> tuple[list[int], list[torch.Tensor]]:
-        """(samples, what each output holds of them, by sample) over the calls of a layout."""
-        samples, parts = [], []
-        for call in layout:
-            real = [at for at, i in enumerate(call) if i >= 0]
-            samples += [call[at] for at in real]
-            parts.append([_by_sample(y, d, len(call))[real] for y, d in zip(self.call(call, filler, kind), self.dims)
-                          if d is not None])
-        order = sorted(range(len(samples)), key=samples.__getitem__)
-        return [samples[i] for i in order], [torch.cat(p)[order] for p in zip(*parts)]
-
-    def row(self, relation: str, layout: str, drift: Drift | None = None, against: str = "the whole batch",
-            inputs: str = "given", rows: int = 0, verdict: str = "", **more) -> Row:
-        verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
-        return Row("any", self.name, "", self.name, dtype_name(self.dtype), device_name(self.device), relation, layout, against,
-                   inputs, rows, verdict, first_failing_op=self.name if verdict == NEEDS_FIX else None,
-                   **({} if drift is None else drift.json()), **more)
-
-
-def _names(function: Callable, count: int) -> list[str]:
-    """The parameters' names in order, or input0, input1 … where the callable does not say."""
-    with contextlib.suppress(TypeError, ValueError):
-        subject = function.forward if isinstance(function, torch.nn.Module) else function
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        named = [p.name for p in inspect.signature(subject).parameters.values() if p.kind in kinds]
-        if len(named) >= count:
-            return named[:count]
-    return [f"input{i}" for i in range(count)]
-
-
-def _dimension(whole: torch.Tensor, part: torch.Tensor, count: int, half: int) -> int | None:
-    """The dimension of an output that counts samples, or rows of samples."""
-    if whole.dim() != part.dim():
-        return None
-    changed = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
-    fits = len(changed) == 1 and whole.shape[changed[0]] % count == 0
-    return changed[0] if fits and part.shape[changed[0]] == whole.shape[changed[0]] // count * half else None
-
-
-def _by_sample(y: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    return y.unflatten(dim, (count, y.shape[dim] // count)).movedim(dim, 0)
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return bool((a - b).abs().max() <= CONTRACT["any"]["alike"] * a.abs().max()) if a.numel() else True
 
 
 def _compared(t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor],
@@ -321,67 +130,6 @@ def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -
     return rows
 
 
-class Step:
-    """One training step of a target: a real backward() over the calls of a layout."""
-
-    def __init__(self, t: Target):
-        self.t, self.upstream = t, []
-        self.floating = [k for k, v in t.values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
-                         and k not in t.outputs]
-
-    def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
-        """{name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all calls."""
-        t, shared = self.t, {}
-        for k in self.floating:
-            if k not in t.batched:
-                shared[k] = t.values[k].detach().clone().requires_grad_()
-        parameters = dict(t.module.named_parameters()) if t.module else {}
-        for k, p in (shared | parameters).items():
-            p.grad, p.main_grad = None, torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-        samples, parts = [], {k: [] for k in self.floating if k in t.batched}
-        for call in layout:
-            arguments = t.take(call, filler) | shared
-            leaves = {k: arguments[k].detach().requires_grad_() for k in parts}
-            real = [at for at, i in enumerate(call) if i >= 0]
-            with torch.enable_grad(), t.layout(call):
-                found = t.results(arguments | {k: leaf.clone() for k, leaf in leaves.items()})  # so that it may work in place
-            outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
-            if not outputs:
-                raise ValueError("no output requires a gradient")
-            self._draw(outputs, len(call))
-            index = torch.tensor(call, device=t.device)
-            given = []
-            for (y, d), dy in zip(outputs, self.upstream):
-                own = dy[index.clamp(min=0)].clone()
-                own[index < 0] = 0
-                given.append(own.movedim(0, d).flatten(d, d + 1))
-            torch.autograd.backward([y for y, _ in outputs], given)
-            samples += [call[at] for at in real]
-            for k, leaf in leaves.items():
-                if leaf.grad is not None:
-                    parts[k].append(leaf.grad.movedim(t.batch, 0)[real])
-        order = sorted(range(len(samples)), key=samples.__getitem__)
-        out = {f"d{k}": torch.cat(p)[order] for k, p in parts.items() if p}
-        for k, p in (shared | parameters).items():
-            used = bool(p.main_grad.any())
-            if p.grad is not None or used:
-                out[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
-            p.grad = None
-            del p.main_grad
-        return out
-
-    def _draw(self, outputs: list, count: int) -> None:
-        """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples."""
-        if self.upstream:
-            return
-        for number, (y, d) in enumerate(outputs):
-            shape = _by_sample(y, d, count).shape[1:]
-            g = generator(y.device, self.t.seed, "upstream", number)
-            dy = torch.randn(self.t.count, *shape, generator=g, device=y.device)
-            powers = torch.randint(-6, 7, (self.t.count, *[1] * len(shape)), generator=g, device=y.device)
-            self.upstream.append((dy * torch.exp2(powers.float())).to(y.dtype))
-
-
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """What backward left under a layout against what it left for the whole batch."""
     try:
@@ -390,13 +138,14 @@ def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, who
         raise
     except Exception as error:
         return [t.row(INVARIANCE, name, rows=max(map(len, layout)), detail=f"raised {sentence(error)}")]
-    rows = []
+    rows, samples = [], sorted(i for call in layout for i in call if i >= 0)  # a layout may leave some out
     for k, expected in whole.items():
         if filler == "nonfinite" and k.removeprefix("d") not in t.batched:
             continue  # NaN beside a sample is in the sum over samples
         if k not in found:
             rows.append(t.row(INVARIANCE, name, tensor=k, rows=max(map(len, layout)), detail="backward left no gradient"))
             continue
+        expected = expected[samples] if k.removeprefix("d") in t.batched else expected
         rows += _compared(t, INVARIANCE, name, [found[k]], [expected], [k], rows=max(map(len, layout)))
     return rows
 
@@ -445,47 +194,35 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
-    rows, notes, layouts = determinism(t, 2), [], plan(t.count, seed)
+    rows, notes, every = determinism(t, 2), [], [list(range(t.count))]
     one_call = (time.monotonic() - started) / max(t.calls, 1)
     steady = all(r.verdict == PASS for r in rows)
-    steps: list[tuple[str, str, Callable]] = []
+    steps: list[tuple[str, str, Callable]] = []  # (relation, layout, what judges it)
     if steady:
-        if t.device.type == "cuda":
-            steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
-        whole: dict = {}
-        for kind in KINDS:
-            with contextlib.suppress(Exception):  # sharper inputs may be none that the callable takes
-                found = t.compute([list(range(t.count))], kind=kind)[1]
-                if kind == "given" or any(bool(y.isfinite().all()) for y in found if y.is_floating_point()):
-                    whole[kind] = found
-        for layout, (calls, filler) in layouts.items():
-            steps.append(("invariance", layout, lambda layout=layout, calls=calls, filler=filler: invariance(
-                t, layout, calls, filler, whole)))
+        whole = {"given": t.compute(every)[1]}
+        with contextlib.suppress(Exception):  # sharper inputs may be none that the callable takes
+            found = t.compute(every, kind="spread")[1]
+            if any(bool(y.isfinite().all()) for y in found if y.is_floating_point()):
+                whole["spread"] = found
+        steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
+        for layout, (calls, filler) in plan(t.count, seed).items():
+            steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         if backward is not False:
-            step, base = Step(t), None
+            step = Step(t)
             try:
-                base = step.gradients([list(range(t.count))])
+                steps += _backward_steps(t, step, step.gradients(every))
+            except NoBackward as error:
+                notes.append(f"Its backward was not judged: {error}.")
+                rows += [t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}")] if backward else []
             except Exception as error:
-                if backward:
-                    rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
-            if base is not None:
-                each = {"micro_batches:each": ([[i] for i in range(t.count)], "stale")} if t.count <= 64 else {}
-                keep = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")
-                for layout, (calls, filler) in ({k: v for k, v in layouts.items() if k in keep} | each).items():
-                    if layout.startswith("neighbours"):
-                        calls = calls[:1]
-                    steps.append((INVARIANCE, layout, lambda layout=layout, calls=calls, filler=filler: _gradients_of_some(
-                        t, step, layout, calls, filler, base)))
-                steps.append((DETERMINISM, "backward", lambda: [
-                    t.row(DETERMINISM, "backward", compare(again[k], base[k]), tensor=k, against="itself", rows=t.count)
-                    for again in [step.gradients([list(range(t.count))])] for k in base if k in again]))
+                rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:
-            steps.append(("accuracy", "whole batch", lambda: accuracy(t, reference)))
-    steps.append(("atomics-free", "source, PTX, SASS", lambda: _static(t)))
+            steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
+    steps.append(("atomics-free", "source, PTX, SASS", partial(_static, t)))
     steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
     if steady:
         steps.append((DETERMINISM, "at the end", lambda: _compared(
-            t, DETERMINISM, "at the end", t.compute([list(range(t.count))])[1], whole["given"], _outputs(t), against="at the start",
+            t, DETERMINISM, "at the end", t.compute(every)[1], whole["given"], _outputs(t), against="at the start",
             rows=t.count, detail="the same call before and after all others")))
     shown = track(steps, description=name, transient=True, disable=not sys.stderr.isatty())
     late: dict[str, list[str]] = {}
@@ -501,7 +238,7 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
         rows.append(t.row(relation, "not run", detail=f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}: the budget of {seconds:g} "
                           f"s was spent, one call takes {one_call:.2g} s; raise it with seconds="))
     if t.changed:
-        notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got a copy of a sample's rows.")
+        notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
     if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):
         notes.append("Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "
                      "differs between layouts may come from that.")
@@ -515,11 +252,17 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     return report
 
 
-def _gradients_of_some(t: Target, step: Step, layout: str, calls: Layout, filler: str, base: dict) -> list[Row]:
-    """`gradients`, where a layout may leave samples out."""
-    samples = sorted(i for call in calls for i in call if i >= 0)
-    whole = {k: g[samples] if k.removeprefix("d") in t.batched else g for k, g in base.items()}
-    return gradients(t, step, layout, calls, filler, whole)
+def _backward_steps(t: Target, step: Step, whole: dict) -> list[tuple[str, str, Callable]]:
+    layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
+    if t.count <= EACH:
+        layouts["micro_batches:each"] = [[i] for i in range(t.count)], "stale"
+    steps: list = [(INVARIANCE, layout, partial(gradients, t, step, layout, calls[:1] if filler == "nonfinite" else calls, filler, whole))
+                   for layout, (calls, filler) in layouts.items()]
+
+    def again() -> list[Row]:
+        found = step.gradients([list(range(t.count))])
+        return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, against="itself", rows=t.count) for k in whole]
+    return [*steps, (DETERMINISM, "backward", again)]
 
 
 def _static(t: Target) -> list[Row]:
