@@ -15,8 +15,8 @@ from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 MANY = 64
-LIGHT = {"BLOCK": 512, "UNROLL": 4, "STAGES": 1, "num_warps": 2}
-HEAVY = {"BLOCK": 32, "UNROLL": 32, "STAGES": 1, "num_warps": 1}
+LIGHT = {"BLOCK": 512, "UNROLL": 4, "num_warps": 2}
+HEAVY = {"BLOCK": 32, "UNROLL": 32, "num_warps": 1}
 
 
 @triton.jit
@@ -31,9 +31,11 @@ def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, width, HEAVY: tl.constexpr, MANY: tl.constexpr,
-                               BLOCK: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr):
-    """Token rows sorted by id, with the first and the last of the same id: one program folds all of an id's.
+def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width, padding_id,
+                               HEAVY: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+                               CONTINUES: tl.constexpr):
+    """Where the tokens' rows start in dy, sorted by id, with the first and the last of the same id: one program folds all
+    of an id's.
 
     An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
     run holds a multiple of MANY, and the first of those is its program's.
@@ -45,21 +47,19 @@ def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, width, HEAVY: t
         mine = (end - first >= 2 * MANY) & (at - first < MANY)
     else:
         mine = (at == first) & (end - first < 2 * MANY)
-    if mine:
-        index = tl.load(ids + at).to(tl.int64)
+    index = tl.load(ids + at).to(tl.int64)
+    if mine & (index >= 0) & (index < vocab) & (index != padding_id):
         col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = col < width
+        inside = (col < width) | EVEN
         total = tl.zeros((BLOCK, ), dtype=tl.float32)
         if CONTINUES:
             total = tl.load(out + index * width + col, mask=inside, other=0.0)
         whole = first + (end - first) // UNROLL * UNROLL
-        for token in tl.range(first, whole, UNROLL, num_stages=STAGES):
+        for token in range(first, whole, UNROLL):
             for i in tl.static_range(UNROLL):
-                row = tl.load(rows + token + i).to(tl.int64)
-                total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(dy + tl.load(offsets + token + i) + col, mask=inside, other=0.0).to(tl.float32)
         for token in range(whole, end):
-            row = tl.load(rows + token).to(tl.int64)
-            total += tl.load(dy + row * width + col, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(dy + tl.load(offsets + token) + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
@@ -76,20 +76,19 @@ def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None,
                layout: TokenLayout, padding_id: int | None) -> torch.Tensor | None:
-    rows = layout.slots_on(ids.device)
-    rows = rows[rows >= 0]
-    ids = ids.reshape(-1)[rows]
-    if padding_id is not None:
-        rows, ids = rows[ids != padding_id], ids[ids != padding_id]
-    ids, order = torch.sort(ids, stable=True)
-    rows, starts, ends = rows[order], torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
     dy, width = dy.contiguous(), dy.shape[-1]
+    rows = layout.rows_on(ids.device)
+    ids, order = torch.sort(ids.reshape(-1)[rows].to(torch.int32), stable=True)
+    offsets = rows[order] * width
+    starts, ends = (torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
+    out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
+    padding_id = -1 if padding_id is None else padding_id
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
         if programs and width:
             _embedding_backward_kernel[(programs, triton.cdiv(width, blocks["BLOCK"]))](
-                dy, rows, starts, ends, ids, out, width, HEAVY=heavy, MANY=MANY, CONTINUES=buffer is not None, **blocks)
+                dy, offsets, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY,
+                EVEN=width % blocks["BLOCK"] == 0, CONTINUES=buffer is not None, **blocks)
     return out if buffer is None else None
 
 

@@ -82,7 +82,7 @@ class TokenLayout:
         self.rows, self.tokens = rows, sum(lengths)
         self.slots = torch.tensor(slots, dtype=torch.int32)
         self.identity = bool((self.slots[:rows] == torch.arange(rows)[:len(slots)]).all()) and len(slots) - rows in range(SLAB)
-        self._on: dict[torch.device, torch.Tensor] = {}
+        self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._outer: list = []
 
     @classmethod
@@ -125,9 +125,16 @@ class TokenLayout:
 
     def slots_on(self, device: torch.device) -> torch.Tensor:
         """(slots,) int32: the row of each slot of the fold, −1 where a slab is not full; a multiple of 16 of them."""
-        if device not in self._on:
-            self._on[device] = self.slots.to(device)
-        return self._on[device]
+        return self._there("slots", device, lambda: self.slots)
+
+    def rows_on(self, device: torch.device) -> torch.Tensor:
+        """(tokens,) int64: the rows in the order of the fold."""
+        return self._there("rows", device, lambda: self.slots[self.slots >= 0].long())
+
+    def _there(self, name: str, device: torch.device, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if (name, device) not in self._on:
+            self._on[name, device] = made().to(device)
+        return self._on[name, device]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its order."""

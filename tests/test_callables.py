@@ -2,8 +2,8 @@
 shows it, and what cannot be judged gets one sentence."""
 
 import json
-import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +191,14 @@ def test_what_it_writes_into_shared_tensors_stays_there():
     assert report.passed and "changes its input state in place" in " ".join(report.notes) and not state.any()
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_function_is_not_left_compiled_anew():
+    """Watched by the static audit it is compiled otherwise; neither a verdict nor its user may meet that."""
+    fn = torch.compile(lambda x: x.float().softmax(-1) * x)
+    before = fn(X)
+    assert audit(fn, X, backward=False).passed and torch.equal(fn(X), before)
+
+
 def test_the_budget_is_kept_and_said(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(target.time, "monotonic", lambda: clock[0])
@@ -245,15 +253,11 @@ def inputs():
 """
 
 
-def run_any(folder, *arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", "run", "any", *arguments], cwd=folder, text=True,
-                          capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
-
-
-def test_a_callable_is_judged_from_the_command_line(tmp_path):
+def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_audit):
     (tmp_path / "mine.py").write_text(CANDIDATE)
-    done = run_any(tmp_path, "--candidate", "mine.py:centred", "--inputs", "x:fp32[9,4] eps:1e-3", "--out", "out")
-    assert done.returncode == 1 and "centred fp32 invariance" in done.stdout, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = bi_audit("run", "any", "--candidate", "mine.py:centred", "--inputs", "x:fp32[9,4] eps:1e-3", "--out", "out")
+    assert done.returncode == 1 and "centred fp32 invariance" in done.out, done
     rows = json.loads((tmp_path / "out" / "any" / "verdicts.json").read_text())
     assert [r["caught"] for r in rows if r["control"]] and all(r["caught"] for r in rows if r["control"])
     assert "needs-fix" in (tmp_path / "out" / "any" / "README.md").read_text()
@@ -266,9 +270,10 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path):
     (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
     (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
     (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py")])
-def test_a_wrong_command_is_one_line(tmp_path, arguments, words):
-    done = run_any(tmp_path, *arguments)
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi_audit):
+    monkeypatch.chdir(tmp_path)
+    done = bi_audit("run", "any", *arguments)
+    assert done.returncode == 2 and words in done.err and len(done.err.strip().splitlines()) == 1, done.err
 
 
 def test_inputs_are_what_was_asked_for(tmp_path):

@@ -1,47 +1,37 @@
-"""The audit `any`: a callable that is in no registry, on inputs that its user names. What the notebook imports."""
+"""The audits `any`, of a callable in no registry on inputs that its user names, and `zoo`, of many such: what their notebooks
+import."""
 
 import ast
 import copy
-import os
 import re
-import sys
 
-from bi_kernels.audit.session import Session
+from bi_kernels.audit.session import Session, choose
 
-PARAMETERS = {"candidate": "", "inputs": "", "batch": 0, "shared": "", "outputs": "", "reference": "", "seconds": 120,
-              "device": "auto", "seed": 0}
+PARAMETERS = {"any": {"candidate": "", "inputs": "", "batch": 0, "shared": "", "outputs": "", "reference": "", "seconds": 120,
+                      "device": "auto", "seed": 0},
+              "zoo": {"animals": "", "seconds": 60, "device": "auto", "seed": 0}}
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def start(namespace: dict) -> "AnySession":
+def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
     """Reads the notebook's parameters and checks them; ValueError with one sentence."""
-    plain = (str, int, float, bool)
+    plain, defaults = (str, int, float, bool), PARAMETERS[audit]
     given = {k: v for k, v in namespace.items() if isinstance(v, plain) and not k.startswith("_")}
-    unknown = sorted(set(given) - set(PARAMETERS))
+    unknown = sorted(set(given) - set(defaults))
     if unknown:
-        raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(PARAMETERS)}")
-    p = PARAMETERS | given
+        raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(defaults)}")
+    p = defaults | given
     for name in ("candidate", "inputs"):
-        if not p[name]:
+        if not p.get(name, name):
             raise ValueError(f"{name} is empty, expected " + (
                 "package.module:function or path/to/file.py:function" if name == "candidate" else
                 "the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or path/to/file.py:function that returns them"))
-    if p["device"] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {p['device']!r}, expected auto, cpu or cuda")
-
-    import torch
-
-    gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-    if p["device"] == "cuda" and not gpu:
-        raise ValueError("device is 'cuda', but no CUDA device is available, or TRITON_INTERPRET=1 is set; use cpu or auto")
-    if p["device"] == "cpu" or not gpu:
-        if "triton" not in sys.modules:
-            os.environ["TRITON_INTERPRET"] = "1"
-        torch.set_num_threads(1)
+    device = choose(p["device"])
     from bi_kernels.audit.candidates import Candidate, load
-    device = torch.device("cuda" if gpu and p["device"] != "cpu" else "cpu")
-    session = AnySession("any", p, device, Candidate(p["candidate"], {"fn": load(p["candidate"])}))
+    if audit == "zoo":
+        return ZooSession(audit, p, device, Candidate("zoo", {}))
+    session = AnySession(audit, p, device, Candidate(p["candidate"], {"fn": load(p["candidate"])}))
     session.inputs = read_inputs(p["inputs"], device, p["seed"])
     return session
 
@@ -124,9 +114,29 @@ class AnySession(Session):
     @property
     def command(self) -> str:
         p = self.parameters
-        changed = {k: v for k, v in p.items() if v != PARAMETERS[k] and k not in ("candidate", "inputs")}
-        flags = "".join(f" --{k} {v}" if k in ("device", "seed") else f" -p {k} '{v}'" for k, v in changed.items())
-        return f"bi-audit run any --candidate {p['candidate']} --inputs '{p['inputs']}'{flags}"
+        changed = {k: v for k, v in p.items() if v != PARAMETERS[self.audit][k]}
+        flags = (f"--{k} {v}" if k in ("candidate", "device", "seed") else f"--{k} '{v}'" if k == "inputs" else f"-p {k} '{v}'"
+                 for k, v in changed.items())
+        return " ".join(["bi-audit run", self.audit, *flags])
+
+
+class ZooSession(AnySession):
+    """A session whose subject is the auditor, on callables that nobody wrote for it."""
+
+    def judge(self) -> list[dict]:
+        """A line a callable; the rows say whether the auditor was right about it."""
+        from bi_kernels.audit import zoo
+        size = zoo.LARGE if self.on_gpu else zoo.SMALL
+        known = [name for name, _ in zoo.zoo(self.device, size)]
+        chosen = {"": list(zoo.FEW), "all": known}.get(self.parameters["animals"]) or [
+            x.strip() for x in self.parameters["animals"].split(";")]
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            raise ValueError(f"animals holds {unknown[0]!r}, expected all, or some of {'; '.join(known)}")
+        chosen = [*chosen, *zoo.DRIFTING[:1]]  # a control
+        lines = zoo.judge(self.device, size, self.out / "repro" if self.out else None, self.parameters["seconds"], chosen)
+        self.add(zoo.rows(lines, self.device_label))
+        return lines
 
 
 def _one_ulp(y, x, t):

@@ -1,6 +1,7 @@
 """A standalone script that shows the drift of a callable, as small as the drift allows; the search runs its own lines."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class Pair:
 
     def drifts(self, t: Target, given: dict) -> bool:
         scope = {"fn": t.function, "torch": torch, "given": given}
+        if _eager(t) is not t.function:
+            torch.compiler.reset()  # as in a new process: what is compiled depends on the calls before
         try:
             exec("\n".join(body(t, self)), scope)
             return bool(compare(scope["a"].detach(), scope["b"].detach()).mismatches)
@@ -118,11 +121,16 @@ def _backward(t: Target, pair: Pair) -> list[str]:
     return lines
 
 
+def _eager(t: Target) -> Callable:
+    """What torch.compile was given, or the callable itself."""
+    return getattr(t.function, "_torchdynamo_orig_callable", getattr(t.function, "_orig_mod", t.function))
+
+
 def _imports(t: Target, candidate: str, folder: Path) -> list[str]:
     """The lines that bring the callable into the script as `fn`: by its name where it has one, else from a file."""
     if candidate:
         return [file_or_module_import(candidate)]
-    function = getattr(t.function, "_torchdynamo_orig_callable", getattr(t.function, "_orig_mod", t.function))
+    function = _eager(t)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     again = [""] if function is t.function else ["fn = torch.compile(fn)"]
     try:

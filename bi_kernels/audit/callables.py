@@ -218,12 +218,12 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
                 rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:
             steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
-    steps.append(("atomics-free", "source, PTX, SASS", partial(_static, t)))
     steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
     if steady:
         steps.append((DETERMINISM, "at the end", lambda: _compared(
             t, DETERMINISM, "at the end", t.compute(every)[1], whole["given"], _outputs(t), against="at the start",
             rows=t.count, detail="the same call before and after all others")))
+    steps.append(("atomics-free", "source, PTX, SASS", partial(_static, t)))  # last: watched, a function is compiled anew
     shown = track(steps, description=name, transient=True, disable=not sys.stderr.isatty())
     late: dict[str, list[str]] = {}
     t.deadline = started + seconds
@@ -270,6 +270,8 @@ def _static(t: Target) -> list[Row]:
     with static.recorded() as launches, contextlib.suppress(Exception):
         t.call(list(range(t.count)))
         Step(t).gradients([list(range(t.count))])
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.module).forward if t.module is not None else t.function
     unread = [f for f in static.source(function) if f.kind == static.UNREADABLE]
     if unread and not launches.variants and not launches.findings:

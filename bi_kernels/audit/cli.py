@@ -193,7 +193,7 @@ def _checked(names: list[str], parameters: dict) -> list:
     try:
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
-        return [anyones.start(of_audit(name, parameters)) if name == "any" else start(name, dict(parameters)) for name in names]
+        return [(anyones.start if name in anyones.PARAMETERS else start)(name, of_audit(name, parameters)) for name in names]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

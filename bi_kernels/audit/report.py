@@ -23,7 +23,7 @@ def table(lines: list[dict]) -> str:
 def matrix(rows: list[dict]) -> str:
     """The status matrix of some verdicts: op × relation, the dtypes of each mark."""
     lines = []
-    ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"]))
+    ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"] and r["relation"] in RELATION.values()))
     for op in dict.fromkeys(name for name, _ in ops):
         line = {"op": op}
         for column in RELATION:
@@ -59,8 +59,8 @@ def report(folder: Path) -> str:
                         "commit": made.get("commit", "–"), "command": made.get("command", "–")})
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
-        parts.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n")
-        parts.append(matrix(rows))
+        if any(r["relation"] in RELATION.values() for r in rows):
+            parts.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n\n{matrix(rows)}")
     missing = "" if listing else "\nNo document here yet.\n"
     return ("# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
             "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"

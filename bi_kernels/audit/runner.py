@@ -45,9 +45,9 @@ def audits() -> dict[str, Audit]:
 
 
 def of_audit(name: str, parameters: dict) -> dict:
-    """The parameters that an audit has: `any` has neither dtype nor shapes."""
+    """The parameters that an audit has: `any` and `zoo` have neither dtype nor shapes."""
     from bi_kernels.audit.anyones import PARAMETERS
-    return {k: v for k, v in parameters.items() if name != "any" or k in PARAMETERS}
+    return {k: v for k, v in parameters.items() if k in PARAMETERS.get(name, parameters)}
 
 
 def clean(notebook) -> None:

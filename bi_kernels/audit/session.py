@@ -26,22 +26,7 @@ def start(audit: str, namespace: dict) -> "Session":
         raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(PARAMETERS)}")
     p = PARAMETERS | given
 
-    import torch
-
-    if p["device"] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {p['device']!r}, expected auto, cpu or cuda")
-    if p["device"] == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but no CUDA device is available; use cpu or auto")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if p["device"] == "cuda" and interpreted:
-        raise ValueError("device is 'cuda', but TRITON_INTERPRET=1 is set; unset it or use cpu")
-    on_gpu = p["device"] != "cpu" and torch.cuda.is_available() and not interpreted
-    if not on_gpu:
-        if "triton" in sys.modules and not interpreted:
-            raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
-        os.environ["TRITON_INTERPRET"] = "1"
-        torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
-
+    device = choose(p["device"])
     from bi_kernels.audit.candidates import resolve
     from bi_kernels.contract import DTYPES, SHAPES
 
@@ -51,9 +36,29 @@ def start(audit: str, namespace: dict) -> "Session":
         raise ValueError(f"shapes is {p['shapes']!r}, expected one of {', '.join(SHAPES)}")
     if isinstance(p["seed"], bool) or not isinstance(p["seed"], int) or p["seed"] < 0:
         raise ValueError(f"seed is {p['seed']!r}, expected an integer of at least 0")
-    if not on_gpu and p["shapes"] != "tiny":
+    if device.type == "cpu" and p["shapes"] != "tiny":
         raise ValueError(f"shapes is {p['shapes']!r}, which needs a CUDA device; the interpreter runs tiny")
-    return Session(audit, p, torch.device("cuda" if on_gpu else "cpu"), resolve(p["candidate"], audit, p["op"]))
+    return Session(audit, p, device, resolve(p["candidate"], audit, p["op"]))
+
+
+def choose(device: str) -> "torch.device":
+    """Checks the parameter; on a CPU turns Triton's interpreter on."""
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but no CUDA device is available; use cpu or auto")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cuda" and interpreted:
+        raise ValueError("device is 'cuda', but TRITON_INTERPRET=1 is set; unset it or use cpu")
+    on_gpu = device != "cpu" and torch.cuda.is_available() and not interpreted
+    if not on_gpu:
+        if "triton" in sys.modules and not interpreted:
+            raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
+        os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 @dataclass

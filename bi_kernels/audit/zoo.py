@@ -1,11 +1,16 @@
-"""Callables that nobody wrote for the auditor, judged by it: torch, what torch.compile makes of it, attention backends, and
-Liger's and Hugging Face's modules where they are installed."""
+"""Callables that nobody wrote for the auditor, judged by it: torch, what torch.compile makes of it, attention backends,
+Hugging Face's modules, and ops of Liger, FlagGems and torchao where they are installed."""
 
+import os
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +18,7 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import bi_kernels
 from bi_kernels.audit.callables import Report, audit
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 
@@ -26,6 +32,17 @@ class Animal:
     function: Callable
     inputs: tuple
     options: dict = field(default_factory=dict)
+
+
+class Part(torch.nn.Module):
+    """A module, and which part of what it returns is judged."""
+
+    def __init__(self, module: torch.nn.Module, part: Callable):
+        super().__init__()
+        self.module, self.part = module, part
+
+    def forward(self, *inputs):
+        return self.part(self.module(*inputs))
 
 
 def attention(backend: SDPBackend) -> Callable:
@@ -79,8 +96,7 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield plain("nn.BatchNorm1d, eval", module(torch.nn.BatchNorm1d(hidden)).eval(), x)
     yield plain("nn.Dropout, training", torch.nn.Dropout(0.1), x)
     yield plain("nn.Linear", module(torch.nn.Linear(hidden, hidden)), x)
-    yield plain("nn.LSTM", lambda x, m=module(torch.nn.LSTM(dim, dim, batch_first=True), fp32): m(x)[0],
-                lambda: draw(batch, length, dim, dtype=fp32))
+    yield plain("nn.LSTM", Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]), lambda: draw(batch, length, dim, dtype=fp32))
     yield plain("nn.TransformerEncoderLayer, eval", module(torch.nn.TransformerEncoderLayer(
         heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(), lambda: draw(batch, length, heads * dim))
     backends = {"math": SDPBackend.MATH} | ({"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -96,7 +112,22 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     def liger(name: str, make: Callable):
         return f"Liger {name}", lambda: Animal(f"Liger {name}", *make(__import__("liger_kernel.transformers", fromlist=["x"])))
 
+    def flag(name: str, call: Callable, *make: Callable):
+        return f"FlagGems {name}", lambda: Animal(name, partial(call, __import__("flag_gems")), tuple(m() for m in make))
+
+    def quantised():
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        linear = module(torch.nn.Sequential(torch.nn.Linear(hidden, hidden)))
+        quantize_(linear, Int8WeightOnlyConfig())
+        return Animal("torchao int8 weight-only Linear", linear, (x(), ), {"backward": False})
+
+    yield "torchao int8 weight-only Linear", quantised
+    yield plain("bi_kernels.linear", bi_kernels.linear, x, lambda: weight(hidden, hidden))
+    yield plain("bi_kernels.rms_norm", bi_kernels.rms_norm, x, lambda: draw(hidden))
     if device.type == "cuda":
+        yield flag("mm", lambda gems, x, w: gems.mm(x, w), x, lambda: weight(hidden, hidden))
+        yield flag("softmax", lambda gems, x: gems.softmax(x, -1), x)
+        yield flag("rms_norm", lambda gems, x, w: gems.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
         config = type("Config", (), {"hidden_size": hidden, "intermediate_size": mlp, "hidden_act": "silu"})
         yield liger("RMSNorm", lambda k: (module(k.LigerRMSNorm(hidden)), (x(), )))
         yield liger("LayerNorm", lambda k: (module(k.LigerLayerNorm(hidden)), (x(), )))
@@ -117,29 +148,39 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield llama("LlamaRMSNorm", lambda m, c: (module(m.LlamaRMSNorm(c.hidden_size)), (states(), )))
     yield llama("LlamaMLP", lambda m, c: (module(m.LlamaMLP(c)), (states(), )))
     yield llama("LlamaModel, one layer", lambda m, c: (
-        lambda ids, model=module(m.LlamaModel(c)).eval(): model(ids).last_hidden_state, (integers(vocab, batch, length), )))
+        Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state), (integers(vocab, batch, length), )))
 
 
-# What is known without the auditor. Elementwise functions of one element cannot see the batch; the others see it by what
-# they are.
-INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus")
+# What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops are
+# judged by audits of their own; the drifting ones see the batch by what they are.
+INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "bi_kernels.rms_norm")
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
+FEW = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training",
+       "bi_kernels.rms_norm")
+RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
 
 
-def judge(device: torch.device, size: dict, folder: Path, seconds: float = 60.0, only: Sequence[str] = ()) -> list[dict]:
+def judge(device: torch.device, size: dict, folder: Path | None, seconds: float = 60.0, only: Sequence[str] = ()) -> list[dict]:
     """A line an animal: verdicts, how much drifts, and whether its reproducer reproduces, run in a process of its own."""
-    lines = []
+    lines, reports = [], []
     every = [(name, make) for name, make in zoo(device, size) if not only or name in only]
-    for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
-        line = {"callable": name}
-        try:
-            animal = make()
-            report = audit(animal.function, *animal.inputs, seconds=seconds, folder=folder, name=name, **animal.options)
-            line |= summary(report) | {"reproducer": reproduced(report)}
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)
-            line |= {"verdict": "not judged", "detail": sentence(error)}
-        lines.append(line)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
+            lines.append({"callable": name})
+            started = time.monotonic()
+            try:
+                animal = make()
+                reports.append(audit(animal.function, *animal.inputs, seconds=seconds, folder=folder or scratch, name=name,
+                                     **animal.options))
+                reports[-1].target = None  # the tensors
+                lines[-1] |= summary(reports[-1]) | {"seconds": round(time.monotonic() - started)}
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)
+                reports.append(None)
+                lines[-1] |= {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+        with ThreadPoolExecutor(os.cpu_count() // 2 or 1) as pool:
+            for line, said in zip(lines, pool.map(lambda r: r and reproduced(r), reports)):
+                line["reproducer"] = said or "–"
     return lines
 
 
@@ -147,27 +188,49 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
     """Whether the auditor was right: a drift that it reports is shown by a script without it, and what is known is found."""
     out = []
     for line in lines:
-        name = line["callable"]
-        make = lambda relation, verdict, **more: Row("zoo", name, "", name, "", device, relation, "", "", "given", 0, verdict, **more)
-        if line["verdict"] == "not judged":
-            out.append(make("reproducer", UNSUPPORTED, detail=line["detail"]))
-            continue
+        name, found = line["callable"], line["verdict"]
+        make = lambda relation, verdict, detail="", candidate="zoo", **more: Row(
+            "zoo", name, "", candidate, "", device, relation, "", "", "given", 0, verdict, detail=detail, **more)
+        if found == UNSUPPORTED:
+            out.append(make("reproducer", UNSUPPORTED, line["detail"]))
         if line["reproducer"] != "–":
-            out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, detail=line["reproducer"]))
-        if name in INVARIANT:
-            out.append(make("no false alarm", PASS if line["verdict"] == PASS else NEEDS_FIX, detail=line["verdict"]))
+            out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, line["reproducer"]))
+        if name in INVARIANT and found != UNSUPPORTED:
+            out.append(make("no false alarm", PASS if found == PASS else NEEDS_FIX, found))
         if name in DRIFTING:
-            out.append(make("invariance", line["verdict"], control=True, caught=line["verdict"] == NEEDS_FIX))
+            out.append(make("invariance", found, control=True, caught=found == NEEDS_FIX, candidate=name))
     return out
+
+
+def table(lines: Sequence[dict]) -> list[dict]:
+    """For people: what drifts first, and how it is known."""
+    order = (NEEDS_FIX, PASS, UNSUPPORTED)
+
+
+    def known(line: dict) -> str:
+        name = line["callable"]
+        return ("its reproducer" if line["reproducer"] == "drifts" else "its own audits" if name.startswith("bi_kernels") else
+                "elementwise" if name in INVARIANT else "random, or of the batch, by its nature" if name in DRIFTING else "")
+
+    return [{"callable": f"`{line['callable']}`", "verdict": line["verdict"], **{k: line.get(k, "–") for k in RELATIONS},
+             "reproducer": line["reproducer"], "established by": known(line), "seconds": line.get("seconds", "–")}
+            for line in sorted(lines, key=lambda line: order.index(line["verdict"]))]
+
+
+def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """{callable: {relation: the largest share of elements that differ, in percent}} of those that were judged."""
+    return {line["callable"]: {k: line["shares"][k] for k in RELATIONS[:2]} for line in lines if "shares" in line}
 
 
 def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
-    line = {"verdict": report.verdict}
-    for relation in ("invariance", "gradient invariance", "determinism", "atomics-free"):
+    line = {"verdict": report.verdict, "shares": {}}
+    for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
         most = max(bad, key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1), default=None)
+        share = (most.mismatches or 0) / max(most.elements or 1, 1) if most else 0.0
+        line["shares"][relation] = 100 * share if mine else float("nan")
         line[relation] = ("–" if not mine else mine[0].verdict if most is None else most.detail if not most.mismatches else
                           f"{most.mismatches / max(most.elements, 1):.1%} of {most.tensor}, {most.max_ulp} ULP ({most.layout})")
     return line
