@@ -27,6 +27,6 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path):
 
 def test_a_drift_that_no_script_shows_needs_a_fix():
     line = {"callable": "F.silu", "verdict": NEEDS_FIX, "reproducer": "none found", "detail": ""}
-    found = zoo.rows([line, {"callable": "x", "verdict": "not judged", "detail": "no package"},
+    found = zoo.rows([line, {"callable": "x", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "no package"},
                       {"callable": "nn.Dropout, training", "verdict": PASS, "reproducer": "–"}], "cpu")
     assert [r.verdict for r in found[:3]] == [NEEDS_FIX, NEEDS_FIX, UNSUPPORTED] and found[3].caught is False
