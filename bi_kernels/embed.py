@@ -40,7 +40,8 @@ def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width
     An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
     run holds a multiple of MANY, and the first of those is its program's.
     """
-    at = tl.program_id(0) * MANY if HEAVY else tl.program_id(0)
+    blocks = tl.cdiv(width, BLOCK)
+    at = tl.program_id(0) // blocks * (MANY if HEAVY else 1)  # an id's blocks are neighbours, so each SM gets one
     first = tl.load(starts + at)
     end = tl.load(ends + at)
     if HEAVY:
@@ -49,7 +50,7 @@ def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width
         mine = (at == first) & (end - first < 2 * MANY)
     index = tl.load(ids + at).to(tl.int64)
     if mine & (index >= 0) & (index < vocab) & (index != padding_id):
-        col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = (col < width) | EVEN
         total = tl.zeros((BLOCK, ), dtype=tl.float32)
         if CONTINUES:
@@ -86,7 +87,7 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
         if programs and width:
-            _embedding_backward_kernel[(programs, triton.cdiv(width, blocks["BLOCK"]))](
+            _embedding_backward_kernel[(programs * triton.cdiv(width, blocks["BLOCK"]), )](
                 dy, offsets, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY,
                 EVEN=width % blocks["BLOCK"] == 0, CONTINUES=buffer is not None, **blocks)
     return out if buffer is None else None

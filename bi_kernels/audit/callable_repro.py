@@ -126,8 +126,9 @@ def _eager(t: Target) -> Callable:
     return getattr(t.function, "_torchdynamo_orig_callable", getattr(t.function, "_orig_mod", t.function))
 
 
-def _imports(t: Target, candidate: str, folder: Path) -> list[str]:
-    """The lines that bring the callable into the script as `fn`: by its name where it has one, else from a file."""
+def _imports(t: Target, candidate: str, imports: str, folder: Path) -> list[str]:
+    """The lines that bring the callable into the script as `fn`: by its name where it has one, else as `imports` says, else
+    from a file."""
     if candidate:
         return [file_or_module_import(candidate)]
     function = _eager(t)
@@ -142,6 +143,8 @@ def _imports(t: Target, candidate: str, folder: Path) -> list[str]:
         name = getattr(function, "__name__", "")
         if getattr(importlib.import_module(where), name, None) is function:
             return [f"from {where} import {name} as fn", *filter(None, again)]
+    if imports:
+        return [imports]
     (folder / f"{t.name}.pkl").write_bytes(cloudpickle.dumps(function))
     return ["from pathlib import Path", "", "import cloudpickle", "",
             f'fn = cloudpickle.loads(Path(__file__).with_name("{t.name}.pkl").read_bytes())', *filter(None, again)]
@@ -186,7 +189,7 @@ def _smaller(t: Target, pair: Pair, given: dict) -> Pair:
     return pair
 
 
-def export(t: Target, rows: list[Row], candidate: str, folder: Path) -> Path | None:
+def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
     """Writes the script, and what it loads, and names it in the rows that drift; None where nothing was found to show."""
     found = _shrunk(t, rows)
     if found is None:
@@ -204,7 +207,7 @@ def export(t: Target, rows: list[Row], candidate: str, folder: Path) -> Path | N
         load = ["from pathlib import Path", f'given = torch.load(Path(__file__).with_name("{safe}.pt"))']
     printed = [line.format(a="a", b="b") for line in PRINTED]
     path.write_text("\n".join([f"# {t.name}: {what}, along dimension {t.batch}.", *interpret, "import torch",
-                               *_imports(t, candidate, folder), *load, *body(t, pair), *printed]), encoding="utf-8")
+                               *_imports(t, candidate, imports, folder), *load, *body(t, pair), *printed]), encoding="utf-8")
     for r in rows:
         if r.verdict == NEEDS_FIX and r.mismatches:
             r.repro = f"python {folder.name}/{path.name}"

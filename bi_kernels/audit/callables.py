@@ -172,8 +172,8 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
 
 def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), outputs: Iterable[str] = (),
           reference: Callable | None = None, backward: bool | None = None, seconds: float = 120.0, seed: int = 0,
-          name: str = "", names: Sequence[str] = (), candidate: str = "", folder: str | Path | None = None, **constants
-          ) -> Report:
+          name: str = "", names: Sequence[str] = (), candidate: str = "", imports: str = "", folder: str | Path | None = None,
+          **constants) -> Report:
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
 
     fn(*inputs, **constants) is called on parts of the batch, in other orders, beside other samples and beside NaN; a
@@ -182,15 +182,16 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     which other tensors hold a row a sample is found out, or said with shared=("weight",). reference: an fp64-able
     callable of the same signature, for accuracy. backward: None judges gradients where there is a backward. seconds: the
     budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has none. candidate:
-    how a reproducer imports fn, as in file.py:fn; folder: where that goes. Raises ValueError or TypeError
-    with one sentence where fn cannot be judged at all.
+    how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it, instead of a pickle of what has no
+    such name; folder: where it goes. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {fn!r:.80}, expected a callable")
     if "torch._dynamo" in sys.modules and torch._dynamo.config.recompile_limit < RECOMPILES:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):  # beyond it a compiled function runs in eager mode
             return audit(fn, *inputs, batch=batch, shared=shared, outputs=outputs, reference=reference, backward=backward,
-                         seconds=seconds, seed=seed, name=name, names=names, candidate=candidate, folder=folder, **constants)
+                         seconds=seconds, seed=seed, name=name, names=names, candidate=candidate, imports=imports,
+                         folder=folder, **constants)
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
@@ -248,7 +249,7 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     t.deadline = float("inf")
     if folder is not None and any(r.verdict == NEEDS_FIX and r.mismatches for r in rows):
         from bi_kernels.audit.callable_repro import export
-        report.repro = export(t, rows, candidate, Path(folder))
+        report.repro = export(t, rows, candidate, imports, Path(folder))
     return report
 
 

@@ -151,10 +151,17 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
         Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state), (integers(vocab, batch, length), )))
 
 
+def function(name: str, device: str) -> Callable:
+    """The callable of that name, for the scripts that show its drift."""
+    makers = zoo(torch.device(device), LARGE if device == "cuda" else SMALL)
+    return next(make for known, make in makers if known == name)().function
+
+
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops are
 # judged by audits of their own; the drifting ones see the batch by what they are.
 INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "bi_kernels.rms_norm")
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
+IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
 FEW = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training",
        "bi_kernels.rms_norm")
 RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
@@ -171,7 +178,7 @@ def judge(device: torch.device, size: dict, folder: Path | None, seconds: float 
             try:
                 animal = make()
                 reports.append(audit(animal.function, *animal.inputs, seconds=seconds, folder=folder or scratch, name=name,
-                                     **animal.options))
+                                     imports=IMPORTS.format(name=name, device=device.type), **animal.options))
                 reports[-1].target = None  # the tensors
                 lines[-1] |= summary(reports[-1]) | {"seconds": round(time.monotonic() - started)}
             except Exception as error:
