@@ -111,11 +111,13 @@ def _backward(t: Target, pair: Pair) -> list[str]:
     else:
         lines += [f"    leaf = dict(fn.named_parameters())[{name!r}]", "    leaf.grad = None"]
     lines += ["    leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)  # for ops that use it"] if own and name not in t.batched else []
-    lines += ["    for samples in calls:", "        for y, d in zip(call(samples, " + (f"arguments | {{{name!r}: leaf}}" if own else "arguments")
-              + f"), {t.dims}):", "            if d is None or not y.requires_grad:", "                continue",
-              "            rows = y.unflatten(d, (len(samples), -1)).movedim(d, 0)",
-              f"            dy = torch.randn({t.count}, *rows.shape[1:], generator=torch.Generator().manual_seed(1))[samples].to(y)",
-              "            rows.backward(dy, retain_graph=True)",
+    given = f"arguments | {{{name!r}: leaf}}" if own else "arguments"
+    lines += ["    for samples in calls:", "        outputs, upstream = [], []", f"        for y, d in zip(call(samples, {given}), {t.dims}):",
+              "            if d is None or not y.requires_grad:", "                continue",
+              "            outputs.append(y.unflatten(d, (len(samples), -1)).movedim(d, 0))",
+              f"            dy = torch.randn({t.count}, *outputs[-1].shape[1:], generator=torch.Generator().manual_seed(1))",
+              "            upstream.append(dy[samples].to(y))",
+              "        torch.autograd.backward(outputs, upstream)",
               "    found = leaf.grad if leaf.grad is not None else leaf.main_grad", "    return found.clone()", "", "",
               "a, b = gradient(calls['a']), gradient(calls['b'])"]
     return lines
