@@ -15,9 +15,8 @@ from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 MANY = 64
-# A heavy id's rows are a power of two apart, which fill one set of the L1 cache: its loads pass it by
-LIGHT = {"BLOCK": 1024, "UNROLL": 4, "CACHE": "", "num_warps": 4}
-HEAVY = {"BLOCK": 32, "UNROLL": 64, "CACHE": ".cg", "num_warps": 1}
+LIGHT = {"BLOCK": 2048, "UNROLL": 4, "num_warps": 4}
+HEAVY = {"BLOCK": 32, "UNROLL": 32, "num_warps": 1}
 
 
 @triton.jit
@@ -32,9 +31,9 @@ def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width, padding_id,
-                               HEAVY: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, CACHE: tl.constexpr,
-                               EVEN: tl.constexpr, CONTINUES: tl.constexpr):
+def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width, padding_id, HEAVY: tl.constexpr,
+                               MANY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+                               CONTINUES: tl.constexpr):
     """Where the tokens' rows start in dy, sorted by id, with the first and the last of the same id: one program folds all
     of an id's.
 
@@ -42,7 +41,7 @@ def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width
     run holds a multiple of MANY, and the first of those is its program's.
     """
     blocks = tl.cdiv(width, BLOCK)
-    at = tl.program_id(0) // blocks * (MANY if HEAVY else 1)  # an id's blocks are neighbours, so each SM gets one
+    at = tl.program_id(0) // blocks * (MANY if HEAVY else 1)
     first = tl.load(starts + at)
     end = tl.load(ends + at)
     if HEAVY:
@@ -60,10 +59,10 @@ def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width
         for token in range(first, whole, UNROLL):
             for i in tl.static_range(UNROLL):
                 row = tl.load(offsets + token + i)
-                total += tl.load(dy + row + col, mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
+                total += tl.load(dy + row + col, mask=inside, other=0.0).to(tl.float32)
         for token in range(whole, end):
             row = tl.load(offsets + token)
-            total += tl.load(dy + row + col, mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
+            total += tl.load(dy + row + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
@@ -89,10 +88,11 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
     padding_id = -1 if padding_id is None else padding_id
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
+        block = min(blocks["BLOCK"], triton.next_power_of_2(width))
         if programs and width:
-            _embedding_backward_kernel[(programs * triton.cdiv(width, blocks["BLOCK"]), )](
-                dy, offsets, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY,
-                EVEN=width % blocks["BLOCK"] == 0, CONTINUES=buffer is not None, **blocks)
+            _embedding_backward_kernel[(programs * triton.cdiv(width, block), )](
+                dy, offsets, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY, BLOCK=block,
+                UNROLL=blocks["UNROLL"], EVEN=width % block == 0, CONTINUES=buffer is not None, num_warps=blocks["num_warps"])
     return out if buffer is None else None
 
 
