@@ -10,7 +10,8 @@ audit: .venv/installed
 
 # On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
 test: .venv/installed
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		--nbval-lax tests notebooks
 
 lab: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'

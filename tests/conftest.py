@@ -1,19 +1,58 @@
 """The tests run the kernels on Triton's interpreter, on a GPU machine too."""
 
 import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the kernels and processes that tests start, as in here
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from bi_kernels import contract  # noqa: E402
+from bi_kernels.audit import cli  # noqa: E402
 from bi_kernels.audit.drift import compare  # noqa: E402
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
+
+# A file is one worker's. The longest come first, so that no worker is left alone with one of them at the end.
+LONGEST = ("3_gemm.ipynb", "5_vocabulary.ipynb", "6_backward.ipynb", "2_elementwise.ipynb", "test_notebooks.py", "test_ci.py",
+           "8_zoo.ipynb", "test_gradients.py", "test_audit.py", "4_rms_norm.ipynb", "test_backward_ops.py", "test_callables.py",
+           "workbench.ipynb", "test_workbench.py", "test_static.py", "1_dtype.ipynb", "7_any.ipynb")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture
+def bi_audit(monkeypatch, capsys):
+    """`bi-audit` with the arguments given, in this process: its exit status and what it printed."""
+    def call(*arguments: object) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["bi-audit", *map(str, arguments)])
+        monkeypatch.setattr(signal, "signal", lambda *handler: None)  # the handlers here are pytest's
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return SimpleNamespace(returncode=end.value.code, **capsys.readouterr()._asdict())
+    return call
+
+
+def wait_for(path: Path, child: subprocess.Popen) -> None:
+    """Until a process has written a file; it must not end before."""
+    while not path.exists():
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=0.1)
+        assert child.poll() is None, child.stderr.read()
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:

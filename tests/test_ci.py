@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from conftest import wait_for
 
 from bi_kernels.audit import ci, digests
 from bi_kernels.audit.cli import cli
@@ -181,8 +182,7 @@ def test_an_interrupted_run_leaves_both_files(tmp_path):
     child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.cli", *ARGUMENTS], cwd=tmp_path, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
     try:
-        while not (tmp_path / "out" / ".dtype.partial" / "provenance.json").exists():
-            assert child.poll() is None, child.stderr.read()
+        wait_for(tmp_path / "out" / ".dtype.partial" / "provenance.json", child)
         child.send_signal(signal.SIGTERM)
         errors = child.communicate(timeout=60)[1]
     finally:
@@ -310,7 +310,18 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     failure = found["elementwise.scale", "invariance bf16"].find("failure")
     assert "M = 1, 2" in failure.get("message") and "chunked:7" in failure.get("message") and "of 64 elements" in failure.text
     script = failure.text.splitlines()[-1].split()[-1]
-    assert shell(f"python {script}", repository).returncode == 1, "the reproducer reproduces it"
+    shown = shell(f"python {script}", repository)
+    assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
+    (repository / "mine.py").write_text(DRIFTS.replace("> 16", ">= 0"))
+    mended = shell(f"python {script}", repository)
+    assert mended.returncode == 0, mended.stdout + mended.stderr
+    every = json.loads((repository / "bi-audit" / "verdicts.json").read_text())
+    drift = [r for r in every if r["verdict"] == "needs-fix" and not r["control"] and r["relation"] == "invariance"]
+    assert {r["rows"] for r in drift if r["layout"] == "rows"} <= set(range(1, 17))
+    assert all(r["candidate"] == "mine.py:scale" and r["first_failing_op"] == "scale" for r in drift)
+    assert any(r["repro"].endswith(Path(script).name) for r in drift)
+    body = (repository / "bi-audit" / "elementwise" / "README.md").read_text()
+    assert "needs-fix" in body and str(tmp_path) not in body
     assert found["digests", "scale"].find("skipped") is not None
     assert {name[0] for name, c in found.items() if c.find("failure") is not None} == {"elementwise.scale"}
     summary = (tmp_path / "summary.md").read_text()

@@ -15,14 +15,14 @@ from bi_kernels.audit.runner import audits
 ROOT = Path(__file__).parents[1]
 
 
-def bi_audit(*arguments: object) -> subprocess.CompletedProcess:
+def by_itself(*arguments: str) -> subprocess.CompletedProcess:
     """`bi-audit` with these arguments, in a process of its own."""
-    command = [sys.executable, "-m", "bi_kernels.audit.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "bi_kernels.audit.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
 def test_list_names_every_audit_with_its_parameters():
-    done = bi_audit("list")
+    done = by_itself("list")
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert audits()
     for audit in audits().values():
@@ -51,12 +51,18 @@ def test_the_names_of_the_command_line_are_fixed():
     (["report", "{tmp}/nowhere"], ["nowhere", "not a folder"]),
     (["nonsense"], ["nonsense"]),
 ], ids=" ".join)
-def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path):
+def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, bi_audit):
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(ROOT)
     done = bi_audit(*(a.replace("{tmp}", str(tmp_path)) for a in arguments))
-    assert done.returncode == 2 and not done.stdout, done
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("bi-audit: "), done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
+    assert done.returncode == 2 and not done.out, done
+    assert len(done.err.splitlines()) == 1 and done.err.startswith("bi-audit: "), done.err
+    assert all(word in done.err for word in words), done.err
+
+
+def test_a_process_of_its_own_says_no_more_than_that_line():
+    done = by_itself("run", "gemm", "--dtype", "bf61")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
 
 
 ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass",
@@ -77,7 +83,7 @@ def table(lines: list[str], first: str) -> list[dict[str, str]]:
     return [dict(zip(rows[start], row)) for row in rows[start + 2:end]]
 
 
-def test_report_builds_the_matrix_from_verdicts(tmp_path):
+def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
     fp16, drifts, refused = (replace(ROW, dtype=d, verdict=v) for d, v in (
         ("fp16", "pass"), ("fp16", "needs-fix"), ("fp32", "unsupported")))
     write(tmp_path / "gpu" / "gemm", ROW, drifts, fp16, refused, replace(ROW, relation="accuracy"),
@@ -87,7 +93,7 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path):
     write(tmp_path / "cpu" / "gemm", ROW, replace(ROW, op="matmul", verdict="needs-fix", control=True, caught=True))
     write(tmp_path / ".gemm.partial", replace(ROW, op="unfinished"))
     done = bi_audit("report", tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.err
     lines = (tmp_path / "README.md").read_text().splitlines()
     documents = {row["document"].split("](")[-1]: row for row in table(lines, "document")}
     assert {link: row["verdict"] for link, row in documents.items()} == {
@@ -104,13 +110,13 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path):
     assert "unfinished" not in "\n".join(lines)
 
 
-def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path):
+def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path, bi_audit):
     write(tmp_path / "gemm", replace(ROW, op="", verdict="needs-fix", mismatches=None, elements=None))
     (tmp_path / "gemm" / "provenance.json").unlink()
     assert bi_audit("report", tmp_path).returncode == 0
     assert "❌ needs-fix" in (tmp_path / "README.md").read_text()
 
 
-def test_report_of_an_empty_folder_says_so(tmp_path):
+def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
     assert bi_audit("report", tmp_path).returncode == 0
     assert "No document here yet" in (tmp_path / "README.md").read_text()
