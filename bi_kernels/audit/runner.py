@@ -51,7 +51,7 @@ def of_audit(name: str, parameters: dict) -> dict:
 
 
 def clean(notebook) -> None:
-    """Drops what names the machine or the hour: papermill's records, and paths in outputs."""
+    """Drops what names the machine or the hour: papermill's records, warnings of libraries, and paths in outputs."""
     notebook.metadata.pop("papermill", None)
     roots = sorted({str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True)
     for cell in notebook.cells:
@@ -61,7 +61,7 @@ def clean(notebook) -> None:
         for root in roots:
             text = text.replace(json.dumps(root)[1:-1], "…")
         if "outputs" in cell:
-            cell.outputs = [from_dict(o) for o in json.loads(text)]
+            cell.outputs = [from_dict(o) for o in json.loads(text) if o.get("name") != "stderr"]
 
 
 def document(notebook, name: str) -> tuple[str, dict[str, bytes]]:

@@ -1,0 +1,45 @@
+# F.rms_norm: the gradient dw of 300 samples in one call and in 2, along dimension 0.
+import torch
+from bi_kernels.audit import zoo
+
+fn = zoo.function('F.rms_norm', 'cuda')
+from torch.utils._pytree import tree_leaves
+
+torch.manual_seed(0)
+arguments = {
+    'x': torch.randn((300, 4096)).to(torch.bfloat16).to("cuda:0"),
+    'w': torch.randn((4096,)).to(torch.bfloat16).to("cuda:0"),
+}
+batched, calls = ['x'], {'a': [list(range(0, 300))], 'b': [list(range(0, 100)), list(range(100, 300))]}
+
+
+def call(samples, leaves=arguments):
+    at = torch.tensor(samples, device="cuda:0")
+    taken = dict(leaves)
+    for k in batched:
+        taken[k] = leaves[k].index_select(0, at.clamp(min=0))
+    y = fn(taken['x'], taken['w'])
+    return [y for y in tree_leaves(y) if isinstance(y, torch.Tensor)]
+
+
+def gradient(calls):
+    leaf = arguments['w'].detach().clone().requires_grad_()
+    leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)  # for ops that use it
+    for samples in calls:
+        outputs, upstream = [], []
+        for y, d in zip(call(samples, arguments | {'w': leaf}), [0]):
+            if d is None or not y.requires_grad:
+                continue
+            outputs.append(y.unflatten(d, (len(samples), -1)).movedim(d, 0))
+            dy = torch.randn(300, *outputs[-1].shape[1:], generator=torch.Generator().manual_seed(1))
+            upstream.append(dy[samples].to(y))
+        torch.autograd.backward(outputs, upstream)
+    found = leaf.grad if leaf.grad is not None else leaf.main_grad
+    return found.clone()
+
+
+a, b = gradient(calls['a']), gradient(calls['b'])
+bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+differ = a.view(bits) != b.view(bits)
+print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")
+raise SystemExit(bool(differ.any()))

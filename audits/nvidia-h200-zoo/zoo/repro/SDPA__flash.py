@@ -1,0 +1,36 @@
+# SDPA, flash: sample 0 in calls of 1 and 3, along dimension 0.
+import torch
+from bi_kernels.audit import zoo
+
+fn = zoo.function('SDPA, flash', 'cuda')
+from torch.utils._pytree import tree_leaves
+
+torch.manual_seed(0)
+arguments = {
+    'q': torch.randn((8, 16, 256, 128)).to(torch.bfloat16).to("cuda:0"),
+    'k': torch.randn((8, 16, 256, 128)).to(torch.bfloat16).to("cuda:0"),
+    'v': torch.randn((8, 16, 256, 128)).to(torch.bfloat16).to("cuda:0"),
+}
+batched, calls = ['k', 'q', 'v'], {'a': [[0]], 'b': [list(range(0, 3))]}
+
+
+def call(samples, leaves=arguments):
+    at = torch.tensor(samples, device="cuda:0")
+    taken = dict(leaves)
+    for k in batched:
+        taken[k] = leaves[k].index_select(0, at.clamp(min=0))
+    y = fn(taken['q'], taken['k'], taken['v'])
+    return [y for y in tree_leaves(y) if isinstance(y, torch.Tensor)]
+
+
+def result(calls):
+    samples = next(c for c in calls if 0 in c)
+    y = call(samples)[0]
+    return y.unflatten(0, (len(samples), -1)).movedim(0, 0)[samples.index(0)]
+
+
+a, b = result(calls['a']), result(calls['b'])
+bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+differ = a.view(bits) != b.view(bits)
+print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")
+raise SystemExit(bool(differ.any()))

@@ -1,0 +1,44 @@
+# nn.LSTM: the gradient dmodule.weight_ih_l0 of 8 samples in one call and in 8, along dimension 0.
+import torch
+from bi_kernels.audit import zoo
+
+fn = zoo.function('nn.LSTM', 'cuda')
+from torch.utils._pytree import tree_leaves
+
+torch.manual_seed(0)
+arguments = {
+    'input0': torch.randn((8, 256, 128)).to(torch.float32).to("cuda:0"),
+}
+batched, calls = ['input0'], {'a': [list(range(0, 8))], 'b': [[i] for i in range(8)]}
+
+
+def call(samples, leaves=arguments):
+    at = torch.tensor(samples, device="cuda:0")
+    taken = dict(leaves)
+    for k in batched:
+        taken[k] = leaves[k].index_select(0, at.clamp(min=0))
+    y = fn(taken['input0'])
+    return [y for y in tree_leaves(y) if isinstance(y, torch.Tensor)]
+
+
+def gradient(calls):
+    leaf = dict(fn.named_parameters())['module.weight_ih_l0']
+    leaf.grad = None
+    for samples in calls:
+        outputs, upstream = [], []
+        for y, d in zip(call(samples, arguments), [0]):
+            if d is None or not y.requires_grad:
+                continue
+            outputs.append(y.unflatten(d, (len(samples), -1)).movedim(d, 0))
+            dy = torch.randn(8, *outputs[-1].shape[1:], generator=torch.Generator().manual_seed(1))
+            upstream.append(dy[samples].to(y))
+        torch.autograd.backward(outputs, upstream)
+    found = leaf.grad if leaf.grad is not None else leaf.main_grad
+    return found.clone()
+
+
+a, b = gradient(calls['a']), gradient(calls['b'])
+bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+differ = a.view(bits) != b.view(bits)
+print(f"{int(differ.sum())} of {a.numel()} elements differ; max abs {(a - b).abs().max().item():.3g}")
+raise SystemExit(bool(differ.any()))
