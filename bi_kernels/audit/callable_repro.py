@@ -16,7 +16,7 @@ from bi_kernels.audit.repro import PRINTED
 from bi_kernels.audit.target import Target
 from bi_kernels.contract import rows as row_counts
 
-DRAWN = "drawn"  # inputs that the script draws; else it loads the user's own
+DRAWN, SPREAD = "drawn", "drawn, with spread exponents"  # by the script; else it loads the user's own
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,16 @@ class Pair:
             return False
 
 
-def _drawn(t: Target) -> dict[str, str]:
+def _drawn(t: Target, kind: str) -> dict[str, str]:
     """The line that draws each tensor of the arguments."""
-    lines = {}
+    lines: dict[str, str] = {}
     for k, v in t.values.items():
         if not isinstance(v, torch.Tensor):
             continue
         shape = tuple(v.shape)
         if v.is_floating_point():
-            lines[k] = f"torch.randn({shape}).to({v.dtype})"
+            powers = f" * 2.0 ** torch.randint(-4, 5, {shape})" if kind == SPREAD and k in t.batched else ""
+            lines[k] = f"(torch.randn({shape}){powers}).to({v.dtype})" if powers else f"torch.randn({shape}).to({v.dtype})"
         elif v.dtype == torch.bool:
             lines[k] = f"torch.rand({shape}) < {float(v.double().mean()):.2f}"
         else:
@@ -60,12 +61,12 @@ def _drawn(t: Target) -> dict[str, str]:
 
 def body(t: Target, pair: Pair) -> list[str]:
     """The lines that leave both results in `a` and `b`; they need `torch`, `fn` and, where inputs are loaded, `given`."""
-    device, drawn = str(t.device), _drawn(t)
+    device, drawn = str(t.device), _drawn(t, pair.inputs)
     lines = ["from torch.utils._pytree import tree_leaves", ""]
-    lines += ["torch.manual_seed(0)"] if pair.inputs == DRAWN else []
+    lines += ["torch.manual_seed(0)"] if pair.inputs in (DRAWN, SPREAD) else []
     lines.append("arguments = {")
     for k, v in t.values.items():
-        text = repr(v) if k not in drawn else f'{drawn[k]}.to("{device}")' if pair.inputs == DRAWN else f"given[{k!r}]"
+        text = repr(v) if k not in drawn else f'{drawn[k]}.to("{device}")' if pair.inputs in (DRAWN, SPREAD) else f"given[{k!r}]"
         lines.append(f"    {k!r}: {text},")
     lines += ["}", f"batched, calls = {sorted(t.batched)}, {{'a': {_calls(pair.a)}, 'b': {_calls(pair.b)}}}", "", "",
               "def call(samples, leaves=arguments):",
@@ -171,7 +172,7 @@ def _shrunk(t: Target, rows: list[Row]) -> tuple[Pair, dict] | None:
                        for s in dict.fromkeys((samples[r.first_index[0]] if r.inputs == "given" else samples[0], *samples[:8]))]
         given = t.spread() if r.inputs == "spread" else t.values
         for pair in options:
-            for inputs in (DRAWN, r.inputs):
+            for inputs in (DRAWN, SPREAD, r.inputs):
                 pair = replace(pair, inputs=inputs)
                 if pair in seen or seen.add(pair) or not pair.drifts(t, given):
                     continue
@@ -204,7 +205,7 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
             f"sample {pair.sample} in calls of {' and '.join(str(len(next(c for c in s if pair.sample in c))) for s in (pair.a, pair.b))}")
     interpret = ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"', ""] if t.device.type == "cpu" else []
     load = []
-    if pair.inputs != DRAWN:
+    if pair.inputs not in (DRAWN, SPREAD):
         torch.save({k: v for k, v in given.items() if isinstance(v, torch.Tensor)}, folder / f"{safe}.pt")
         load = ["from pathlib import Path", f'given = torch.load(Path(__file__).with_name("{safe}.pt"))']
     printed = [line.format(a="a", b="b") for line in PRINTED]

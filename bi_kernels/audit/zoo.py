@@ -236,10 +236,11 @@ def summary(report: Report) -> dict:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
         most = max(bad, key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1), default=None)
-        share = (most.mismatches or 0) / max(most.elements or 1, 1) if most else 0.0
-        line["shares"][relation] = 100 * share if mine else float("nan")
-        line[relation] = ("–" if not mine else mine[0].verdict if most is None else most.detail if not most.mismatches else
-                          f"{most.mismatches / max(most.elements, 1):.1%} of {most.tensor}, {most.max_ulp} ULP ({most.layout})")
+        counted = most is None or bool(most.mismatches and most.max_ulp is not None)  # else it raised, or time was up
+        share = 100 * most.mismatches / most.elements if most and counted else 0.0
+        line["shares"][relation] = share if mine and counted else float("nan")
+        line[relation] = ("–" if not mine else mine[0].verdict if most is None else most.detail if not counted else
+                          f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})")
     return line
 
 
