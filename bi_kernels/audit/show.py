@@ -128,7 +128,8 @@ def verdict(session) -> Bundle:
     lines = [{"op": op} | {k: MARK[v] for k, v in mine[op].items()} for op in ops]
     where = "on Triton's interpreter; no statement about a GPU" if session.device_label == "interpreter" else (
         f"on {session.device_label}")
-    text = (f"### Verdict: {MARK[word]}\n\n`{session.candidate.spec}`, {', '.join(session.dtypes)}, {where}. "
+    subject = ", ".join(filter(None, [f"`{session.candidate.spec}`", *session.dtypes, where]))
+    text = (f"### Verdict: {MARK[word]}\n\n{subject}. "
             f"Controls caught: {len(caught)} of {len(caught) + len(missed)}.\n\n" + table(lines).data)
     return Bundle(text, data, MIME)
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -205,7 +205,8 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
         if name in INVARIANT and found != UNSUPPORTED:
             out.append(make("no false alarm", PASS if found == PASS else NEEDS_FIX, found))
         if name in DRIFTING:
-            out.append(make("invariance", found, control=True, caught=found == NEEDS_FIX, candidate=name))
+            worst = line.get("worst") or Row(*[""] * 10, 0, found)
+            out.append(replace(worst, audit="zoo", op=name, candidate=name, control=True, caught=bool(worst.mismatches)))
     return out
 
 
@@ -231,7 +232,8 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 
 def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
-    line = {"verdict": report.verdict, "shares": {}}
+    drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
+    line = {"verdict": report.verdict, "shares": {}, "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
