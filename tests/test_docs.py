@@ -2,10 +2,25 @@
 
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import papermill
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import bi_kernels
+from bi_kernels.audit import runner
+from bi_kernels.audit.cli import cli
+from bi_kernels.audit.judge import NEEDS_FIX
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)
@@ -40,3 +55,113 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
         done = subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", *arguments[1:], "--dtype", "bf16", "--out", "out"],
                               cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "0 need a fix" in done.stdout, done.stdout + done.stderr
+
+
+PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
+USE, TRAIN, AUDIT = PYTHON
+COMMANDS = [line.split("#")[0].strip() for language, _, _, text in blocks("README.md") if not language for line in text.splitlines()]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_the_readme_uses_the_kernels():
+    tokens, width, n = 6, 128, 32
+    names = {"x": drawn(tokens, width), "weight": drawn(n, width), "bias": drawn(n), "a": drawn(2, tokens, width),
+             "b": drawn(width, n), "gate": drawn(tokens, n), "up": drawn(tokens, n), "q": drawn(tokens, 2, 128),
+             "positions": torch.arange(tokens), "ids": torch.arange(tokens), "table_weight": drawn(n, width),
+             "targets": torch.arange(tokens)}
+    for line in USE.replace('device="cuda"', 'device="cpu"').splitlines():
+        # names are used for several things, as README lines are read one by one
+        scope = names | {"bi": bi_kernels, "h": drawn(tokens, width), "residual": drawn(tokens, width)}
+        scope["weight"] = drawn(width) if "rms_norm" in line else names["weight"]
+        exec(line, scope)
+        names |= {k: scope[k] for k in ("table", "logprob", "entropy") if k in scope}
+    assert names["logprob"].shape == names["entropy"].shape == (tokens, )
+
+
+class Policy(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(24, 32, dtype=torch.bfloat16)
+        self.norm = torch.nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+
+    def forward(self, batch):
+        h = bi_kernels.rms_norm(bi_kernels.embedding(batch.ids, self.embedding.weight), self.norm)
+        return bi_kernels.lm_head_logprob(h, self.embedding.weight, batch.ids)
+
+
+def trained(splits: list[list[int]]) -> list[torch.Tensor]:
+    """The weights after two steps of the README's loop; splits: the sequences of each micro-batch."""
+    torch.manual_seed(0)
+    lengths, model = [5, 17, 9], Policy()
+    sequences = [(torch.arange(n) * 7 % 24, torch.linspace(-1, 1, n)) for n in lengths]
+    batches = [SimpleNamespace(cu_seqlens=[0, *torch.tensor([lengths[i] for i in split]).cumsum(0).tolist()],
+                               ids=torch.cat([sequences[i][0] for i in split]),
+                               advantages=torch.cat([sequences[i][1] for i in split])) for split in splits]
+    step = SimpleNamespace(micro_batches=batches, active_tokens=sum(lengths))
+    exec(TRAIN, {"bi": bi_kernels, "torch": torch, "model": model, "steps": [step, step]})
+    return [p.detach() for p in model.parameters()]
+
+
+def test_the_readme_trains_and_the_split_does_not_matter():
+    whole, cut = trained([[0, 1, 2]]), trained([[0], [1, 2]])
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut))
+    assert not any(torch.equal(a, b.detach()) for a, b in zip(whole, Policy().parameters()))
+
+
+@triton.jit
+def _double_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, 2.0 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def doubled(x, out):
+    _double_kernel[(triton.cdiv(x.numel(), 64), )](x, out, x.numel(), BLOCK=64)
+
+
+def test_the_readme_audits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    scope = {"x": torch.randn(20, 20), "weight": torch.randn(20), "out": torch.empty(20, 20), "my_module": torch.nn.Tanh(),
+             "my_op": lambda x, weight: x * weight, "my_launcher": doubled, "exact": torch.tanh}
+    exec(re.sub(r"^audit\((.*)\)(\s+#.*)$", r"said.append(audit(\1))", AUDIT, flags=re.M), scope | {"said": said})
+    op, *others = said
+    assert len(others) == 3 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
+    assert {r.tensor for r in op.rows if r.verdict == NEEDS_FIX} == {"dweight"}, "torch adds that up by the split"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
+    """What they would run is looked at; the tests run the same elsewhere."""
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        assert f"\n{arguments[0]}: " in (ROOT / "Makefile").read_text()
+        return
+    assert program == "bi-audit"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def my_op(x, weight):\n    return x\n\n\nlinear = f = my_op\n")
+    started = []
+    monkeypatch.setattr(runner, "run", lambda names, parameters, *rest: started.append((names, parameters)))
+    (tmp_path / "audits").mkdir()
+    with pytest.raises((SystemExit, click.UsageError)) as end:
+        cli.main(arguments, standalone_mode=False)
+        raise SystemExit
+    refused = isinstance(end.value, click.UsageError)
+    assert refused == ("qwen3-8b" in arguments) and (not refused or "needs a CUDA device" in str(end.value))
+    assert bool(started) == (arguments[0] == "run" and not refused)
+
+
+def test_papermill_runs_a_notebook_as_the_readme_says():
+    notebook, parameter = re.search(r"`papermill (\S+) out.ipynb -p (\w+) bf16`", (ROOT / "README.md").read_text()).groups()
+    assert parameter in papermill.inspect_notebook(str(ROOT / notebook))
+
+
+def test_the_figure_of_the_fold_is_true():
+    tool = runpy.run_path(str(ROOT / "tools" / "draw_fold.py"), run_name="tool")
+    different = {name: len(set(tool["orders"](op).values())) for name, op in tool["OPS"].items()}
+    assert different == {"bi_kernels": 1, "torch": 2}
+    assert all((ROOT / "docs" / f"fold_{name}.png").is_file() for name in different)
