@@ -392,7 +392,13 @@ def _patches() -> list[tuple]:
     scope = _patch_language()
     found = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in scope._changes]
     scope.restore()
-    return found
+    return found + [(tl.tensor, "__repr__", _shown), (tl.tensor, "__str__", _shown)]
+
+
+def _shown(t: tl.tensor) -> str:
+    """A tile as a debugger and `print` show it: the numbers of a bf16, which NumPy knows as raw bits only."""
+    handle = t.handle
+    return f"{_values(handle)} {t.dtype}" if handle.dtype.scalar.is_bf16() else repr(handle.data)
 
 
 class Launch(stock.GridExecutor):

@@ -308,3 +308,13 @@ def test_install_refuses_other_versions(monkeypatch):
     with pytest.raises(RuntimeError, match="checked with 3.7.1, but this is Triton 3.9.0"):
         interpreter.install()
     assert type(stock.interpreter_builder) is stock.InterpreterBuilder
+
+
+@triton.jit
+def _printed_kernel(x):
+    print(tl.load(x + tl.arange(0, 2)))
+
+
+def test_a_bf16_tile_is_shown_as_its_numbers(capsys):
+    _printed_kernel[(1, )](torch.tensor([0.5, -2.0], dtype=torch.bfloat16))
+    assert capsys.readouterr().out == "[ 0.5 -2. ] bf16\n"

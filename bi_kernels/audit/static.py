@@ -19,6 +19,7 @@ generated code launch.
 import ast
 import contextlib
 import copy
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -41,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -143,26 +145,35 @@ class _Function:
                     for name in _names(target, ast.Store):
                         self.values[name].append(n.value)
         self.returns = sum(isinstance(n, ast.Return) for n in ast.walk(self.node))
+        self.found: dict[ast.AST, list] = {}  # by `objects`, which is asked the same again and again
+        self.names: dict[ast.AST, str] = {}  # likewise by `called`
 
-    def objects(self, e: ast.AST | None, depth: int = 8) -> list:
+    def objects(self, e: ast.AST | None) -> list:
         """What an expression made of names and attributes may stand for."""
+        if e not in self.found:
+            self.found[e] = self._objects(e, 8)
+        return self.found[e]
+
+    def _objects(self, e: ast.AST | None, depth: int) -> list:
         if depth and isinstance(e, ast.IfExp):
-            return self.objects(e.body, depth - 1) + self.objects(e.orelse, depth - 1)
+            return self._objects(e.body, depth - 1) + self._objects(e.orelse, depth - 1)
         if depth and isinstance(e, ast.Attribute):
-            owners = [o for o in self.objects(e.value, depth - 1) if isinstance(o, (ModuleType, type))]
+            owners = [o for o in self._objects(e.value, depth - 1) if isinstance(o, (ModuleType, type))]
             with contextlib.suppress(Exception):  # a module may load what it is asked for
                 return [getattr(o, e.attr) for o in owners]
             return []
         if not depth or not isinstance(e, ast.Name):
             return []
         if e.id in self.values or e.id in self.parameters:
-            return [o for v in self.values.get(e.id, ()) for o in self.objects(v, depth - 1)]
+            return [o for v in self.values.get(e.id, ()) for o in self._objects(v, depth - 1)]
         return [self.outer[e.id]] if e.id in self.outer else []
 
     def called(self, e: ast.expr) -> str:
         """The name under which a callee was defined; of a method of who knows what, the method's."""
-        known = self.objects(e)
-        return getattr(_unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
+        if e not in self.names:
+            known = self.objects(e)
+            self.names[e] = getattr(_unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
+        return self.names[e]
 
     def finding(self, kind: str, node: ast.AST) -> Finding:
         code = self.lines[node.lineno - 1].strip()
@@ -613,10 +624,7 @@ def _examined(kernel: CompiledKernel) -> Variant:
         if code.lstrip().startswith(".loc"):  # the last place is that in the kernel, of what was inlined into it
             line = int((re.findall(r":(\d+):\d+", place) or code.split()[2:3])[-1])
         found |= dict.fromkeys(Finding(ATOMIC, name, line, m.strip(), "PTX") for m in PTX.findall(code))
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "cubin").write_bytes(kernel.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", Path(folder, "cubin")]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = _disassembled(kernel.asm["cubin"])
     if "tensormap.cp_fenceproxy" in ptx:  # a descriptor made on the device is published by an exchange
         sass = re.sub(r"ATOMG\S*\.EXCH\S* PT, RZ,", "", sass)
     found |= dict.fromkeys(Finding(ATOMIC, name, 0, m.strip(), "SASS") for m in SASS.findall(sass))
@@ -626,6 +634,19 @@ def _examined(kernel: CompiledKernel) -> Variant:
     used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass)}
     return Variant(name, ", ".join(words), f"sm_{options.target.arch}", used["REG"], used["STACK"] + used["LOCAL"],
                    options.shared, list(found))
+
+
+def _disassembled(cubin: bytes) -> str:
+    """SASS and resources. The disassembler starts slowly, so Triton's cache keeps what it said of the same bytes."""
+    cache = get_cache_manager(hashlib.sha256(cubin).hexdigest())
+    if kept := cache.get_file("sass"):
+        return Path(kept).read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "cubin").write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", Path(folder, "cubin")]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    cache.put(sass, "sass", binary=False)
+    return sass
 
 
 def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
