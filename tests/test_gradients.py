@@ -12,7 +12,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit import backward, gradient_controls, gradients, static, training
+from bi_kernels.audit import backward, gradient_controls, gradients, static, syntax, training
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
 from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
@@ -100,7 +100,7 @@ def test_padding_taken_for_tokens_shows_where_padding_holds_nan_and_nowhere_else
 def empty(level: str, monkeypatch) -> None:
     """The static audit finds nothing at a level: PTX and SASS are read by the process that compiles."""
     if level == "AST":
-        monkeypatch.setattr(static, "_forbidden", lambda f: ())
+        monkeypatch.setattr(syntax, "_forbidden", lambda f: ())
     elif level == "torch":
         monkeypatch.setattr(static, "_Dispatched", lambda launches: nullcontext())
     else:

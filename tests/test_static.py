@@ -14,7 +14,7 @@ import triton.language as tl
 
 import bi_kernels
 from bi_kernels import gemm
-from bi_kernels.audit import candidates, static
+from bi_kernels.audit import candidates, static, syntax
 
 MODULES = [m.name for m in pkgutil.iter_modules(bi_kernels.__path__) if not m.ispkg]
 
@@ -42,13 +42,27 @@ SOURCES = {
 
 
 def name_of(subject) -> str:
-    return static._unwrap(subject).__name__ if callable(subject) or hasattr(subject, "fn") else str(subject)
+    return syntax._unwrap(subject).__name__ if callable(subject) or hasattr(subject, "fn") else str(subject)
 
 
 @pytest.mark.parametrize("subject, kind", SOURCES.items(), ids=name_of)
 def test_source(subject, kind):
     found = static.source(subject)
     assert {f.kind for f in found} == ({kind} if kind else set()), found
+
+
+IN_A_DICT = {
+    "scatters": lambda out, ids, x:
+        out.index_add_(0, ids, x), "nothing": None,
+    "adds": lambda out, x:
+        out + x, "as well": 1,
+}
+
+
+def test_a_lambda_inside_an_expression_is_read():
+    assert [(f.kind, f.code) for f in static.source(IN_A_DICT["scatters"])] == [
+        ("unordered scatter", "out.index_add_(0, ids, x), \"nothing\": None,")]
+    assert not static.source(IN_A_DICT["adds"])
 
 
 def test_the_size_of_a_parameter_is_no_row_count():
@@ -61,7 +75,7 @@ def test_our_sources_pass(name):
     module = importlib.import_module(f"bi_kernels.{name}")
     assert not static.source(module, parameters=("weight", ))
     if hasattr(module, "triton") and name != "interpreter":
-        assert static._reachable((module, ))[0], "nothing was read"
+        assert syntax._reachable((module, ))[0], "nothing was read"
 
 
 def test_a_finding_says_where():
@@ -212,7 +226,7 @@ def test_a_choice_at_run_time_is_seen_when_it_is_made():
 
 
 def test_everything_is_put_back():
-    places = (static.JITFunction, static.InterpretedFunction, static.Autotuner, static.Heuristics)
+    places = (static.JITFunction, static.InterpretedFunction, *static.CHOOSERS)
     before = [place.run for place in places]
     with pytest.raises(KeyError):
         with static.recorded():

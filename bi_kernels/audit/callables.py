@@ -18,8 +18,8 @@ from rich.progress import track
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
-from bi_kernels.audit import static
-from bi_kernels.audit.drift import Drift, compare
+from bi_kernels.audit import static, syntax
+from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import DETERMINISM, INVARIANCE, atomics_free
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, against_bound, sentence
 from bi_kernels.audit.target import Layout, NoBackward, OutOfTime, Step, Target
@@ -274,7 +274,7 @@ def _static(t: Target) -> list[Row]:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.module).forward if t.module is not None else t.function
-    unread = [f for f in static.source(function) if f.kind == static.UNREADABLE]
+    unread = [f for f in static.source(function) if f.kind == syntax.UNREADABLE]
     if unread and not launches.variants and not launches.findings:
         return [t.row("atomics-free", "source, PTX, SASS", verdict=UNSUPPORTED, inputs="", detail=str(unread[0]))]
     return atomics_free([(SimpleNamespace(function=function, row=t.row), launches)])[0]

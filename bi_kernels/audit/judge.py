@@ -13,7 +13,7 @@ from hypothesis import seed as hypothesis_seed
 from bi_kernels import contract
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.inputs import KINDS
-from bi_kernels.audit.layouts import Call, layouts, random_layout, shapes_launched, spans
+from bi_kernels.audit.layouts import Call, layouts, random_layout, shapes_launched
 from bi_kernels.audit.ops import Problem
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
