@@ -17,7 +17,7 @@ from bi_kernels.audit.inputs import draw, draw_ids, generator
 from bi_kernels.audit.judge import poisoned_memory
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
-from bi_kernels.tokens import SLAB, TokenLayout
+from bi_kernels.tokens import SLAB, TokenLayout, layout_for
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 LENGTHS = (5, 17, 3, 33)
@@ -861,3 +861,10 @@ def test_the_layout_belongs_to_the_call_and_not_to_its_backward():
     with pytest.raises(ValueError, match="^rms_norm: x has 3 tokens"), outer:
         bi_kernels.rms_norm(leaves["x"][:3], leaves["weight"])
     bi_kernels.rms_norm(leaves["x"][:3], leaves["weight"])  # and none is left behind
+
+
+def test_an_id_beyond_32_bits_reaches_no_row():
+    """Nobody checks the ids of a captured graph."""
+    dy, ids = torch.ones(2, 40), torch.tensor([2**32 + 3, 3])
+    found = embed._fold_rows(dy, ids, torch.zeros(8, 40), None, layout_for("embedding", (2, )), None)
+    assert (found[3] == 1).all() and found.sum() == 40

@@ -1,6 +1,7 @@
 """`audit` of callables that nobody wrote for it: what is invariant passes, what drifts is found with a reproducer that
 shows it, and what cannot be judged gets one sentence."""
 
+import itertools
 import json
 import runpy
 import shutil
@@ -15,8 +16,10 @@ import triton.language as tl
 
 import bi_kernels
 from bi_kernels.audit import audit, target
+from bi_kernels.audit.callable_repro import Pair
 from bi_kernels.audit.callables import SINGLES, plan
 from bi_kernels.audit.judge import NEEDS_FIX, PASS
+from bi_kernels.audit.target import Target
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
@@ -196,6 +199,55 @@ def test_a_compiled_function_is_not_left_compiled_anew():
     fn = torch.compile(lambda x: x.float().softmax(-1) * x)
     before = fn(X)
     assert audit(fn, X, backward=False).passed and torch.equal(fn(X), before)
+
+
+def test_what_a_user_has_in_grad_stays(tmp_path):
+    module = torch.nn.Linear(WIDTH, WIDTH)
+    module.weight.grad, module.weight.main_grad = torch.ones(WIDTH, WIDTH), torch.full((WIDTH, WIDTH), 2.0)
+    audit(module, X, folder=tmp_path)
+    assert (module.weight.grad == 1).all() and (module.weight.main_grad == 2).all() and not hasattr(module.bias, "main_grad")
+
+
+class LeftPadded(torch.autograd.Function):
+    """A defect that only a sample which is not the first sees; the script must not show more than that."""
+
+    @staticmethod
+    def forward(ctx, x, weight, factor):
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        late = bool((dy[0] == 0).all())
+        return dy * weight, (dy * x).double().sum(0).to(x) * (ctx.factor if late else 1.0), None
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 2**-10])
+def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor):
+    """A place without a sample has no upstream gradient in the script, as in the audit."""
+    fn = lambda x, weight: LeftPadded.apply(x, weight, factor)
+    t = Target(fn, (X, W[0].clone()), {}, 0, (), (), "left", 0, ())
+    every = tuple(range(ROWS))
+    pair = Pair((every, ), ((*[-1] * 8, *every), ), 0, "stale", "given", tensor="dinput1" if "input1" in t.values else "dweight")
+    assert pair.drifts(t, t.values) == (factor != 1.0)
+
+
+@pytest.mark.parametrize("fn, make", [
+    (lambda x: x - x.mean(0), lambda: X.double()), (lambda x: x + len(x), lambda: torch.arange(ROWS * 3).reshape(ROWS, 3)),
+    (lambda x: x ^ (x.sum(0) % 2 == 1), lambda: X > 0)], ids=["fp64", "int64", "bool"])
+def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
+    report = audit(fn, make(), folder=tmp_path, name="a/b", backward=False)
+    done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
+
+
+def test_without_time_the_static_audit_is_not_run(monkeypatch):
+    clock = itertools.count(0.0, 2.0)
+    monkeypatch.setattr(target.time, "monotonic", lambda: next(clock))
+    rows = [r for r in audit(lambda x: x + 1, X, backward=False, seconds=0).rows if r.relation == "atomics-free"]
+    assert [(r.layout, r.verdict) for r in rows] == [("not run", NEEDS_FIX)]
 
 
 def test_the_budget_is_kept_and_said(monkeypatch):

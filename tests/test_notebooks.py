@@ -29,9 +29,10 @@ def execute(notebook: Path, out: Path, **parameters) -> nbformat.NotebookNode:
 
 def nbval(*notebooks: Path) -> dict[str, bool]:
     """{notebook: whether nbval failed a cell of it}, in one process."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfp", "--nbval-lax", *(n.name for n in notebooks)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfpE", "--nbval-lax", *(n.name for n in notebooks)]
     done = subprocess.run(command, cwd=notebooks[0].parent, capture_output=True, text=True,
                           env=os.environ | {"PYTEST_ADDOPTS": ""})
+    assert done.returncode in (0, 1) and not re.search(r"^ERROR ", done.stdout, re.M), done.stdout
     cells = re.findall(r"^(PASSED|FAILED) (\w+)\.ipynb::", done.stdout, re.M)
     return {name: ("FAILED", name) in cells for _, name in cells}
 

@@ -65,6 +65,17 @@ def test_a_lambda_inside_an_expression_is_read():
     assert not static.source(IN_A_DICT["adds"])
 
 
+class Unreadable:
+    def scatters(self, out, ids, x):
+        """Text that
+begins at the margin."""
+        return out.index_add_(0, ids, x)
+
+
+def test_what_cannot_be_read_is_not_clean():
+    assert [f.kind for f in static.source(Unreadable.scatters)] == ["source not readable"]
+
+
 def test_the_size_of_a_parameter_is_no_row_count():
     assert not static.source(bad.row_sum_by_vocabulary, parameters=("weight", ))
     assert static.source(bad.row_sum_by_rows, parameters=("weight", ))

@@ -30,3 +30,9 @@ def test_a_drift_that_no_script_shows_needs_a_fix():
     found = zoo.rows([line, {"callable": "x", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "no package"},
                       {"callable": "nn.Dropout, training", "verdict": PASS, "reproducer": "–"}], "cpu")
     assert [r.verdict for r in found[:3]] == [NEEDS_FIX, NEEDS_FIX, UNSUPPORTED] and found[3].caught is False
+
+
+def test_what_is_known_and_not_judged_needs_a_fix():
+    row, = [r for r in zoo.rows([{"callable": "F.silu", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "it raised"}], "cpu")
+            if r.relation == "no false alarm"]
+    assert row.verdict == NEEDS_FIX

@@ -27,10 +27,15 @@ def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
             raise ValueError(f"{name} is empty, expected " + (
                 "package.module:function or path/to/file.py:function" if name == "candidate" else
                 "the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or path/to/file.py:function that returns them"))
+    for name in ("seconds", "seed", "batch"):
+        if not isinstance(p.get(name, 0), int):
+            raise ValueError(f"{name} is {p[name]!r}, expected an integer")
     device = choose(p["device"])
     from bi_kernels.audit.candidates import Candidate, load
     if audit == "zoo":
-        return ZooSession(audit, p, device, Candidate("zoo", {}))
+        session = ZooSession(audit, p, device, Candidate("zoo", {}))
+        session.chosen()
+        return session
     session = AnySession(audit, p, device, Candidate(p["candidate"], {"fn": load(p["candidate"])}))
     session.inputs = read_inputs(p["inputs"], device, p["seed"])
     return session
@@ -123,8 +128,8 @@ class AnySession(Session):
 class ZooSession(AnySession):
     """A session whose subject is the auditor, on callables that nobody wrote for it."""
 
-    def judge(self) -> list[dict]:
-        """A line a callable; the rows say whether the auditor was right about it."""
+    def chosen(self) -> list[str]:
+        """The names of the callables that are judged; ValueError for one that there is not."""
         from bi_kernels.audit import zoo
         size = zoo.LARGE if self.on_gpu else zoo.SMALL
         known = [name for name, _ in zoo.zoo(self.device, size)]
@@ -133,8 +138,14 @@ class ZooSession(AnySession):
         unknown = [name for name in chosen if name not in known]
         if unknown:
             raise ValueError(f"animals holds {unknown[0]!r}, expected all, or some of {'; '.join(known)}")
-        chosen = [*chosen, *zoo.DRIFTING[:1]]  # a control
-        lines = zoo.judge(self.device, size, self.out / "repro" if self.out else None, self.parameters["seconds"], chosen)
+        return [*chosen, *zoo.DRIFTING[:1]]  # a control
+
+    def judge(self) -> list[dict]:
+        """A line a callable; the rows say whether the auditor was right about it."""
+        from bi_kernels.audit import zoo
+        size = zoo.LARGE if self.on_gpu else zoo.SMALL
+        folder = self.out / "repro" if self.out else None
+        lines = zoo.judge(self.device, size, folder, self.parameters["seconds"], self.chosen(), self.parameters["seed"])
         self.add(zoo.rows(lines, self.device_label))
         return lines
 

@@ -13,7 +13,7 @@ from bi_kernels.audit.candidates import file_or_module_import
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.repro import PRINTED
-from bi_kernels.audit.target import Target
+from bi_kernels.audit.target import Target, gradients_kept
 from bi_kernels.contract import rows as row_counts
 
 DRAWN, SPREAD = "drawn", "drawn, with spread exponents"  # by the script; else it loads the user's own
@@ -36,7 +36,8 @@ class Pair:
         if _eager(t) is not t.function:
             torch.compiler.reset()  # as in a new process: what is compiled depends on the calls before
         try:
-            exec("\n".join(body(t, self)), scope)
+            with gradients_kept(t.module):
+                exec("\n".join(body(t, self)), scope)
             return bool(compare(scope["a"].detach(), scope["b"].detach()).mismatches)
         except Exception:
             return False
@@ -53,7 +54,7 @@ def _drawn(t: Target, kind: str) -> dict[str, str]:
             powers = f" * 2.0 ** torch.randint(-4, 5, {shape})" if kind == SPREAD and k in t.batched else ""
             lines[k] = f"(torch.randn({shape}){powers}).to({v.dtype})" if powers else f"torch.randn({shape}).to({v.dtype})"
         elif v.dtype == torch.bool:
-            lines[k] = f"torch.rand({shape}) < {float(v.double().mean()):.2f}"
+            lines[k] = f"(torch.rand({shape}) < {float(v.double().mean()):.2f})"
         else:
             lines[k] = f"torch.randint({int(v.min())}, {int(v.max()) + 1}, {shape}).to({v.dtype})"
     return lines
@@ -117,11 +118,17 @@ def _backward(t: Target, pair: Pair) -> list[str]:
               "            if d is None or not y.requires_grad:", "                continue",
               "            outputs.append(y.unflatten(d, (len(samples), -1)).movedim(d, 0))",
               f"            dy = torch.randn({t.count}, *outputs[-1].shape[1:], generator=torch.Generator().manual_seed(1))",
-              "            upstream.append(dy[samples].to(y))",
+              "            dy = dy[samples].to(y)",
+              *["            dy[[i < 0 for i in samples]] = 0"] * any(i < 0 for calls in (pair.a, pair.b) for c in calls for i in c),
+              "            upstream.append(dy)",
               "        torch.autograd.backward(outputs, upstream)",
               "    found = leaf.grad if leaf.grad is not None else leaf.main_grad", "    return found.clone()", "", "",
               "a, b = gradient(calls['a']), gradient(calls['b'])"]
     return lines
+
+
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def _eager(t: Target) -> Callable:
@@ -148,9 +155,9 @@ def _imports(t: Target, candidate: str, imports: str, folder: Path) -> list[str]
             return [f"from {where} import {name} as fn", *filter(None, again)]
     if imports:
         return [imports]
-    (folder / f"{t.name}.pkl").write_bytes(cloudpickle.dumps(function))
+    (folder / f"{_safe(t.name)}.pkl").write_bytes(cloudpickle.dumps(function))
     return ["from pathlib import Path", "", "import cloudpickle", "",
-            f'fn = cloudpickle.loads(Path(__file__).with_name("{t.name}.pkl").read_bytes())', *filter(None, again)]
+            f'fn = cloudpickle.loads(Path(__file__).with_name("{_safe(t.name)}.pkl").read_bytes())', *filter(None, again)]
 
 
 def _shrunk(t: Target, rows: list[Row]) -> tuple[Pair, dict] | None:
@@ -199,7 +206,7 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
         return None
     pair, given = found
     folder.mkdir(parents=True, exist_ok=True)
-    safe = "".join(c if c.isalnum() else "_" for c in t.name)
+    safe = _safe(t.name)
     path = folder / f"{safe}.py"
     what = (f"the gradient {pair.tensor} of {t.count} samples in one call and in {len(pair.b)}" if pair.tensor else
             f"sample {pair.sample} in calls of {' and '.join(str(len(next(c for c in s if pair.sample in c))) for s in (pair.a, pair.b))}")

@@ -183,7 +183,8 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
     callable of the same signature, for accuracy. backward: None judges gradients where there is a backward. seconds: the
     budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has none. candidate:
     how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it, instead of a pickle of what has no
-    such name; folder: where it goes. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
+    such name; folder: where it goes. What torch.compile made in this process, it makes again afterwards. Raises ValueError
+    or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {fn!r:.80}, expected a callable")
@@ -268,11 +269,17 @@ def _backward_steps(t: Target, step: Step, whole: dict) -> list[tuple[str, str, 
 
 def _static(t: Target) -> list[Row]:
     """Source, PTX and SASS of what one call, and its backward, launch."""
-    with static.recorded() as launches, contextlib.suppress(Exception):
-        t.call(list(range(t.count)))
-        Step(t).gradients([list(range(t.count))])
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # else its user would be left with what was compiled to be watched
+    with static.recorded() as launches:
+        try:
+            t.call(list(range(t.count)))
+            Step(t).gradients([list(range(t.count))])
+        except OutOfTime:
+            raise
+        except Exception:  # it is a row of its own
+            pass
+        finally:
+            if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]:  # something is compiled
+                torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.module).forward if t.module is not None else t.function
     unread = [f for f in static.source(function) if f.kind == syntax.UNREADABLE]
     if unread and not launches.variants and not launches.findings:

@@ -191,6 +191,9 @@ def _checked(names: list[str], parameters: dict) -> list:
     from bi_kernels.audit.runner import of_audit
     from bi_kernels.audit.session import start
     try:
+        lost = [k for k in ("candidate", "shapes") if k in parameters and all(k not in of_audit(name, {k: 0}) for name in names)]
+        if lost:
+            raise ValueError(f"{', '.join(names)} has no parameter {lost[0]!r}")
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
         return [(anyones.start if name in anyones.PARAMETERS else start)(name, of_audit(name, parameters)) for name in names]

@@ -226,12 +226,13 @@ def _examined(kernel: CompiledKernel) -> Variant:
 
 def _disassembled(cubin: bytes) -> str:
     """SASS and resources. The disassembler starts slowly, so Triton's cache keeps what it said of the same bytes."""
-    cache = get_cache_manager(hashlib.sha256(cubin).hexdigest())
+    tool = triton.knobs.nvidia.cuobjdump
+    cache = get_cache_manager(hashlib.sha256(cubin + str(tool.version).encode()).hexdigest())
     if kept := cache.get_file("sass"):
         return Path(kept).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "cubin").write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", Path(folder, "cubin")]
+        command = [tool.path, "--dump-sass", "--dump-resource-usage", Path(folder, "cubin")]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     cache.put(sass, "sass", binary=False)
     return sass

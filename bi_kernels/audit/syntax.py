@@ -104,6 +104,8 @@ class _Function:
             self.lines, self.first = inspect.findsource(fn)[0], 1
             every = [n for n in ast.walk(ast.parse("".join(self.lines))) if isinstance(n, ast.Lambda)]
             tree = ast.Tuple([n for n in every if n.lineno == fn.__code__.co_firstlineno], ast.Load())
+            if fn.__name__ != "<lambda>" or not tree.elts:
+                raise
         self.node = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == fn.__name__), tree)
         self.outer = dict(fn.__globals__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):

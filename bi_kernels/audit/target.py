@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -213,6 +213,18 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).abs().max() <= CONTRACT["any"]["alike"] * a.abs().max()) if a.numel() else True
 
 
+@contextlib.contextmanager
+def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
+    """What its user's parameters have in .grad and main_grad is there again afterwards."""
+    before = [(p, p.grad, getattr(p, "main_grad", None)) for p in (module.parameters() if module else ())]
+    try:
+        yield
+    finally:
+        for p, p.grad, p.main_grad in before:
+            if p.main_grad is None:
+                del p.main_grad
+
+
 class Step:
     """One training step of a target: a real backward() over the calls of a layout."""
 
@@ -228,8 +240,15 @@ class Step:
             if k not in t.batched:
                 shared[k] = t.values[k].detach().clone().requires_grad_()
         parameters = dict(t.module.named_parameters()) if t.module else {}
-        for k, p in (shared | parameters).items():
-            p.grad, p.main_grad = None, torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+        with gradients_kept(t.module):
+            for k, p in (shared | parameters).items():
+                p.grad, p.main_grad = None, torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+            parts, samples = self._backward(layout, filler, shared)
+            return self._left(parts, samples, shared | parameters)
+
+    def _backward(self, layout: Layout, filler: str, shared: dict) -> tuple[dict, list[int]]:
+        """The gradients of batched inputs, by call, and the samples that they belong to."""
+        t = self.t
         samples, parts = [], {k: [] for k in self.floating if k in t.batched}
         for call in layout:
             arguments = t.take(call, filler) | shared
@@ -252,14 +271,15 @@ class Step:
             for k, leaf in leaves.items():
                 if leaf.grad is not None:
                     parts[k].append(leaf.grad.movedim(t.batch, 0)[real])
+        return parts, samples
+
+    def _left(self, parts: dict, samples: list[int], leaves: dict) -> dict[str, torch.Tensor]:
         order = sorted(range(len(samples)), key=samples.__getitem__)
         out = {f"d{k}": torch.cat(p)[order] for k, p in parts.items() if p}
-        for k, p in (shared | parameters).items():
+        for k, p in leaves.items():
             used = bool(p.main_grad.any())
             if p.grad is not None or used:
                 out[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
-            p.grad = None
-            del p.main_grad
         return out
 
     def _draw(self, outputs: list, count: int) -> None:

@@ -28,7 +28,6 @@ LARGE = {"rows": 300, "hidden": 4096, "mlp": 12288, "vocab": 32000, "heads": 16,
 
 @dataclass
 class Animal:
-    name: str
     function: Callable
     inputs: tuple
     options: dict = field(default_factory=dict)
@@ -64,7 +63,7 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     module = lambda m, dtype=bf16: m.to(device=device, dtype=dtype)
 
     def plain(name: str, function: Callable, *make: Callable, **options):
-        return name, lambda: Animal(name, function, tuple(m() for m in make), options)
+        return name, lambda: Animal(function, tuple(m() for m in make), options)
 
     x = lambda: draw(rows, hidden)
     yield plain("F.linear, square, bf16", F.linear, x, lambda: weight(hidden, hidden))
@@ -110,16 +109,16 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
         yield plain(f"torch.compile: {name}", torch.compile(function), *make)
 
     def liger(name: str, make: Callable):
-        return f"Liger {name}", lambda: Animal(f"Liger {name}", *make(__import__("liger_kernel.transformers", fromlist=["x"])))
+        return f"Liger {name}", lambda: Animal(*make(__import__("liger_kernel.transformers", fromlist=["x"])))
 
     def flag(name: str, call: Callable, *make: Callable):
-        return f"FlagGems {name}", lambda: Animal(name, partial(call, __import__("flag_gems")), tuple(m() for m in make))
+        return f"FlagGems {name}", lambda: Animal(partial(call, __import__("flag_gems")), tuple(m() for m in make))
 
     def quantised():
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
         linear = module(torch.nn.Sequential(torch.nn.Linear(hidden, hidden)))
         quantize_(linear, Int8WeightOnlyConfig())
-        return Animal("torchao int8 weight-only Linear", linear, (x(), ), {"backward": False})
+        return Animal(linear, (x(), ), {"backward": False})
 
     yield "torchao int8 weight-only Linear", quantised
     yield plain("bi_kernels.linear", bi_kernels.linear, x, lambda: weight(hidden, hidden))
@@ -141,7 +140,7 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
             config = LlamaConfig(hidden_size=heads * dim, intermediate_size=4 * dim, num_attention_heads=heads, head_dim=dim,
                                  num_key_value_heads=heads // 2, num_hidden_layers=1, vocab_size=vocab,
                                  attn_implementation="sdpa")
-            return Animal(f"Hugging Face {name}", *make(modeling_llama, config))
+            return Animal(*make(modeling_llama, config))
         return f"Hugging Face {name}", built
 
     states = lambda: draw(batch, length, heads * dim)
@@ -162,29 +161,31 @@ def function(name: str, device: str) -> Callable:
 INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "bi_kernels.rms_norm")
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
 IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
+LONGEST = 300  # seconds that a reproducer may take
 FEW = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training",
        "bi_kernels.rms_norm")
 RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
 
 
-def judge(device: torch.device, size: dict, folder: Path | None, seconds: float = 60.0, only: Sequence[str] = ()) -> list[dict]:
+def judge(device: torch.device, size: dict, folder: Path | None, seconds: float = 60.0, only: Sequence[str] = (),
+          seed: int = 0) -> list[dict]:
     """A line an animal: verdicts, how much drifts, and whether its reproducer reproduces, run in a process of its own."""
     lines, reports = [], []
     every = [(name, make) for name, make in zoo(device, size) if not only or name in only]
     with tempfile.TemporaryDirectory() as scratch:
         for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
             lines.append({"callable": name})
-            started = time.monotonic()
+            started, report = time.monotonic(), None
             try:
                 animal = make()
-                reports.append(audit(animal.function, *animal.inputs, seconds=seconds, folder=folder or scratch, name=name,
-                                     imports=IMPORTS.format(name=name, device=device.type), **animal.options))
-                reports[-1].target = None  # the tensors
-                lines[-1] |= summary(reports[-1]) | {"seconds": round(time.monotonic() - started)}
+                report = audit(animal.function, *animal.inputs, seconds=seconds, seed=seed, folder=folder or scratch, name=name,
+                               imports=IMPORTS.format(name=name, device=device.type), **animal.options)
+                report.target = None  # the tensors
+                lines[-1] |= summary(report) | {"seconds": round(time.monotonic() - started)}
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
-                reports.append(None)
                 lines[-1] |= {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+            reports.append(report)
         with ThreadPoolExecutor(os.cpu_count() // 2 or 1) as pool:
             for line, said in zip(lines, pool.map(lambda r: r and reproduced(r), reports)):
                 line["reproducer"] = said or "–"
@@ -198,11 +199,11 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
         name, found = line["callable"], line["verdict"]
         make = lambda relation, verdict, detail="", candidate="zoo", **more: Row(
             "zoo", name, "", candidate, "", device, relation, "", "", "given", 0, verdict, detail=detail, **more)
-        if found == UNSUPPORTED:
-            out.append(make("reproducer", UNSUPPORTED, line["detail"]))
         if line["reproducer"] != "–":
             out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, line["reproducer"]))
-        if name in INVARIANT and found != UNSUPPORTED:
+        elif found != PASS and name not in DRIFTING:  # not judged, or something that no script shows
+            out.append(make("reproducer", UNSUPPORTED, line["detail"]))
+        if name in INVARIANT:
             out.append(make("no false alarm", PASS if found == PASS else NEEDS_FIX, found))
         if name in DRIFTING:
             worst = line.get("worst") or Row(*[""] * 10, 0, found)
@@ -213,7 +214,6 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
 def table(lines: Sequence[dict]) -> list[dict]:
     """For people: what drifts first, and how it is known."""
     order = (NEEDS_FIX, PASS, UNSUPPORTED)
-
 
     def known(line: dict) -> str:
         name = line["callable"]
@@ -233,7 +233,8 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
     drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
-    line = {"verdict": report.verdict, "shares": {}, "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
+    why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail)
+    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
@@ -253,5 +254,6 @@ def reproduced(report: Report) -> str:
         return "–"
     if report.repro is None:
         return "none found"
-    done = subprocess.run([sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True,
+                          timeout=LONGEST)
     return "drifts" if done.returncode == 1 and "elements differ" in done.stdout else f"does not: {done.stderr.strip()[-80:]}"
