@@ -85,7 +85,8 @@ class AnySession(Session):
         from bi_kernels.audit.candidates import load
         p = self.parameters
         named = lambda text: tuple(x for x in re.split(r"[,\s]+", text) if x)
-        self.report = audit(self.candidate.functions["fn"], *self.inputs.values(), names=tuple(self.inputs), batch=p["batch"], shared=named(p["shared"]),
+        self.report = audit(self.candidate.functions["fn"], *self.inputs.values(), names=tuple(self.inputs),
+                            batch=p["batch"], shared=named(p["shared"]),
                             outputs=named(p["outputs"]), reference=load(p["reference"]) if p["reference"] else None,
                             seconds=p["seconds"], seed=p["seed"], candidate=p["candidate"],
                             folder=self.out / "repro" if self.out else None)

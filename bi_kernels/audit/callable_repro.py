@@ -31,6 +31,11 @@ class Pair:
     output: int = 0  # the number of the output, forward
     tensor: str = ""
 
+    @property
+    def fills(self) -> bool:
+        """Whether a call has a place without a sample."""
+        return any(i < 0 for calls in (self.a, self.b) for c in calls for i in c)
+
     def drifts(self, t: Target, given: dict) -> bool:
         scope = {"fn": t.function, "torch": torch, "given": given}
         if _eager(t) is not t.function:
@@ -73,7 +78,7 @@ def body(t: Target, pair: Pair) -> list[str]:
               "def call(samples, leaves=arguments):",
               f'    at = torch.tensor(samples, device="{device}")', "    taken = dict(leaves)", "    for k in batched:",
               f"        taken[k] = leaves[k].index_select({t.batch}, at.clamp(min=0))"]
-    if any(i < 0 for calls in (pair.a, pair.b) for c in calls for i in c):
+    if pair.fills:
         fill = "torch.nan" if pair.filler == "nonfinite" else "7.0"
         lines += [f"        fill = {fill} if taken[k].is_floating_point() else 0",
                   f"        taken[k] = taken[k].index_fill({t.batch}, (at < 0).nonzero().flatten(), fill)"]
@@ -112,14 +117,16 @@ def _backward(t: Target, pair: Pair) -> list[str]:
         lines += [f"    leaf = arguments[{name!r}].detach().clone().requires_grad_()"]
     else:
         lines += [f"    leaf = dict(fn.named_parameters())[{name!r}]", "    leaf.grad = None"]
-    lines += ["    leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)  # for ops that use it"] if own and name not in t.batched else []
+    if own and name not in t.batched:
+        lines.append("    leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)  # for ops that use it")
     given = f"arguments | {{{name!r}: leaf}}" if own else "arguments"
-    lines += ["    for samples in calls:", "        outputs, upstream = [], []", f"        for y, d in zip(call(samples, {given}), {t.dims}):",
+    lines += ["    for samples in calls:", "        outputs, upstream = [], []",
+              f"        for y, d in zip(call(samples, {given}), {t.dims}):",
               "            if d is None or not y.requires_grad:", "                continue",
               "            outputs.append(y.unflatten(d, (len(samples), -1)).movedim(d, 0))",
               f"            dy = torch.randn({t.count}, *outputs[-1].shape[1:], generator=torch.Generator().manual_seed(1))",
               "            dy = dy[samples].to(y)",
-              *["            dy[[i < 0 for i in samples]] = 0"] * any(i < 0 for calls in (pair.a, pair.b) for c in calls for i in c),
+              *["            dy[[i < 0 for i in samples]] = 0"] * pair.fills,
               "            upstream.append(dy)",
               "        torch.autograd.backward(outputs, upstream)",
               "    found = leaf.grad if leaf.grad is not None else leaf.main_grad", "    return found.clone()", "", "",

@@ -18,7 +18,8 @@ from bi_kernels.audit.layouts import Call, layouts
 from bi_kernels.contract import SWEEP, dtype_name, evaluate
 
 FILLERS = ("zeros", "random", "NaN")
-PRINTED = ("bits = {{1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}}[{a}.element_size()]", "differ = {a}.view(bits) != {b}.view(bits)",
+PRINTED = ("bits = {{1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}}[{a}.element_size()]",
+           "differ = {a}.view(bits) != {b}.view(bits)",
            "most = ({a}.double() - {b}.double()).abs().max().item()",
            'print(f"{{int(differ.sum())}} of {{{a}.numel()}} elements differ; max abs {{most:.3g}}")',
            "raise SystemExit(bool(differ.any()))", "")

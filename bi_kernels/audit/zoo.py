@@ -95,7 +95,8 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield plain("nn.BatchNorm1d, eval", module(torch.nn.BatchNorm1d(hidden)).eval(), x)
     yield plain("nn.Dropout, training", torch.nn.Dropout(0.1), x)
     yield plain("nn.Linear", module(torch.nn.Linear(hidden, hidden)), x)
-    yield plain("nn.LSTM", Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]), lambda: draw(batch, length, dim, dtype=fp32))
+    yield plain("nn.LSTM", Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]),
+                lambda: draw(batch, length, dim, dtype=fp32))
     yield plain("nn.TransformerEncoderLayer, eval", module(torch.nn.TransformerEncoderLayer(
         heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(), lambda: draw(batch, length, heads * dim))
     backends = {"math": SDPBackend.MATH} | ({"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -234,7 +235,8 @@ def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
     drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
     why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail)
-    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
+    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {},
+            "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
