@@ -21,7 +21,8 @@ __all__ = list(_OPS)
 def __getattr__(name: str):
     if name not in _OPS:
         raise AttributeError(f"module 'bi_kernels' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"bi_kernels.{_OPS[name]}"), name)
+    globals()[name] = found = getattr(importlib.import_module(f"bi_kernels.{_OPS[name]}"), name)
+    return found
 
 
 def __dir__():

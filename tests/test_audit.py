@@ -265,7 +265,7 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     path = export(s, candidate, found, tmp_path / "repro")
     assert path and {r.repro for r in drifts} == {f"python repro/{path.name}"}
     text = path.read_text()
-    assert len(text.splitlines()) < 40 and str(file) in text
+    assert len(text.splitlines()) < 40 and f"../{file.name}" in text
 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     by_itself = lambda: subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, cwd=tmp_path)

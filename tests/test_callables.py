@@ -1,8 +1,10 @@
 """`audit` of callables that nobody wrote for it: what is invariant passes, what drifts is found with a reproducer that
 shows it, and what cannot be judged gets one sentence."""
 
+import importlib
 import itertools
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -240,6 +242,31 @@ def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor):
 def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
     report = audit(fn, make(), folder=tmp_path, name="a/b", backward=False)
     done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
+
+
+MINE = """
+import torch
+
+
+def drifts(x):
+    return x - x.mean(0)
+
+
+class Module(torch.nn.Module):
+    def forward(self, x):
+        return drifts(x)
+"""
+
+
+@pytest.mark.parametrize("make", [lambda mine: mine.drifts, lambda mine: mine.Module()], ids=["function", "module"])
+def test_a_script_finds_its_users_file(make, tmp_path, monkeypatch):
+    """Wherever it is run from."""
+    (tmp_path / "users_own.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    report = audit(make(importlib.import_module("users_own")), X, folder=tmp_path / "repro", backward=False)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, report.repro], cwd="/", capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
 
 

@@ -9,7 +9,7 @@ import cloudpickle
 import torch
 
 from bi_kernels.audit.callables import INVARIANCE, plan
-from bi_kernels.audit.candidates import file_or_module_import
+from bi_kernels.audit.candidates import file_or_module_import, reached
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.repro import PRINTED
@@ -147,13 +147,13 @@ def _imports(t: Target, candidate: str, imports: str, folder: Path) -> list[str]
     """The lines that bring the callable into the script as `fn`: by its name where it has one, else as `imports` says, else
     from a file."""
     if candidate:
-        return [file_or_module_import(candidate)]
+        return [file_or_module_import(candidate, folder)]
     function = _eager(t)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     again = [""] if function is t.function else ["fn = torch.compile(fn)"]
     try:
         if getattr(importlib.import_module(module), name) is function and module != "__main__":
-            return [f"from {module} import {name} as fn", *filter(None, again)]
+            return [*reached(module, folder), f"from {module} import {name} as fn", *filter(None, again)]
     except Exception:
         pass
     for where in ("torch.nn.functional", "torch"):
@@ -163,7 +163,8 @@ def _imports(t: Target, candidate: str, imports: str, folder: Path) -> list[str]
     if imports:
         return [imports]
     (folder / f"{_safe(t.name)}.pkl").write_bytes(cloudpickle.dumps(function))
-    return ["from pathlib import Path", "", "import cloudpickle", "",
+    home = module or type(function).__module__  # what is pickled names what it is made of
+    return ["from pathlib import Path", "", "import cloudpickle", "", *reached(home, folder),
             f'fn = cloudpickle.loads(Path(__file__).with_name("{_safe(t.name)}.pkl").read_bytes())', *filter(None, again)]
 
 

@@ -66,6 +66,9 @@ def lines(failing: list[dict], out: Path) -> list[str]:
     found = []
     for (_, op, case, dtype, relation, _), rows in grouped(failing).items():
         r = first(rows)
+        if not op:
+            found.append(f"needs-fix  {r['detail']}")
+            continue
         differ = f"{r['mismatches']} of {r['elements']} elements differ" if r["elements"] else r["detail"]
         found.append(f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First: {differ} at M = "
                      f"{r['rows']}, {r['inputs']}, index {r['first_index']}. {reproducer(r, out)}")

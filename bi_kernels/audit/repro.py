@@ -153,7 +153,7 @@ def write(s: Subject, candidate: Candidate, what: str, lines: list[str], pair: t
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([
         f"# {p.op.name}{' ' + p.case if p.case else ''}, {dtype_name(p.dtype)}: {what}", *interpret, "import torch",
-        candidate.imports(p.op), *lines, *(line.format(a=pair[0], b=pair[1]) for line in PRINTED)]), encoding="utf-8")
+        candidate.imports(p.op, path.parent), *lines, *(line.format(a=pair[0], b=pair[1]) for line in PRINTED)]), encoding="utf-8")
 
 
 def export(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> Path | None:

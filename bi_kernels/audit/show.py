@@ -101,8 +101,8 @@ def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
         return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")
     more = f"\n\n{len(mine) - most} more in verdicts.json." if len(mine) > most else ""
     return Markdown(table([{
-        "op": label(r), "dtype": r.dtype, "relation": r.relation, "layout": r.layout, "M": r.rows, "inputs": r.inputs,
-        "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}", "max abs": _number(r.max_abs),
+        "op": label(r), "dtype": r.dtype, "relation": r.relation, "tensor": r.tensor, "layout": r.layout, "M": r.rows,
+        "inputs": r.inputs, "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}", "max abs": _number(r.max_abs),
         "max rel": _number(r.max_rel), "max ULP": r.max_ulp, "first at": r.first_index, "reproduce": f"`{r.repro}`",
         "detail": r.detail} for r in mine[:most]]).data + more)
 
