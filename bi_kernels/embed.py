@@ -81,7 +81,7 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
                layout: TokenLayout, padding_id: int | None) -> torch.Tensor | None:
     dy, width = dy.contiguous(), dy.shape[-1]
     rows = layout.rows_on(ids.device)
-    ids = ids.reshape(-1)[rows].clamp(-1, len(weight))  # in a captured graph nobody has checked them
+    ids = ids.reshape(-1)[rows].long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
     ids, order = torch.sort(ids.to(torch.int32) if len(weight) < 2**31 else ids, stable=True)
     offsets = rows[order] * width
     starts, ends = (torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
