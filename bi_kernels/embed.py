@@ -15,8 +15,8 @@ from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 MANY = 64
-LIGHT = {"BLOCK": 2048, "UNROLL": 4, "num_warps": 4}
-HEAVY = {"BLOCK": 32, "UNROLL": 32, "num_warps": 1}
+LIGHT = {"BLOCK": 2048, "TOKENS": 4, "STAGES": 1, "num_warps": 4}
+HEAVY = {"BLOCK": 32, "TOKENS": 64, "STAGES": 6, "num_warps": 1}
 
 
 @triton.jit
@@ -31,11 +31,21 @@ def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width, padding_id, HEAVY: tl.constexpr,
-                               MANY: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
-                               CONTINUES: tl.constexpr):
-    """Where the tokens' rows start in dy, sorted by id, with the first and the last of the same id: one program folds all
-    of an id's.
+def _add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """total + rows[:, 0] + rows[:, 1] + …, from the left; rows is (BLOCK, COUNT)."""
+    if COUNT == 1:
+        total += tl.reshape(rows, (BLOCK, )).to(tl.float32)
+    else:
+        before, after = tl.split(tl.permute(tl.reshape(rows, (BLOCK, 2, COUNT // 2)), (0, 2, 1)))
+        total = _add_rows(_add_rows(total, before, BLOCK, COUNT // 2), after, BLOCK, COUNT // 2)
+    return total
+
+
+@triton.jit
+def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, vocab, width, padding_id, HEAVY: tl.constexpr,
+                               MANY: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+                               EVEN: tl.constexpr, CONTINUES: tl.constexpr):
+    """The tokens' rows of dy, sorted by id, with the first and the last of the same id: one program folds all of an id's.
 
     An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
     run holds a multiple of MANY, and the first of those is its program's.
@@ -55,14 +65,11 @@ def _embedding_backward_kernel(dy, offsets, starts, ends, ids, out, vocab, width
         total = tl.zeros((BLOCK, ), dtype=tl.float32)
         if CONTINUES:
             total = tl.load(out + index * width + col, mask=inside, other=0.0)
-        whole = first + (end - first) // UNROLL * UNROLL
-        for token in range(first, whole, UNROLL):
-            for i in tl.static_range(UNROLL):
-                row = tl.load(offsets + token + i)
-                total += tl.load(dy + row + col, mask=inside, other=0.0).to(tl.float32)
-        for token in range(whole, end):
-            row = tl.load(offsets + token)
-            total += tl.load(dy + row + col, mask=inside, other=0.0).to(tl.float32)
+        for token in tl.range(first, end, TOKENS, num_stages=STAGES):
+            some = token + tl.arange(0, TOKENS)
+            row = tl.load(rows + some, mask=some < end, other=0).to(tl.int64)
+            values = tl.load(dy + row[:, None] * width + col[None, :], mask=(some < end)[:, None] & inside[None, :], other=0.0)
+            total = _add_rows(total, tl.trans(values), BLOCK, TOKENS)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
@@ -83,7 +90,7 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
     rows = layout.rows_on(ids.device)
     ids = ids.reshape(-1)[rows].long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
     ids, order = torch.sort(ids.to(torch.int32) if len(weight) < 2**31 else ids, stable=True)
-    offsets = rows[order] * width
+    rows = rows[order]
     starts, ends = (torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
     out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
     padding_id = -1 if padding_id is None else padding_id
@@ -92,8 +99,8 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
         block = min(blocks["BLOCK"], triton.next_power_of_2(width))
         if programs and width:
             _embedding_backward_kernel[(programs * triton.cdiv(width, block), )](
-                dy, offsets, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY, BLOCK=block,
-                UNROLL=blocks["UNROLL"], EVEN=width % block == 0, CONTINUES=buffer is not None, num_warps=blocks["num_warps"])
+                dy, rows, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY, EVEN=width % block == 0,
+                CONTINUES=buffer is not None, **{**blocks, "BLOCK": block})
     return out if buffer is None else None
 
 

@@ -14,7 +14,7 @@ from bi_kernels.gemm import product
 from bi_kernels.logprob import BLOCK, Statistics, checked_targets, dlogits
 from bi_kernels.tokens import layout_for, main_grad
 
-SCRATCH = 2**27  # logits computed at a time where they are not kept
+SCRATCH = 2**28  # logits computed at a time where they are not kept
 
 
 def _chunks(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:

@@ -19,15 +19,19 @@ MERGE_ROWS = 32
 @triton.jit(do_not_specialize=["rows", "columns", "first"])
 def _block_kernel(logits, targets, m, s, u, selected, rows, columns, stride, first, inv_temperature, HAS_TARGETS: tl.constexpr,
                   ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here."""
+    """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here.
+
+    Whatever `columns` is, the loads reach to a multiple of 16: they are as wide as can be, and the trees always the same.
+    """
     row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     col = block * BLOCK + tl.arange(0, BLOCK)
     mine = row < rows
-    inside = mine[:, None] & (col < columns)[None, :]
-    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32) * inv_temperature
-    top = tl.max(tl.where(inside, z, -float("inf")), 1)
+    held = mine[:, None] & (col < tl.cdiv(columns, 16) * 16)[None, :]
+    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=held, other=0.0).to(tl.float32) * inv_temperature
+    z = tl.where((col < columns)[None, :], z, -float("inf"))
+    top = tl.max(z, 1)
     base = tl.where(top == -float("inf"), 0.0, top)  # a block of -inf alone adds nothing
-    e = tl.where(inside, tl.exp(z - base[:, None]), 0.0)
+    e = tl.exp(z - base[:, None])
     at = (first // BLOCK + block).to(tl.int64) * rows + row
     tl.store(m + at, top, mask=mine)
     tl.store(s + at, tl.sum(e, 1), mask=mine)
@@ -123,7 +127,7 @@ def _grid(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:
 
 def padded(logits: torch.Tensor) -> torch.Tensor:
     """`logits`, or a copy whose rows all start at multiples of 16 bytes and of 16 elements: Triton compiles by that, and
-    the layout of a sum follows."""
+    the layout of a sum follows. What fills a row to a multiple of 16 is read, and not used."""
     if logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.stride(1) == 1:
         return logits
     rows, columns = logits.shape
