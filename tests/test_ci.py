@@ -73,7 +73,7 @@ def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
     failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
     assert failure.get("message") == "2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
     assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
-    assert "first at [0, 3], first failing op linear" in failure.text
+    assert "first at index [0, 3], first failing op linear" in failure.text
     assert failure.text.endswith("Reproduce with\n    python out/gemm/repro/linear-o-bf16.py")
     assert "1.5 × the bound" in found["gemm.linear[o]", "accuracy bf16"].find("failure").get("message")
     assert found["gemm.linear[o]", "invariance fp16"].find("skipped").get("message") == "TypeError: fp16"

@@ -60,6 +60,17 @@ def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monk
     assert all(word in done.err for word in words), done.err
 
 
+@pytest.mark.parametrize("narrowed, name", [((), "cpu-tiny"), (("--dtype", "bf16"), "cpu-tiny-bf16"),
+                                           (("-p", "op", "matmul", "--candidate", "torch"), "cpu-tiny-torch-matmul")])
+def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name, tmp_path, monkeypatch, bi_audit):
+    written = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, parameters, out, *_: written.append(out))
+    monkeypatch.setattr("bi_kernels.audit.cli._device_name", lambda session: "cpu")
+    bi_audit("run", "gemm", "--device", "cpu", *narrowed)
+    assert written == [Path("audits") / name]
+
+
 def test_a_process_of_its_own_says_no_more_than_that_line():
     done = by_itself("run", "gemm", "--dtype", "bf61")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr

@@ -32,13 +32,22 @@ def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
             raise ValueError(f"{name} is {p[name]!r}, expected an integer")
     device = choose(p["device"])
     from bi_kernels.audit.candidates import Candidate, load
+    from bi_kernels.audit.target import first_and_batch
     if audit == "zoo":
         session = ZooSession(audit, p, device, Candidate("zoo", {}))
         session.chosen()
         return session
     session = AnySession(audit, p, device, Candidate(p["candidate"], {"fn": load(p["candidate"])}))
     session.inputs = read_inputs(p["inputs"], device, p["seed"])
+    first_and_batch(session.inputs, p["batch"], named(p["shared"]), named(p["outputs"]))
+    if p["reference"]:
+        load(p["reference"])
     return session
+
+
+def named(text: str) -> tuple[str, ...]:
+    """The names in a parameter, between commas or spaces."""
+    return tuple(x for x in re.split(r"[,\s]+", text) if x)
 
 
 def read_inputs(spec: str, device, seed: int) -> dict:
@@ -84,7 +93,6 @@ class AnySession(Session):
         from bi_kernels.audit.callables import audit
         from bi_kernels.audit.candidates import load
         p = self.parameters
-        named = lambda text: tuple(x for x in re.split(r"[,\s]+", text) if x)
         self.report = audit(self.candidate.functions["fn"], *self.inputs.values(), names=tuple(self.inputs),
                             batch=p["batch"], shared=named(p["shared"]),
                             outputs=named(p["outputs"]), reference=load(p["reference"]) if p["reference"] else None,

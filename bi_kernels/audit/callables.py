@@ -238,7 +238,7 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
             rows.append(t.row(relation, layout, detail=f"raised {sentence(error)}"))
     for relation, missing in late.items():
         rows.append(t.row(relation, "not run", detail=f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}: the budget of {seconds:g} "
-                          f"s was spent, one call takes {one_call:.2g} s; raise it with seconds="))
+                          f"s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"))
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
     if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):

@@ -78,6 +78,9 @@ def load(spec: str) -> Callable:
     function = getattr(loaded, name, None)
     if not callable(function):
         raise ValueError(f"candidate {spec!r}: {module} has no function {name}")
+    if isinstance(function, type):
+        raise ValueError(f"candidate {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
+                         "in its file")
     return function
 
 

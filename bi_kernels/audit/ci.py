@@ -11,6 +11,7 @@ from bi_kernels.audit.runner import needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")  # "": it did not run to its end
+LAYOUTS = 6  # named in one line
 SHOWN = 3  # rows of evidence in one test case
 LISTED = 40  # lines of the summary; GitHub cuts a summary off at 1 MiB
 
@@ -45,7 +46,8 @@ def where(rows: list[dict]) -> str:
     """The row counts and the layouts of some rows."""
     counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
     others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
-    return "; ".join([f"M = {', '.join(map(str, counts))}"] * bool(counts) + others)
+    more = [f"{len(others) - LAYOUTS} layouts more"] * (len(others) > LAYOUTS)
+    return "; ".join([f"M = {', '.join(map(str, counts))}"] * bool(counts) + others[:LAYOUTS] + more)
 
 
 def worst(rows: list[dict], name: str) -> str:
@@ -60,6 +62,11 @@ def size(rows: list[dict]) -> str:
     return f"{share} × the bound" if share else f"{worst(rows, 'max_ulp')} ULP" if worst(rows, "max_ulp") else "–"
 
 
+def off(r: dict) -> str:
+    """What is wrong with the elements that a row counts."""
+    return "exceed the bound" if r["threshold_share"] is not None else "differ"
+
+
 def lines(failing: list[dict], out: Path) -> list[str]:
     """One line for each op, shape, dtype and relation that needs a fix: where it drifts, how much at first, and how to
     see it."""
@@ -69,9 +76,11 @@ def lines(failing: list[dict], out: Path) -> list[str]:
         if not op:
             found.append(f"needs-fix  {r['detail']}")
             continue
-        differ = f"{r['mismatches']} of {r['elements']} elements differ" if r["elements"] else r["detail"]
-        found.append(f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First: {differ} at M = "
-                     f"{r['rows']}, {r['inputs']}, index {r['first_index']}. {reproducer(r, out)}")
+        said = f"{r['mismatches']} of {r['elements']} elements {off(r)}" if r["elements"] else ""
+        said += f", the first at index {r['first_index']}" if r["first_index"] is not None else ""
+        at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
+        found.append(f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First{at}: "
+                     f"{'; '.join(filter(None, (said, r['detail'])))}. {reproducer(r, out)}".rstrip())
     return found
 
 
@@ -80,11 +89,11 @@ def drift(r: dict) -> str:
     at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
     said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
     if r["elements"]:
-        said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} differ"
+        said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} {off(r)}"
         said += [f"{label} {worst([r], name)}" for name, label in (
             ("max_abs", "max abs"), ("max_rel", "max relative"), ("max_ulp", "max ULP"), ("threshold_share", "share of the bound"))
             if worst([r], name)]
-    said += [f"first at {r['first_index']}"] * (r["first_index"] is not None)
+    said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
     said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
     return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
 

@@ -49,7 +49,7 @@ PATH = click.Path(path_type=Path)
 
 @cli.command()
 @_of_a_run
-@click.option("--out", type=PATH, help="Folder of the documents; audits/DEVICE-SHAPES unless given.")
+@click.option("--out", type=PATH, help="Folder of the documents; audits/DEVICE-SHAPES unless given, with what else narrows the run.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Audits run at a time.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Writes JUnit XML: a case an op, shape, dtype and relation.")
 @click.option("--summary", type=PATH, metavar="FILE", help="Appends Markdown, as to $GITHUB_STEP_SUMMARY.")
@@ -71,7 +71,8 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     if out is None:
         device = re.sub(r"[^a-z0-9]+", "-", _device_name(first).lower())
         candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
-        out = Path("audits") / f"{device}-{first.parameters.get('shapes', 'any')}{candidate}"
+        part = "".join(f"-{first.parameters[k]}" for k in ("op", "dtype") if first.parameters.get(k, "all") not in ("", "all"))
+        out = Path("audits") / f"{device}-{first.parameters.get('shapes', 'any')}{candidate}{part}"
     _writable("--out", out / ".writable")
     for option, file in (("--junit", junit), ("--summary", summary)):
         if file:

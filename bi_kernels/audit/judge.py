@@ -360,7 +360,10 @@ def against_bound(subject: Subject, relation: str, y: torch.Tensor, exact: torch
     row.max_rel = float(relative.max()) if relative.numel() else 0.0
     row.max_ulp = None
     row.threshold_share = worst if worst != float("inf") else "inf"
-    row.first_index = first if over else None
+    if over:
+        at = tuple(first)
+        row.first_index = first
+        row.detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
     return row
 
 

@@ -57,6 +57,8 @@ def clean(notebook) -> None:
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
+        if "injected-parameters" in cell.metadata.get("tags", []):
+            cell["id"] = "injected-parameters"  # else another one in every run
         text = json.dumps(cell.get("outputs", []))
         for root in roots:
             text = text.replace(json.dumps(root)[1:-1], "…")

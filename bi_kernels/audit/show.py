@@ -91,7 +91,7 @@ def controls(rows: Sequence[Row]) -> Markdown:
         "caught": "✅" if r.caught else "❌ missed",
         "where": f"{r.layout}, M = {r.rows}, {r.inputs}", "elements": f"{r.mismatches} of {r.elements}",
         "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
-        "first at": r.first_index} for r in mine]).data)
+        "first at [row, …]": r.first_index} for r in mine]).data)
 
 
 def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
@@ -103,7 +103,7 @@ def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
     return Markdown(table([{
         "op": label(r), "dtype": r.dtype, "relation": r.relation, "tensor": r.tensor, "layout": r.layout, "M": r.rows,
         "inputs": r.inputs, "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}", "max abs": _number(r.max_abs),
-        "max rel": _number(r.max_rel), "max ULP": r.max_ulp, "first at": r.first_index, "reproduce": f"`{r.repro}`",
+        "max rel": _number(r.max_rel), "max ULP": r.max_ulp, "first at [row, …]": r.first_index, "reproduce": f"`{r.repro}`" if r.repro else "–",
         "detail": r.detail} for r in mine[:most]]).data + more)
 
 

@@ -29,6 +29,24 @@ class NoBackward(ValueError):
     """Nothing that the callable returns has a gradient."""
 
 
+def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Sequence[str]) -> tuple[str, int]:
+    """The name of the first tensor and its dimension that counts samples; ValueError with one sentence for what cannot be."""
+    tensors = {k: t for k, t in values.items() if isinstance(t, torch.Tensor)}
+    if not tensors:
+        raise ValueError(f"the inputs {', '.join(values) or '(none)'} hold no tensor, expected at least one with a row a sample")
+    for what, given in (("shared", shared), ("outputs", outputs)):
+        for k in given:
+            if k not in tensors:
+                raise ValueError(f"{what} names {k!r}, expected one of the tensors {', '.join(tensors)}")
+    first = next((k for k in tensors if k not in outputs), next(iter(tensors)))
+    x = tensors[first]
+    if not -x.dim() <= batch < x.dim():
+        raise ValueError(f"batch is {batch}, expected a dimension of {first}, whose shape is {tuple(x.shape)}")
+    if x.shape[batch] < 2:
+        raise ValueError(f"{first} holds {x.shape[batch]} sample along dimension {batch}, expected at least 2")
+    return first, batch % x.dim()
+
+
 class Target:
     """A callable with its arguments, and what it returned for the whole batch."""
 
@@ -37,28 +55,17 @@ class Target:
         self.function, self.name, self.batch, self.seed = function, name, batch, seed
         names = list(names) or _names(function, len(inputs))
         self.values = dict(zip(names, inputs)) | constants
-        self.positional, self.outputs = len(inputs), list(outputs)
+        self.positional, self.outputs, shared = len(inputs), list(outputs), set(shared)
         tensors = {k: t for k, t in self.values.items() if isinstance(t, torch.Tensor)}
-        for what, given in (("shared", shared), ("outputs", outputs)):
-            for k in given:
-                if k not in tensors:
-                    raise ValueError(f"{what} names {k!r}, expected one of the tensors {', '.join(tensors)}")
-        if not tensors:
-            raise ValueError(f"{name}: no input is a tensor, expected at least one with a row a sample")
-        self.first = next((k for k in tensors if k not in self.outputs), next(iter(tensors)))
+        self.first, self.batch = first_and_batch(self.values, batch, shared, self.outputs)
         x = tensors[self.first]
-        if not -x.dim() <= batch < x.dim():
-            raise ValueError(f"batch is {batch}, expected a dimension of {self.first}, whose shape is {tuple(x.shape)}")
-        self.batch = batch % x.dim()
         self.count, self.device = x.shape[self.batch], x.device
-        if self.count < 2:
-            raise ValueError(f"{self.first} holds {self.count} sample along dimension {batch}, expected at least 2")
         self.module = function if isinstance(function, torch.nn.Module) else None
         self.compiled = hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
         self.dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), x.dtype)
         self.calls, self.changed, self.deadline = 0, set(), float("inf")
         self.dims: list[int | None] = []
-        self.batched = self._batched(tensors, set(shared))
+        self.batched = self._batched(tensors, shared)
 
     def _batched(self, tensors: dict, shared: set) -> frozenset:
         """The tensors that hold a row a sample: of the right size there, and such that half of the batch and the batch
@@ -94,7 +101,7 @@ class Target:
                 return self.batched
         if not found:
             why = why or f"no output has a row for each of the {self.count} samples along dimension {self.batch} of {self.first}"
-            raise ValueError(f"{self.name}: {why}; expected a callable that takes any number of samples (is batch= right?)")
+            raise ValueError(f"{self.name}: {why}; expected a callable that takes any number of samples (is the parameter batch right?)")
         self.batched, self.dims, _ = found[0]
         return self.batched
 
@@ -143,7 +150,7 @@ class Target:
         found = [arguments[k] for k in self.outputs] or [t for t in tree_leaves(y) if isinstance(t, torch.Tensor)]
         if not found:
             raise TypeError(f"{self.name} returned {type(y).__name__}, expected a tensor or several; if it writes into an "
-                            "argument, name that one: outputs=('out',)")
+                            "argument, name that one in the parameter outputs")
         return found
 
     def returned(self, function: Callable, arguments: dict):
