@@ -246,6 +246,16 @@ def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
     assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
 
 
+def test_inputs_that_must_be_loaded_are_cut_to_the_samples_of_the_script(tmp_path):
+    x = torch.randn(200, 512, generator=G)
+    x[3, 5] = 1e6  # no drawn input is as large
+    report = audit(lambda x: x + (x.amax() > 1e5), x, folder=tmp_path, name="rare", backward=False)
+    done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
+    held, = torch.load(tmp_path / "rare.pt").values()
+    assert 3 < len(held) < 20 and any(torch.equal(row, x[3]) for row in held)
+
+
 MINE = """
 import torch
 

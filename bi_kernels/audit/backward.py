@@ -1,5 +1,7 @@
 """The experiments of the backward audit: drift by split, training runs, the first op that drifts, and speed."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -183,8 +185,8 @@ def embedding_speed(session) -> list[dict]:
 
 
 def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
-    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, and peak memory
-    beyond inputs and gradients."""
+    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking turns,
+    and peak memory beyond inputs and gradients."""
     size, device, out = SHAPES[session.parameters["shapes"]], session.device, []
     hidden, vocab = size["hidden"], size["vocab"]
     h = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
@@ -192,29 +194,28 @@ def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
     targets = torch.randint(0, vocab, (tokens, ), device=device)
     upstream = torch.randn(tokens, device=device)
 
-    def step(call) -> None:
+    buffer = torch.zeros_like(weight, dtype=torch.float32)
+
+    def step(call, main_grad=None) -> None:
         leaf = h.detach().requires_grad_()
-        weight.grad = None
+        weight.grad, weight.main_grad = None, main_grad
         call(leaf).backward(upstream)
 
-    ways = {"logits kept": lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets, keep_bytes=2e9)[0],
-            "nothing kept": lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets)[0],
-            "torch": lambda leaf: -F.cross_entropy(F.linear(leaf, weight).float(), targets, reduction="none")}
+    kept = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets, keep_bytes=2e9)[0]
+    nothing = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets)[0]
+    ways = {"logits kept": (kept, ), "nothing kept": (nothing, ),
+            "torch": (lambda leaf: -F.cross_entropy(F.linear(leaf, weight).float(), targets, reduction="none"), ),
+            "logits kept, into main_grad": (kept, buffer), "nothing kept, into main_grad": (nothing, buffer)}
     if "Liger" in foreign("lm_head_logprob"):
-        ways["Liger"] = lambda leaf: foreign("lm_head_logprob")["Liger"](leaf, weight, targets)[0]
-    for name, call in ways.items():
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) if name.endswith("kept") else None
-        try:
-            step(call)
-            gradients = torch.cuda.memory_allocated() + h.nbytes
-            torch.cuda.reset_peak_memory_stats()
-            step(call)
-            peak = torch.cuda.max_memory_allocated() - gradients
-            ms, = times_ms(lambda: step(call))
-            out.append({"candidate": name, "ms": ms, "TFLOP/s": 6 * tokens * vocab * hidden / ms / 1e9, "extra GiB": peak / 2**30})
-        except Exception as error:
-            out.append({"candidate": name, "ms": type(error).__name__, "TFLOP/s": "–", "extra GiB": "–"})
-        weight.main_grad = weight.grad = None
-        torch.cuda.empty_cache()
+        ways["Liger"] = (lambda leaf: foreign("lm_head_logprob")["Liger"](leaf, weight, targets)[0], )
+    for name, way in ways.items():
+        step(*way)
+        gradients = torch.cuda.memory_allocated() + h.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        step(*way)
+        out.append({"candidate": name, "extra GiB": (torch.cuda.max_memory_allocated() - gradients) / 2**30})
+    for line, ms in zip(out, times_ms(*(partial(step, *way) for way in ways.values()))):
+        line |= {"ms": ms, "TFLOP/s": 6 * tokens * vocab * hidden / ms / 1e9}
+    weight.main_grad = weight.grad = None
+    torch.cuda.empty_cache()
     return out
-

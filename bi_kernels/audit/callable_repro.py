@@ -207,12 +207,25 @@ def _smaller(t: Target, pair: Pair, given: dict) -> Pair:
     return pair
 
 
+def _cut(t: Target, pair: Pair, given: dict) -> tuple[Pair, dict]:
+    """The pair on inputs that hold its own samples alone, if it still drifts there."""
+    used = sorted({i for calls in (pair.a, pair.b) for c in calls for i in c if i >= 0})
+    number = {-1: -1} | {i: n for n, i in enumerate(used)}
+    renumbered = lambda calls: tuple(tuple(number[i] for i in c) for c in calls)
+    fewer = replace(pair, a=renumbered(pair.a), b=renumbered(pair.b), sample=number[pair.sample])
+    at = torch.tensor(used, device=t.device)
+    held = {k: v.index_select(t.batch, at) if k in t.batched else v for k, v in given.items()}
+    return (fewer, held) if fewer.drifts(t, held) else (pair, given)
+
+
 def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
     """Writes the script, and what it loads, and names it in the rows that drift; None where nothing was found to show."""
     found = _shrunk(t, rows)
     if found is None:
         return None
     pair, given = found
+    if pair.inputs not in (DRAWN, SPREAD) and not pair.tensor:
+        pair, given = _cut(t, pair, given)
     folder.mkdir(parents=True, exist_ok=True)
     safe = _safe(t.name)
     path = folder / f"{safe}.py"

@@ -234,7 +234,8 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
     drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
-    why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail)
+    shown = lambda r: r.relation.endswith("invariance") and r.mismatches  # in columns of their own
+    why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail and not shown(r))
     line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {},
             "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
     for relation in RELATIONS:
