@@ -13,7 +13,7 @@ _OPS = {
     "linear": "gemm", "matmul": "gemm",
     "rms_norm": "norm", "qk_norm": "norm", "add_rms_norm": "norm", "embedding": "embed",
     "lm_head_logprob": "lm_head", "token_logprob": "logprob", "log_softmax": "logprob",
-    "attention": "attention",
+    "attention": "attend",
     "TokenLayout": "tokens", "MainGrads": "grads",
 }
 __all__ = list(_OPS)

@@ -1,0 +1,255 @@
+"""Attention: prefill, chunks and decode over a contiguous or paged cache, forward and backward, with one fold.
+
+A query's keys are taken in blocks of 64, counted from the first key of its sequence: an online softmax in fp32, whose
+blocks are added in ascending order, in splits of 4096 keys that are merged in ascending order. Where the splits are
+computed, one after another in one program (prefill) or each in its own (decode), and how many queries share a tile changes
+no bit; a key that a query does not see adds exact nothing. The heads of a group lie beside each other in a tile.
+Rounding points: the scores stay fp32; exp2(score · scale − maximum) is rounded to the storage dtype for the product with V
+and is summed unrounded; the output is rounded once.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+
+BLOCK, SPLIT = 64, 4096  # keys; both are part of the fold
+MERGE_ROWS = 16
+LOG2E = math.log2(math.e)
+
+
+class Tiling(NamedTuple):
+    """Launch configurations, free of any bit: the warps of a tile lie along its rows, so a row's sum keeps its order."""
+
+    rows: int  # queries
+    columns: int  # keys
+    warps: int
+    stages: int
+
+
+PREFILL, DECODE, FP32 = Tiling(128, BLOCK, 8, 3), Tiling(64, BLOCK, 4, 4), Tiling(32, 32, 4, 2)
+TMA = True
+FEW = 256  # tiles below which each split is a program of its own
+
+
+@triton.jit
+def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """(sequence, tile of it) of a tile, where tiles hold SIZE rows and a token has ROWS; `sequences` or more: of none."""
+    i = tl.arange(0, COUNT)
+    ends = tl.cumsum(tl.cdiv(tl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0)
+    return tl.sum((ends <= tile).to(tl.int32), 0), tile - tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+
+@triton.jit
+def _key_rows(key, first, pages, length, PAGE: tl.constexpr):
+    """The rows of k that hold some keys of a sequence, whose keys start in row `first`, or lie in `pages`."""
+    if PAGE:
+        page = tl.load(pages + key // PAGE, mask=key < length, other=0)
+        return page.to(tl.int64) * PAGE + key % PAGE
+    else:
+        return first + key
+
+
+@triton.jit
+def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether the query at `position` sees `key`."""
+    visible = (key < length)[None, :]
+    if CAUSAL:
+        visible &= key[None, :] <= position[:, None]
+    if WINDOW:
+        visible &= key[None, :] > position[:, None] - window
+    return visible
+
+
+@triton.jit
+def _add_block(q, m, l, acc, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale, window,
+               width, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+               EVEN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
+    """The online softmax's next block of keys."""
+    key = start + tl.arange(0, BLOCK)
+    if TMA:
+        at = (row_k + start).to(tl.int32)
+        kt = k_tma.load([at, head * D])
+    else:
+        d = tl.arange(0, D)
+        rows = _key_rows(key, row_k, pages, length, PAGE)
+        there = (d < width)[None, :] | EVEN
+        if MASKED:
+            there &= (key < length)[:, None]
+        kt = tl.load(k + rows[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+    s = tl.dot(q, kt.T, input_precision="ieee")
+    if MASKED:
+        s = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), s, -float("inf"))
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.math.exp2(tl.fma(s, scale, -base[:, None]))
+    alpha = tl.math.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)
+    if TMA:
+        vt = v_tma.load([at, head * D])
+    else:
+        vt = tl.load(v + rows[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+    acc = tl.dot(p.to(vt.dtype), vt, acc * alpha[:, None], input_precision="ieee")
+    return top, l, acc
+
+
+@triton.jit
+def _merge(m, l, acc, m_next, l_next, acc_next):
+    """The state of some splits, and then that of the next one."""
+    top = tl.maximum(m, m_next)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    a, b = tl.math.exp2(m - base), tl.math.exp2(m_next - base)
+    return top, l * a + l_next * b, acc * a[:, None] + acc_next * b[:, None]
+
+
+@triton.jit
+def _store_result(out, lse, at, m, l, acc, rows, d, width, inside):
+    """The normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
+    none = l == 0.0
+    y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
+    tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + at, tl.where(none, -float("inf"), (m + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+
+
+@triton.jit(do_not_specialize=["sequences", "tiles_total", "window", "rows_total"])
+def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
+                      pages_stride, sequences, tiles_total, stride_k, stride_v, head_k, head_v, rows_total, scale, window,
+                      width, COUNT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr,
+                      WINDOW: tl.constexpr, PAGE: tl.constexpr, PARTIAL: tl.constexpr, MANY: tl.constexpr,
+                      TMA: tl.constexpr):
+    """One tile of queries against all of their keys, or with PARTIAL against one split of them."""
+    tile = tiles_total - 1 - tl.program_id(0)  # the last of a causal sequence take longest
+    head = tl.program_id(1)
+    sequence, tile = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
+    if sequence < sequences:
+        queries, length = tl.load(length_q + sequence), tl.load(length_k + sequence)
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
+        token = row // GROUP
+        inside = token < queries
+        position = token + length - queries
+        d = tl.arange(0, D)
+        at = (tl.load(first_q + sequence).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
+        there = inside[:, None] & ((d < width)[None, :] | EVEN)
+        qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
+        k += head * head_k
+        v += head * head_v
+        row_k = tl.load(first_k + sequence).to(tl.int64)
+        if PAGE:
+            pages += sequence * pages_stride
+
+        first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
+        last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
+        begin, end, whole = 0, length, length // BLOCK * BLOCK  # keys that some query sees; from `whole` on, not all do
+        if CAUSAL:
+            end = tl.minimum(end, last + 1)
+            whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
+        if WINDOW:
+            begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+            whole = begin
+        m = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
+        l = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
+        if PARTIAL:
+            split = tl.program_id(2)
+            splits = tl.minimum(split + 1, splits)
+        for n in range(split, splits):
+            lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
+            middle = tl.maximum(tl.minimum(hi, whole), lo)
+            m_own = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
+            l_own = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+            acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+            for start in range(lo, middle, BLOCK):
+                m_own, l_own, acc_own = _add_block(qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v,
+                                                   start, position, length, scale, window, width, CAUSAL, WINDOW, PAGE, False, TMA,
+                                                   EVEN, BLOCK, D)
+            for start in range(middle, hi, BLOCK):
+                m_own, l_own, acc_own = _add_block(qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v,
+                                                   start, position, length, scale, window, width, CAUSAL, WINDOW, PAGE, True, False,
+                                                   EVEN, BLOCK, D)
+            if MANY:
+                m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own)
+            else:
+                m, l, acc = m_own, l_own, acc_own
+        if PARTIAL:
+            part = tl.program_id(2).to(tl.int64) * rows_total + at
+            tl.store(part_m + part, m, mask=inside)
+            tl.store(part_l + part, l, mask=inside)
+            if split < splits:
+                tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
+        else:
+            _store_result(out, lse, at, m, l, acc, inside, d, width, there)
+
+
+@triton.jit
+def _merge_kernel(part_m, part_l, part_acc, out, lse, rows_total, splits, width, ROWS: tl.constexpr, D: tl.constexpr):
+    """The splits of a query, in ascending order."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    inside = row < rows_total
+    there = inside[:, None] & (d < width)[None, :]
+    m = tl.full((ROWS, ), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((ROWS, ), dtype=tl.float32)
+    acc = tl.zeros((ROWS, D), dtype=tl.float32)
+    at = row  # of the first split; the next one is `rows_total` further
+    for _ in range(0, splits):
+        m_next = tl.load(part_m + at, mask=inside, other=-float("inf"))
+        l_next = tl.load(part_l + at, mask=inside, other=0.0)
+        some = there & (m_next > -float("inf"))[:, None]
+        acc_next = tl.load(part_acc + at[:, None] * width + d[None, :], mask=some, other=0.0)
+        m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next)
+        at += rows_total
+    _store_result(out, lse, row, m, l, acc, inside, d, width, there)
+
+
+def _descriptor(t: torch.Tensor) -> TensorDescriptor:
+    """Blocks of keys of one head, of (rows, heads, D)."""
+    rows, heads, width = t.shape
+    return TensorDescriptor(t, [rows, heads * width], [t.stride(0), 1], [BLOCK, width])
+
+
+def most_tiles(tokens: int, sequences: int, rows: int) -> int:
+    """At least as many as there are, however `tokens` are spread over the sequences."""
+    return tokens // rows + min(sequences, tokens)
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
+    width, group = q.shape[-1], q.shape[-2] // k.shape[-2]
+    block = max(16, triton.next_power_of_2(width))
+    return {"stride_k": k.stride(-3), "stride_v": v.stride(-3), "head_k": k.stride(-2), "head_v": v.stride(-2), "width": width,
+            "GROUP": group, "HEADS": k.shape[-2], "D": block, "EVEN": block == width, "enable_fp_fusion": False}
+
+
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q: torch.Tensor, length_q: torch.Tensor,
+               first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full: bool,
+               causal: bool, scale: float, window: int) -> list[torch.Tensor]:
+    """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D); full: every token is of some sequence."""
+    tokens, heads, width = q.shape
+    shape = shape_of(q, k, v)
+    out = q.new_empty(q.shape) if full else q.new_zeros(q.shape)
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if full else q.new_full((tokens, heads), -math.inf, dtype=torch.float32)
+    if not q.numel():
+        return [out, lse]
+    group, splits = shape["GROUP"], max(1, triton.cdiv(longest, SPLIT))
+    small = tokens * group // PREFILL.rows + min(len(length_q), tokens)
+    few = small * k.shape[-2] < FEW
+    tiling = FP32 if q.dtype == torch.float32 else DECODE if few else PREFILL
+    total = most_tiles(tokens * group, len(length_q), tiling.rows)
+    partial = few and splits > 1
+    tma = TMA and not page and shape["EVEN"] and q.dtype != torch.float32 and k.data_ptr() % 16 == v.data_ptr() % 16 == 0
+    parts = [q.new_empty(splits, tokens, heads, *last, dtype=torch.float32) if partial else None for last in ((), (), (width, ))]
+    _attention_kernel[(total, k.shape[-2], splits if partial else 1)](
+        q, k, v, *(_descriptor(t) if tma else None for t in (k, v)), out, lse, *parts, first_q, length_q, first_k, length_k, pages, 0 if pages is None else pages.stride(0), len(length_q), total,
+        rows_total=tokens * heads, scale=scale * LOG2E, window=window, COUNT=triton.next_power_of_2(len(length_q)), BLOCK_M=tiling.rows, BLOCK=BLOCK, SPLIT=SPLIT,
+        CAUSAL=causal, WINDOW=window > 0, PAGE=page, PARTIAL=partial, MANY=splits > 1 and not partial, TMA=tma, num_warps=tiling.warps,
+        num_stages=tiling.stages, **shape)
+    if partial:
+        _merge_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS), )](*parts, out, lse, tokens * heads, splits, width, ROWS=MERGE_ROWS,
+                                                            D=shape["D"], num_warps=4, enable_fp_fusion=False)
+    return [out, lse]
