@@ -51,45 +51,48 @@ def _keys_step(k_tile, v_tile, dk, dv, q, d_out, lse, delta, row, token, queries
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["sequences", "tiles_total", "window"])
-def _keys_backward_kernel(q, k, v, d_out, lse, delta, dk, dv, first_q, length_q, first_k, length_k, sequences, tiles_total, stride_k,
+@triton.jit(do_not_specialize=["sequences", "window"])
+def _keys_backward_kernel(q, k, v, d_out, lse, delta, dk, dv, first_q, length_q, first_k, length_k, sequences, stride_k,
                           stride_v, head_k, head_v, scale, factor, window, width, COUNT: tl.constexpr, GROUP: tl.constexpr,
                           HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
                           EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """dK and dV of a tile of keys: over the heads of the group, and the queries of each, in ascending order."""
-    head = tl.program_id(1)
-    sequence, tile = sequence_of(tl.program_id(0), length_k, sequences, 1, BLOCK_N, COUNT)
-    if sequence < sequences:
-        queries, length = tl.load(length_q + sequence), tl.load(length_k + sequence)
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        d = tl.arange(0, D)
-        row_k = tl.load(first_k + sequence).to(tl.int64) + key
-        there = (key < length)[:, None] & ((d < width)[None, :] | EVEN)
-        k_tile = tl.load(k + head * head_k + row_k[:, None] * stride_k + d[None, :], mask=there, other=0.0)
-        v_tile = tl.load(v + head * head_v + row_k[:, None] * stride_v + d[None, :], mask=there, other=0.0)
-        begin, middle, end = 0, 0, queries  # queries that see some key; from `middle` on, all of them see all
-        if CAUSAL:
-            begin = tl.maximum(tile * BLOCK_N + queries - length, 0) // BLOCK_M * BLOCK_M
-            middle = tl.cdiv(tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + queries - length, 0), BLOCK_M) * BLOCK_M
-        if WINDOW:
-            end = tl.minimum(end, tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + window + queries - length, 0))
-            middle = end
-        middle = tl.minimum(tl.maximum(middle, begin), tl.maximum(end, begin))
-        dk_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
-        dv_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
-        for member in range(0, GROUP):
-            row = tl.load(first_q + sequence).to(tl.int64) * (HEADS * GROUP) + head * GROUP + member
-            for start in range(begin, middle, BLOCK_M):
-                token = start + tl.arange(0, BLOCK_M)
-                dk_tile, dv_tile = _keys_step(k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length,
-                                              scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, True, EVEN, D)
-            for start in range(middle, end, BLOCK_M):
-                token = start + tl.arange(0, BLOCK_M)
-                dk_tile, dv_tile = _keys_step(k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length,
-                                              scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, False, EVEN, D)
-        at = (row_k[:, None] * HEADS + head) * width + d[None, :]
-        tl.store(dk + at, (dk_tile * factor + 0.0).to(dk.dtype.element_ty), mask=there)
-        tl.store(dv + at, (dv_tile + 0.0).to(dv.dtype.element_ty), mask=there)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, before, last = sequence_of(tile, length_k, sequences, 1, BLOCK_N, COUNT)
+    tile -= before
+    known = sequence < sequences
+    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D)
+    row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64) + key
+    there = (key < length)[:, None] & ((d < width)[None, :] | EVEN)
+    k_tile = tl.load(k + head * head_k + row_k[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+    v_tile = tl.load(v + head * head_v + row_k[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+    begin, middle, end = 0, 0, queries  # queries that see some key; from `middle` on, all of them see all
+    if CAUSAL:
+        begin = tl.maximum(tile * BLOCK_N + queries - length, 0) // BLOCK_M * BLOCK_M
+        middle = tl.cdiv(tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + queries - length, 0), BLOCK_M) * BLOCK_M
+    if WINDOW:
+        end = tl.minimum(end, tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + window + queries - length, 0))
+        middle = end
+    middle = tl.minimum(tl.maximum(middle, begin), tl.maximum(end, begin))
+    dk_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    for member in range(0, GROUP):
+        row = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) * (HEADS * GROUP) + head * GROUP + member
+        for start in range(begin, middle, BLOCK_M):
+            token = start + tl.arange(0, BLOCK_M)
+            dk_tile, dv_tile = _keys_step(
+                k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length, scale, window, width,
+                HEADS * GROUP, CAUSAL, WINDOW, True, EVEN, D)
+        for start in range(middle, end, BLOCK_M):
+            token = start + tl.arange(0, BLOCK_M)
+            dk_tile, dv_tile = _keys_step(
+                k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length, scale, window, width,
+                HEADS * GROUP, CAUSAL, WINDOW, False, EVEN, D)
+    at = (row_k[:, None] * HEADS + head) * width + d[None, :]
+    tl.store(dk + at, (dk_tile * factor + 0.0).to(dk.dtype.element_ty), mask=there)
+    tl.store(dv + at, (dv_tile + 0.0).to(dv.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -109,50 +112,53 @@ def _queries_step(qt, do, dq, k, v, kv, stride_k, stride_v, log_sum, less, key, 
     return tl.dot(ds.to(kt.dtype), kt, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sequences", "tiles_total", "window"])
-def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, first_k, length_k, sequences, tiles_total, stride_k,
+@triton.jit(do_not_specialize=["sequences", "window"])
+def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, first_k, length_k, sequences, stride_k,
                              stride_v, head_k, head_v, scale, factor, window, width, COUNT: tl.constexpr, GROUP: tl.constexpr,
                              HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
                              EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """dQ of a tile of queries: over their keys in ascending order."""
-    head = tl.program_id(1)
-    sequence, tile = sequence_of(tiles_total - 1 - tl.program_id(0), length_q, sequences, GROUP, BLOCK_M, COUNT)
-    if sequence < sequences:
-        queries, length = tl.load(length_q + sequence), tl.load(length_k + sequence)
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        token = row // GROUP
-        inside = token < queries
-        position = token + length - queries
-        d = tl.arange(0, D)
-        at = (tl.load(first_q + sequence).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
-        there = inside[:, None] & ((d < width)[None, :] | EVEN)
-        qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
-        do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
-        log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
-        less = tl.load(delta + at, mask=inside, other=0.0)
-        k += head * head_k
-        v += head * head_v
-        row_k = tl.load(first_k + sequence).to(tl.int64)
-        first = tile * BLOCK_M // GROUP + length - queries
-        last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
-        begin, end, whole = 0, length, length // BLOCK_N * BLOCK_N
-        if CAUSAL:
-            end = tl.minimum(end, last + 1)
-            whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
-        if WINDOW:
-            begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
-            whole = begin
-        whole = tl.maximum(whole, begin)
-        dq_tile = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        for start in range(begin, whole, BLOCK_N):
-            key = start + tl.arange(0, BLOCK_N)
-            dq_tile = _queries_step(qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale,
-                                    window, width, CAUSAL, WINDOW, False, EVEN, D)
-        for start in range(whole, end, BLOCK_N):
-            key = start + tl.arange(0, BLOCK_N)
-            dq_tile = _queries_step(qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale,
-                                    window, width, CAUSAL, WINDOW, True, EVEN, D)
-        tl.store(dq + at[:, None] * width + d[None, :], (dq_tile * factor + 0.0).to(dq.dtype.element_ty), mask=there)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
+    tile = last - tile
+    known = sequence < sequences
+    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    inside = token < queries
+    position = token + length - queries
+    d = tl.arange(0, D)
+    at = (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
+    there = inside[:, None] & ((d < width)[None, :] | EVEN)
+    qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
+    less = tl.load(delta + at, mask=inside, other=0.0)
+    k += head * head_k
+    v += head * head_v
+    row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
+    first = tile * BLOCK_M // GROUP + length - queries
+    last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
+    begin, end, whole = 0, length, length // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(end, last + 1)
+        whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+        whole = begin
+    whole = tl.maximum(whole, begin)
+    dq_tile = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    for start in range(begin, whole, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        dq_tile = _queries_step(
+            qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale, window, width,
+            CAUSAL, WINDOW, False, EVEN, D)
+    for start in range(whole, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        dq_tile = _queries_step(
+            qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale, window, width,
+            CAUSAL, WINDOW, True, EVEN, D)
+    tl.store(dq + at[:, None] * width + d[None, :], (dq_tile * factor + 0.0).to(dq.dtype.element_ty), mask=there)
 
 
 def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -174,7 +180,7 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
             (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
             (_queries_backward_kernel, queries, most_tiles(tokens * shape["GROUP"], sequences, queries.rows), (dq, ))):
         kernel[(total, k.shape[-2])](
-            q, k, v, d_out, lse, delta, *grads, *where, sequences, total, scale=scale * LOG2E, factor=scale, window=window,
+            q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,
             CAUSAL=causal, WINDOW=window > 0, COUNT=triton.next_power_of_2(sequences), BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, num_warps=tiling.warps,
             num_stages=tiling.stages, **shape)
     return [dq, dk, dv]

@@ -33,16 +33,18 @@ class Tiling(NamedTuple):
 
 
 PREFILL, DECODE, FP32 = Tiling(128, BLOCK, 8, 3), Tiling(64, BLOCK, 4, 4), Tiling(32, 32, 4, 2)
-TMA = True
 FEW = 256  # tiles below which each split is a program of its own
 
 
 @triton.jit
 def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """(sequence, tile of it) of a tile, where tiles hold SIZE rows and a token has ROWS; `sequences` or more: of none."""
+    """(sequence, the first of its tiles, the last of them) of a tile, where tiles hold SIZE rows and a token has ROWS;
+    sequence COUNT for a tile of none."""
     i = tl.arange(0, COUNT)
     ends = tl.cumsum(tl.cdiv(tl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0)
-    return tl.sum((ends <= tile).to(tl.int32), 0), tile - tl.max(tl.where(ends <= tile, ends, 0), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    after = tl.min(tl.where(ends > tile, ends, tl.maximum(tl.max(ends, 0), tile + 1)), 0)
+    return tl.sum((ends <= tile).to(tl.int32), 0), before, after - 1
 
 
 @triton.jit
@@ -116,75 +118,74 @@ def _store_result(out, lse, at, m, l, acc, rows, d, width, inside):
     tl.store(lse + at, tl.where(none, -float("inf"), (m + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
 
 
-@triton.jit(do_not_specialize=["sequences", "tiles_total", "window", "rows_total"])
+@triton.jit(do_not_specialize=["sequences", "window", "rows_total"])
 def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
-                      pages_stride, sequences, tiles_total, stride_k, stride_v, head_k, head_v, rows_total, scale, window,
+                      pages_stride, sequences, stride_k, stride_v, head_k, head_v, rows_total, scale, window,
                       width, COUNT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr,
-                      WINDOW: tl.constexpr, PAGE: tl.constexpr, PARTIAL: tl.constexpr, MANY: tl.constexpr,
-                      TMA: tl.constexpr):
+                      WINDOW: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr, PARTIAL: tl.constexpr):
     """One tile of queries against all of their keys, or with PARTIAL against one split of them."""
-    tile = tiles_total - 1 - tl.program_id(0)  # the last of a causal sequence take longest
-    head = tl.program_id(1)
-    sequence, tile = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
-    if sequence < sequences:
-        queries, length = tl.load(length_q + sequence), tl.load(length_k + sequence)
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
-        token = row // GROUP
-        inside = token < queries
-        position = token + length - queries
-        d = tl.arange(0, D)
-        at = (tl.load(first_q + sequence).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
-        there = inside[:, None] & ((d < width)[None, :] | EVEN)
-        qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
-        k += head * head_k
-        v += head * head_v
-        row_k = tl.load(first_k + sequence).to(tl.int64)
-        if PAGE:
-            pages += sequence * pages_stride
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
+    tile = last - tile  # the last of a causal sequence takes longest, and so begins
+    known = sequence < sequences
+    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
+    token = row // GROUP
+    inside = token < queries
+    position = token + length - queries
+    d = tl.arange(0, D)
+    at = (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
+    there = inside[:, None] & ((d < width)[None, :] | EVEN)
+    qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    k += head * head_k
+    v += head * head_v
+    row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
+    if PAGE:
+        pages += sequence * pages_stride
 
-        first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
-        last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
-        begin, end, whole = 0, length, length // BLOCK * BLOCK  # keys that some query sees; from `whole` on, not all do
-        if CAUSAL:
-            end = tl.minimum(end, last + 1)
-            whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-        if WINDOW:
-            begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
-            whole = begin
-        m = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
-        l = tl.zeros((BLOCK_M, ), dtype=tl.float32)
-        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
-        if PARTIAL:
-            split = tl.program_id(2)
-            splits = tl.minimum(split + 1, splits)
-        for n in range(split, splits):
-            lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
-            middle = tl.maximum(tl.minimum(hi, whole), lo)
-            m_own = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
-            l_own = tl.zeros((BLOCK_M, ), dtype=tl.float32)
-            acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-            for start in range(lo, middle, BLOCK):
-                m_own, l_own, acc_own = _add_block(qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v,
-                                                   start, position, length, scale, window, width, CAUSAL, WINDOW, PAGE, False, TMA,
-                                                   EVEN, BLOCK, D)
-            for start in range(middle, hi, BLOCK):
-                m_own, l_own, acc_own = _add_block(qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v,
-                                                   start, position, length, scale, window, width, CAUSAL, WINDOW, PAGE, True, False,
-                                                   EVEN, BLOCK, D)
-            if MANY:
-                m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own)
-            else:
-                m, l, acc = m_own, l_own, acc_own
-        if PARTIAL:
-            part = tl.program_id(2).to(tl.int64) * rows_total + at
-            tl.store(part_m + part, m, mask=inside)
-            tl.store(part_l + part, l, mask=inside)
-            if split < splits:
-                tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
+    first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
+    last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
+    begin, end, whole = 0, length, length // BLOCK * BLOCK  # keys that some query sees; from `whole` on, not all do
+    if CAUSAL:
+        end = tl.minimum(end, last + 1)
+        whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+        whole = begin
+    m = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
+    if PARTIAL:
+        split = tl.program_id(2)
+        splits = tl.minimum(split + 1, splits)
+    for n in range(split, splits):
+        lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
+        middle = tl.maximum(tl.minimum(hi, whole), lo)
+        m_own = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
+        l_own = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+        acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        for start in range(lo, middle, BLOCK):
+            m_own, l_own, acc_own = _add_block(
+                qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale,
+                window, width, CAUSAL, WINDOW, PAGE, False, k_tma is not None, EVEN, BLOCK, D)
+        for start in range(middle, hi, BLOCK):
+            m_own, l_own, acc_own = _add_block(
+                qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale,
+                window, width, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D)
+        if MANY:
+            m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own)
         else:
-            _store_result(out, lse, at, m, l, acc, inside, d, width, there)
+            m, l, acc = m_own, l_own, acc_own
+    if PARTIAL:
+        part = tl.program_id(2).to(tl.int64) * rows_total + at
+        tl.store(part_m + part, m, mask=inside)
+        tl.store(part_l + part, l, mask=inside)
+        if split < splits:
+            tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
+    else:
+        _store_result(out, lse, at, m, l, acc, inside, d, width, there)
 
 
 @triton.jit
@@ -227,29 +228,43 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q: torch.Tensor, length_q: torch.Tensor,
-               first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full: bool,
-               causal: bool, scale: float, window: int) -> list[torch.Tensor]:
-    """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D); full: every token is of some sequence."""
-    tokens, heads, width = q.shape
-    shape = shape_of(q, k, v)
+                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full: bool,
+                      causal: bool, scale: float, window: int) -> list[torch.Tensor]:
+    """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D).
+
+    pages (sequences, pages of the longest) of `page` keys, or 0; longest: keys that a sequence has at most; full: every token
+    is of some sequence.
+    """
     out = q.new_empty(q.shape) if full else q.new_zeros(q.shape)
-    lse = q.new_empty(tokens, heads, dtype=torch.float32) if full else q.new_full((tokens, heads), -math.inf, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if full else q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
     if not q.numel():
         return [out, lse]
-    group, splits = shape["GROUP"], max(1, triton.cdiv(longest, SPLIT))
-    small = tokens * group // PREFILL.rows + min(len(length_q), tokens)
-    few = small * k.shape[-2] < FEW
-    tiling = FP32 if q.dtype == torch.float32 else DECODE if few else PREFILL
-    total = most_tiles(tokens * group, len(length_q), tiling.rows)
-    partial = few and splits > 1
-    tma = TMA and not page and shape["EVEN"] and q.dtype != torch.float32 and k.data_ptr() % 16 == v.data_ptr() % 16 == 0
-    parts = [q.new_empty(splits, tokens, heads, *last, dtype=torch.float32) if partial else None for last in ((), (), (width, ))]
-    _attention_kernel[(total, k.shape[-2], splits if partial else 1)](
-        q, k, v, *(_descriptor(t) if tma else None for t in (k, v)), out, lse, *parts, first_q, length_q, first_k, length_k, pages, 0 if pages is None else pages.stride(0), len(length_q), total,
-        rows_total=tokens * heads, scale=scale * LOG2E, window=window, COUNT=triton.next_power_of_2(len(length_q)), BLOCK_M=tiling.rows, BLOCK=BLOCK, SPLIT=SPLIT,
-        CAUSAL=causal, WINDOW=window > 0, PAGE=page, PARTIAL=partial, MANY=splits > 1 and not partial, TMA=tma, num_warps=tiling.warps,
-        num_stages=tiling.stages, **shape)
-    if partial:
-        _merge_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS), )](*parts, out, lse, tokens * heads, splits, width, ROWS=MERGE_ROWS,
-                                                            D=shape["D"], num_warps=4, enable_fp_fusion=False)
+    splits, where = max(1, triton.cdiv(longest, SPLIT)), (first_q, length_q, first_k, length_k, pages)
+    given = {"PAGE": page, "CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
+    tiles = most_tiles(len(q) * given["GROUP"], len(length_q), PREFILL.rows) * given["HEADS"]
+    if q.dtype == torch.float32:
+        _launch(q, k, v, None, None, out, lse, None, None, None, where, FP32, 1, splits, PARTIAL=False, **given)
+    elif tiles >= FEW and not page and given["EVEN"] and k.data_ptr() % 16 == v.data_ptr() % 16 == 0:
+        _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, None, None, None, where, PREFILL, 1, splits, PARTIAL=False, **given)
+    elif tiles >= FEW:
+        _launch(q, k, v, None, None, out, lse, None, None, None, where, PREFILL, 1, splits, PARTIAL=False, **given)
+    elif splits == 1:
+        _launch(q, k, v, None, None, out, lse, None, None, None, where, DECODE, 1, splits, PARTIAL=False, **given)
+    else:
+        part_m, part_l = lse.new_empty(2, splits, *lse.shape)
+        part_acc = lse.new_empty(splits, *q.shape)
+        _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, DECODE, splits, splits, PARTIAL=True, **given)
+        _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
+            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4, enable_fp_fusion=False)
     return [out, lse]
+
+
+def _launch(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, where, tiling: Tiling, grid: int, splits: int,
+            **given) -> None:
+    first_q, length_q, first_k, length_k, pages = where
+    sequences = len(length_q)
+    total = most_tiles(len(q) * given["GROUP"], sequences, tiling.rows)
+    _attention_kernel[(total, given["HEADS"], grid)](
+        q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
+        0 if pages is None else pages.stride(0), sequences, rows_total=lse.numel(), COUNT=triton.next_power_of_2(sequences),
+        BLOCK_M=tiling.rows, BLOCK=BLOCK, SPLIT=SPLIT, MANY=splits > 1, num_warps=tiling.warps, num_stages=tiling.stages, **given)
