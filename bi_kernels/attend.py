@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.attention_backward import attention_backward
 from bi_kernels.attention_forward import attention_forward
-from bi_kernels.checks import apply, check, check_integer, check_number
+from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.embed import can_wait
 
 
@@ -28,7 +28,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, d_lse):
         q, k, v, *where, out, lse = ctx.saved_tensors
-        d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
+        d_out = torch.zeros_like(out) if d_out is None else aligned(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         return *attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants), *[None] * 11
 
