@@ -1,13 +1,14 @@
 """The experiments of the GEMM audit."""
 
 import math
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-import triton.testing
 
 import bi_kernels
 from bi_kernels import contract
@@ -19,6 +20,8 @@ from bi_kernels.gemm import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.gemm import tiles as table_tiles
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
+FLUSH = 2**30  # bytes, a third of a millisecond
+TURN_MS = 40.0  # that a call is timed before it is the next one's turn
 
 
 @triton.jit
@@ -193,13 +196,45 @@ def missing(session) -> list[Row]:
 
 
 def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
-    """Median milliseconds of each call, the L2 cache flushed before every run.
+    """Median milliseconds of each call on the device, the L2 cache flushed before every run; the flush takes so long that
+    the CPU has queued the call by its end.
 
     The calls take turns: a product that runs long heats the GPU and lowers its clocks, and so is paid for by all alike.
     """
-    turns = [[triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median") for call in calls]
-             for _ in range(rounds)]
-    return [sorted(column)[rounds // 2] for column in zip(*turns)]
+    flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
+
+    def median(call: Callable, runs: int) -> float:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+    runs = [max(5, min(200, int(TURN_MS / median(call, 5)))) for call in calls]
+    turns = [[median(call, n) for call, n in zip(calls, runs)] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*turns)]
+
+
+def launch_us(call: Callable, runs: int = 300) -> float:
+    """Microseconds of the CPU that a call takes before it returns; the device must be the faster of the two."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    took = (time.perf_counter() - start) / runs * 1e6
+    torch.cuda.synchronize()
+    return took
+
+
+def launches(session) -> dict[str, float]:
+    """launch_us of an eager linear of one row, by who makes it."""
+    n, k = linears(session.parameters["shapes"])["o"]
+    w, x = (torch.randn(rows, k, device=session.device, dtype=torch.bfloat16) for rows in (n, 1))
+    return {"bi_kernels": launch_us(lambda: bi_kernels.linear(x, w)), "torch": launch_us(lambda: F.linear(x, w))}
 
 
 def benchmark(session) -> list[dict]:
