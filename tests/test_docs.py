@@ -73,14 +73,16 @@ def test_the_readme_uses_the_kernels():
     names = {"x": drawn(tokens, width), "weight": drawn(n, width), "bias": drawn(n), "a": drawn(2, tokens, width),
              "b": drawn(width, n), "gate": drawn(tokens, n), "up": drawn(tokens, n), "q": drawn(tokens, 2, 128),
              "positions": torch.arange(tokens), "ids": torch.arange(tokens), "table_weight": drawn(n, width),
-             "targets": torch.arange(tokens)}
+             "targets": torch.arange(tokens), "k": drawn(tokens, 1, 128), "v": drawn(tokens, 1, 128),
+             "cu_seqlens": torch.tensor([0, 2, tokens])}
     for line in USE.replace('device="cuda"', 'device="cpu"').splitlines():
         # names are used for several things, as README lines are read one by one
         scope = names | {"bi": bi_kernels, "h": drawn(tokens, width), "residual": drawn(tokens, width)}
         scope["weight"] = drawn(width) if "rms_norm" in line else names["weight"]
         exec(line, scope)
-        names |= {k: scope[k] for k in ("table", "logprob", "entropy") if k in scope}
+        names |= {k: scope[k] for k in ("table", "logprob", "entropy", "out", "lse") if k in scope}
     assert names["logprob"].shape == names["entropy"].shape == (tokens, )
+    assert names["out"].shape == (tokens, 2, 128) and names["lse"].shape == (tokens, 2)
 
 
 class Policy(torch.nn.Module):
