@@ -30,7 +30,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, *where, out, lse = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else aligned(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        return *attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants), *[None] * 11
+        needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
+        dq, dk, dv = attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, needs_q, needs_k or needs_v)
+        return dq, dk, dv, *[None] * 11
 
 
 _opaque = torch.library.custom_op("bi_kernels::attention", attention_forward, mutates_args=())
@@ -61,8 +63,9 @@ def _ends(op: str, name: str, cu_seqlens: torch.Tensor, rows: int) -> tuple[torc
 @lru_cache(maxsize=64)
 def _whole(count: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(first rows, lengths) of a batch without padding."""
-    lengths = torch.full((count, ), width, dtype=torch.int32, device=device)
-    return torch.arange(count, dtype=torch.int32, device=device) * width, lengths
+    with torch.inference_mode(False):  # else a later backward could not save them
+        lengths = torch.full((count, ), width, dtype=torch.int32, device=device)
+        return torch.arange(count, dtype=torch.int32, device=device) * width, lengths
 
 
 def _spans(op: str, name: str, lengths: torch.Tensor | None, count: int, width: int, left: bool, q: torch.Tensor

@@ -163,13 +163,14 @@ def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, 
 
 def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                        out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full: bool, causal: bool, scale: float,
-                       window: int) -> list[torch.Tensor]:
-    """[dq, dk, dv]; where: first_q, length_q, first_k, length_k of the sequences."""
+                       window: int, needs_q: bool, needs_kv: bool) -> list[torch.Tensor | None]:
+    """[dq, dk, dv], None for what is not needed; where: first_q, length_q, first_k, length_k of the sequences."""
     (tokens, heads, width), shape = q.shape, shape_of(q, k, v)
     make = torch.empty_like if full else torch.zeros_like
-    dq, dk, dv = (make(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dq, dk, dv = (make(t, memory_format=torch.contiguous_format) if needed else None
+                  for t, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv)))
     if not q.numel() or not k.numel():
-        return [t.zero_() for t in (dq, dk, dv)]
+        return [t if t is None else t.zero_() for t in (dq, dk, dv)]
     delta = torch.empty_like(lse)
     _delta_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS), )](
         out, d_out, d_lse, delta, tokens * heads, width, HAS_LSE=d_lse is not None, ROWS=MERGE_ROWS, D=shape["D"], num_warps=4,
@@ -179,6 +180,8 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
     for kernel, tiling, total, grads in (
             (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
             (_queries_backward_kernel, queries, most_tiles(tokens * shape["GROUP"], sequences, queries.rows), (dq, ))):
+        if grads[0] is None:
+            continue
         kernel[(total, k.shape[-2])](
             q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,
             CAUSAL=causal, WINDOW=window > 0, COUNT=triton.next_power_of_2(sequences), BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, num_warps=tiling.warps,
