@@ -13,13 +13,16 @@ from bi_kernels.attention_forward import attention_forward
 from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.embed import can_wait
 
+WIDEST = 2**30  # keys; a wider window is none
+
 
 class _Attention(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full, causal, scale, window):
-        out, lse = attention_forward(q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full, causal, scale, window)
-        ctx.constants = full, causal, scale, window
+    def forward(ctx, q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window):
+        out, lse = attention_forward(q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k,
+                                     causal, scale, window)
+        ctx.constants = full_q, full_k, causal, scale, window
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, first_q, length_q, first_k, length_k, out, lse)
         return out, lse
@@ -32,7 +35,7 @@ class _Attention(torch.autograd.Function):
         d_lse = None if d_lse is None else d_lse.contiguous()
         needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
         dq, dk, dv = attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, needs_q, needs_k or needs_v)
-        return dq, dk, dv, *[None] * 11
+        return dq, dk, dv, *[None] * 12
 
 
 _opaque = torch.library.custom_op("bi_kernels::attention", attention_forward, mutates_args=())
@@ -120,7 +123,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
     for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("lengths_q", lengths_q), ("lengths_k", lengths_k),
                     ("block_table", block_table)):
         check(op, same_dtype=False, optional=(name, ), q=q, **{name: t})
-    page, longest, full = 0, k.shape[0] if packed else k.shape[1], packed or lengths_q is None
+    page, longest, full_q, full_k = 0, k.shape[0] if packed else k.shape[1], packed or lengths_q is None, packed
     first_q, length_q = _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q)) if packed else _spans(
         op, "lengths_q", lengths_q, q.shape[0], q.shape[1], left_padded, q)
     count = len(length_q)
@@ -146,7 +149,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
         if lengths_k is None and lengths_q is not None and k.shape[1] == q.shape[1]:
             lengths_k = lengths_q
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, k.shape[1], left_padded, q)
-        full = full and lengths_k is None
+        full_k = lengths_k is None
     out, lse = apply(attention_forward, _opaque, _Attention.apply, _rows(q), _rows(k), _rows(v), first_q, length_q, first_k, length_k,
-                     block_table, page, longest, full, causal, width ** -0.5 if scale is None else float(scale), window or 0)
+                     block_table, page, longest, full_q, full_k, causal, width ** -0.5 if scale is None else float(scale), min(window or 0, WIDEST))
     return out.view(q.shape), lse.view(q.shape[:-1])

@@ -162,13 +162,12 @@ def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, 
 
 
 def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full: bool, causal: bool, scale: float,
+                       out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full_q: bool, full_k: bool, causal: bool, scale: float,
                        window: int, needs_q: bool, needs_kv: bool) -> list[torch.Tensor | None]:
     """[dq, dk, dv], None for what is not needed; where: first_q, length_q, first_k, length_k of the sequences."""
     (tokens, heads, width), shape = q.shape, shape_of(q, k, v)
-    make = torch.empty_like if full else torch.zeros_like
-    dq, dk, dv = (make(t, memory_format=torch.contiguous_format) if needed else None
-                  for t, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv)))
+    dq, dk, dv = ((torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
+                  for t, needed, full in ((q, needs_q, full_q), (k, needs_kv, full_k), (v, needs_kv, full_k)))
     if not q.numel() or not k.numel():
         return [t if t is None else t.zero_() for t in (dq, dk, dv)]
     delta = torch.empty_like(lse)

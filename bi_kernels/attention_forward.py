@@ -228,15 +228,15 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q: torch.Tensor, length_q: torch.Tensor,
-                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full: bool,
+                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full_q: bool, full_k: bool,
                       causal: bool, scale: float, window: int) -> list[torch.Tensor]:
     """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D).
 
-    pages (sequences, pages of the longest) of `page` keys, or 0; longest: keys that a sequence has at most; full: every token
-    is of some sequence.
+    pages (sequences, pages of the longest) of `page` keys, or 0; longest: keys that a sequence has at most; full_q, full_k:
+    every row of q, of k, is of some sequence.
     """
-    out = q.new_empty(q.shape) if full else q.new_zeros(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if full else q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    out = q.new_empty(q.shape) if full_q else q.new_zeros(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if full_q else q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
     if not q.numel():
         return [out, lse]
     splits, where = max(1, triton.cdiv(longest, SPLIT)), (first_q, length_q, first_k, length_k, pages)
@@ -251,7 +251,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
     elif splits == 1:
         _launch(q, k, v, None, None, out, lse, None, None, None, where, DECODE, 1, splits, PARTIAL=False, **given)
     else:
-        part_m, part_l = lse.new_empty(2, splits, *lse.shape)
+        part_m, part_l = lse.new_full((splits, *lse.shape), -math.inf), lse.new_zeros(splits, *lse.shape)  # padding keeps them
         part_acc = lse.new_empty(splits, *q.shape)
         _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, DECODE, splits, splits, PARTIAL=True, **given)
         _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
