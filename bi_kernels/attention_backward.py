@@ -11,7 +11,7 @@ import triton.language as tl
 
 from bi_kernels.attention_forward import FP32, LOG2E, MERGE_ROWS, Tiling, most_tiles, seen, sequence_of, shape_of
 
-KEYS, QUERIES = Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3)
+KEYS, QUERIES, WIDE = Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2)  # WIDE: of heads wider than 128
 
 
 @triton.jit
@@ -162,8 +162,8 @@ def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, 
 
 
 def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full_q: bool, full_k: bool, causal: bool, scale: float,
-                       window: int, needs_q: bool, needs_kv: bool) -> list[torch.Tensor | None]:
+                       out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full_q: bool, full_k: bool,
+                       causal: bool, scale: float, window: int, needs_q: bool, needs_kv: bool) -> list[torch.Tensor | None]:
     """[dq, dk, dv], None for what is not needed; where: first_q, length_q, first_k, length_k of the sequences."""
     (tokens, heads, width), shape = q.shape, shape_of(q, k, v)
     dq, dk, dv = ((torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
@@ -174,7 +174,7 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
     _delta_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS), )](
         out, d_out, d_lse, delta, tokens * heads, width, HAS_LSE=d_lse is not None, ROWS=MERGE_ROWS, D=shape["D"], num_warps=4,
         enable_fp_fusion=False)
-    keys, queries = (KEYS, QUERIES) if q.dtype != torch.float32 else (FP32, FP32)
+    keys, queries = (FP32, FP32) if q.dtype == torch.float32 else (WIDE, WIDE) if shape["D"] > 128 else (KEYS, QUERIES)
     sequences = len(where[0])
     for kernel, tiling, total, grads in (
             (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
@@ -183,6 +183,6 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
             continue
         kernel[(total, k.shape[-2])](
             q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,
-            CAUSAL=causal, WINDOW=window > 0, COUNT=triton.next_power_of_2(sequences), BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, num_warps=tiling.warps,
-            num_stages=tiling.stages, **shape)
+            CAUSAL=causal, WINDOW=window > 0, COUNT=triton.next_power_of_2(sequences), BLOCK_M=tiling.rows,
+            BLOCK_N=tiling.columns, num_warps=tiling.warps, num_stages=tiling.stages, **shape)
     return [dq, dk, dv]

@@ -1,9 +1,9 @@
-"""Attention: prefill, chunks and decode over a contiguous or paged cache, forward and backward, with one fold.
+"""Attention's forward: prefill, chunks and decode over a contiguous or paged cache, with one fold.
 
 A query's keys are taken in blocks of 64, counted from the first key of its sequence: an online softmax in fp32, whose
 blocks are added in ascending order, in splits of 4096 keys that are merged in ascending order. Where the splits are
 computed, one after another in one program (prefill) or each in its own (decode), and how many queries share a tile changes
-no bit; a key that a query does not see adds exact nothing. The heads of a group lie beside each other in a tile.
+no bit; a key that a query does not see adds exact nothing, where v is finite. The heads of a group lie beside each other in a tile.
 Rounding points: the scores stay fp32; exp2(score · scale − maximum) is rounded to the storage dtype for the product with V
 and is summed unrounded; the output is rounded once.
 """
@@ -33,6 +33,8 @@ class Tiling(NamedTuple):
 
 
 PREFILL, DECODE, FP32 = Tiling(128, BLOCK, 8, 3), Tiling(64, BLOCK, 4, 4), Tiling(32, 32, 4, 2)
+WIDE = {"PREFILL": Tiling(128, BLOCK, 8, 2), "DECODE": Tiling(64, BLOCK, 4, 2)}  # of heads wider than 128: shared memory
+MOST = 4096  # programs of a launch in which each split has its own
 FEW = 256  # tiles below which each split is a program of its own
 
 
@@ -112,7 +114,7 @@ def _merge(m, l, acc, m_next, l_next, acc_next):
 @triton.jit
 def _store_result(out, lse, at, m, l, acc, rows, d, width, inside):
     """The normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
-    none = l == 0.0
+    none = (l == 0.0) & (m == -float("inf"))
     y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
     tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + at, tl.where(none, -float("inf"), (m + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
@@ -215,6 +217,10 @@ def _descriptor(t: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(t, [rows, heads * width], [t.stride(0), 1], [BLOCK, width])
 
 
+def _tma_ready(t: torch.Tensor) -> bool:
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == t.shape[2]
+
+
 def most_tiles(tokens: int, sequences: int, rows: int) -> int:
     """At least as many as there are, however `tokens` are spread over the sequences."""
     return tokens // rows + min(sequences, tokens)
@@ -228,34 +234,39 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q: torch.Tensor, length_q: torch.Tensor,
-                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full_q: bool, full_k: bool,
-                      causal: bool, scale: float, window: int) -> list[torch.Tensor]:
+                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full_q: bool,
+                      full_k: bool, causal: bool, scale: float, window: int) -> list[torch.Tensor]:
     """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D).
 
     pages (sequences, pages of the longest) of `page` keys, or 0; longest: keys that a sequence has at most; full_q, full_k:
     every row of q, of k, is of some sequence.
     """
-    out = q.new_empty(q.shape) if full_q else q.new_zeros(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if full_q else q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-    if not q.numel():
+    if not full_q or not k.numel():
+        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    else:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    if not q.numel() or not k.numel():
         return [out, lse]
     splits, where = max(1, triton.cdiv(longest, SPLIT)), (first_q, length_q, first_k, length_k, pages)
     given = {"PAGE": page, "CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
     tiles = most_tiles(len(q) * given["GROUP"], len(length_q), PREFILL.rows) * given["HEADS"]
+    prefill, decode = (PREFILL, DECODE) if given["D"] <= 128 else (WIDE["PREFILL"], WIDE["DECODE"])
+    nothing = None, None, None
     if q.dtype == torch.float32:
-        _launch(q, k, v, None, None, out, lse, None, None, None, where, FP32, 1, splits, PARTIAL=False, **given)
-    elif tiles >= FEW and not page and given["EVEN"] and k.data_ptr() % 16 == v.data_ptr() % 16 == 0:
-        _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, None, None, None, where, PREFILL, 1, splits, PARTIAL=False, **given)
+        _launch(q, k, v, None, None, out, lse, *nothing, where, FP32, 1, splits, PARTIAL=False, **given)
+    elif tiles >= FEW and not page and given["EVEN"] and _tma_ready(k) and _tma_ready(v):
+        _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
     elif tiles >= FEW:
-        _launch(q, k, v, None, None, out, lse, None, None, None, where, PREFILL, 1, splits, PARTIAL=False, **given)
-    elif splits == 1:
-        _launch(q, k, v, None, None, out, lse, None, None, None, where, DECODE, 1, splits, PARTIAL=False, **given)
+        _launch(q, k, v, None, None, out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
+    elif splits == 1 or tiles * splits > MOST:
+        _launch(q, k, v, None, None, out, lse, *nothing, where, decode, 1, splits, PARTIAL=False, **given)
     else:
         part_m, part_l = lse.new_full((splits, *lse.shape), -math.inf), lse.new_zeros(splits, *lse.shape)  # padding keeps them
         part_acc = lse.new_empty(splits, *q.shape)
-        _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, DECODE, splits, splits, PARTIAL=True, **given)
+        _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, decode, splits, splits, PARTIAL=True, **given)
         _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
-            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4, enable_fp_fusion=False)
+            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4,
+            enable_fp_fusion=False)
     return [out, lse]
 
 

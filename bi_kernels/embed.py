@@ -138,9 +138,13 @@ def can_wait(t: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def integers(t: torch.Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+
+
 def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:
     """Integers from 0 to `largest` − 1, or `allowed`; waits for the device."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if not integers(ids):
         raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
     if not ids.numel() or not can_wait(ids):
         return

@@ -41,13 +41,13 @@ def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
     session.inputs = read_inputs(p["inputs"], device, p["seed"])
     first_and_batch(session.inputs, p["batch"], named(p["shared"]), named(p["outputs"]))
     if p["reference"]:
-        load(p["reference"])
+        load(p["reference"], "reference")
     return session
 
 
 def named(text: str) -> tuple[str, ...]:
     """The names in a parameter, between commas or spaces."""
-    return tuple(x for x in re.split(r"[,\s]+", text) if x)
+    return tuple(x for x in re.split(r"[,\s]+", str(text)) if x)
 
 
 def read_inputs(spec: str, device, seed: int) -> dict:

@@ -187,7 +187,7 @@ def embedding_speed(session) -> list[dict]:
 def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
     """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking turns,
     and peak memory beyond inputs and gradients."""
-    size, device, out = SHAPES[session.parameters["shapes"]], session.device, []
+    size, device, out, failed = SHAPES[session.parameters["shapes"]], session.device, [], []
     hidden, vocab = size["hidden"], size["vocab"]
     h = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
     weight = torch.nn.Parameter(torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16) * 0.02)
@@ -208,14 +208,20 @@ def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
             "logits kept, into main_grad": (kept, buffer), "nothing kept, into main_grad": (nothing, buffer)}
     if "Liger" in foreign("lm_head_logprob"):
         ways["Liger"] = (lambda leaf: foreign("lm_head_logprob")["Liger"](leaf, weight, targets)[0], )
-    for name, way in ways.items():
-        step(*way)
-        gradients = torch.cuda.memory_allocated() + h.nbytes
-        torch.cuda.reset_peak_memory_stats()
-        step(*way)
-        out.append({"candidate": name, "extra GiB": (torch.cuda.max_memory_allocated() - gradients) / 2**30})
+    for name, way in list(ways.items()):
+        try:
+            step(*way)
+            gradients = torch.cuda.memory_allocated() + h.nbytes
+            torch.cuda.reset_peak_memory_stats()
+            step(*way)
+            out.append({"candidate": name, "extra GiB": (torch.cuda.max_memory_allocated() - gradients) / 2**30})
+        except Exception as error:  # a peer's, such as too little memory
+            if way[0] in (kept, nothing):
+                raise
+            failed.append({"candidate": name, "extra GiB": type(error).__name__, "ms": "–", "TFLOP/s": "–"})
+            del ways[name]
     for line, ms in zip(out, times_ms(*(partial(step, *way) for way in ways.values()))):
         line |= {"ms": ms, "TFLOP/s": 6 * tokens * vocab * hidden / ms / 1e9}
     weight.main_grad = weight.grad = None
     torch.cuda.empty_cache()
-    return out
+    return out + failed

@@ -55,13 +55,13 @@ def reached(module: str, folder: Path) -> list[str]:
     return ["import sys", "from pathlib import Path", "", f'sys.path.insert(0, str(Path(__file__).parent / "{beside}"))', ""]
 
 
-def load(spec: str) -> Callable:
+def load(spec: str, what: str = "candidate") -> Callable:
     module, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not module or not name:
-        raise ValueError(f"candidate is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
+        raise ValueError(f"{what} is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
                          "path/to/file.py:function")
     if module.endswith(".py") and not Path(module).is_file():
-        raise ValueError(f"candidate {spec!r}: no file {module}")
+        raise ValueError(f"{what} {spec!r}: no file {module}")
     try:
         if module.endswith(".py"):
             found = importlib.util.spec_from_file_location(f"candidate_{Path(module).stem}", module)
@@ -74,12 +74,12 @@ def load(spec: str) -> Callable:
             loaded = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         said = str(error).splitlines()[0] if str(error) else ""
-        raise ValueError(f"candidate {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
+        raise ValueError(f"{what} {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
     function = getattr(loaded, name, None)
     if not callable(function):
-        raise ValueError(f"candidate {spec!r}: {module} has no function {name}")
+        raise ValueError(f"{what} {spec!r}: {module} has no function {name}")
     if isinstance(function, type):
-        raise ValueError(f"candidate {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
+        raise ValueError(f"{what} {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
                          "in its file")
     return function
 

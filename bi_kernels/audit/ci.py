@@ -190,7 +190,7 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
             "audit": audit, "op": f"{op} {case}".strip() or "–", "dtype": dtype or "–",
                       "relation": relation or "did not run to its end",
                       "where": f"control missed: {control}" if control else where(found) or "–", "at most": size(found),
-                      "elements that differ, first": differ, "reproduce": f"`{command}`" if command else "–"}.items()})
+                      "elements, first": differ, "reproduce": f"`{command}`" if command else "–"}.items()})
     if listed:
         more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)

@@ -1,0 +1,432 @@
+"""Attention: the same bits of a query and of every gradient wherever its sequence lies, in one call or in several, and
+however it is tiled; near the fp64 result; broken variants are caught; one clear sentence on bad input."""
+
+import inspect
+from itertools import accumulate
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import bi_kernels
+from bi_kernels import attend, attention_backward, attention_forward, contract
+from bi_kernels.attention_forward import LOG2E, Tiling
+from bi_kernels.audit.drift import compare
+from bi_kernels.audit.inputs import draw, generator
+from bi_kernels.audit.judge import poisoned_memory
+from bi_kernels.contract import CONTRACT
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS, SHORT, EDGES = (5, 1, 130, 64, 200), (3, 150, 20), (0, 1, 15, 0, 16, 17, 127, 128, 129, 0)
+LAST = 2  # tokens that are decoded
+SPLITS, WHOLE = 10**9, 0  # FEW with which each split is a program of its own, or they come one after another
+EITHER_SCHEDULE = pytest.mark.parametrize("few", [SPLITS, WHOLE], ids=["splits", "whole"])
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")
+
+
+@pytest.fixture(autouse=True)
+def several_splits_and_few_programs(monkeypatch):
+    monkeypatch.setattr(attention_forward, "SPLIT", 128)
+    monkeypatch.setattr(attention_forward, "DECODE", Tiling(128, 64, 4, 4))
+    for module in (attention_forward, attention_backward):
+        monkeypatch.setattr(module, "MERGE_ROWS", 256)
+
+
+def numbers(name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return draw("normal", shape, dtype, generator("cpu", name, *shape, dtype))
+
+
+def arguments(count: int, dtype: torch.dtype = BF16, heads: tuple[int, int] = (4, 2), width: int = 32) -> dict[str, torch.Tensor]:
+    of_head = {"q": heads[0], "k": heads[1], "v": heads[1], "d_out": heads[0]}
+    return {name: numbers(name, count, h, width, dtype=dtype) for name, h in of_head.items()} | {
+        "d_lse": numbers("d_lse", count, heads[0], dtype=FP32)}
+
+
+# Layouts: calls of (which token each row of q is, which token each row of k and v is, −1 for none, what the op is told)
+
+def sequences(lengths: tuple[int, ...]) -> list[list[int]]:
+    return [list(range(end - n, end)) for n, end in zip(lengths, accumulate(lengths))]
+
+
+def span(sequence: list[int], begin: int = 0, end: int | None = None):
+    """Queries from `begin` to `end` and all keys up to there."""
+    return sequence[:end][max(begin, 0):], sequence[:end]
+
+
+def packed(*spans):
+    queries, keys = zip(*spans)
+    ends = {f"cu_seqlens_{name}": torch.tensor([0, *accumulate(map(len, s))]) for name, s in (("q", queries), ("k", keys))}
+    return torch.tensor(sum(queries, []), dtype=torch.long), torch.tensor(sum(keys, []), dtype=torch.long), ends
+
+
+def padded(*spans, room=0, left=False):
+    def filled(rows, width):
+        return torch.tensor([[-1] * (width - len(r)) + r if left else r + [-1] * (width - len(r)) for r in rows], dtype=torch.long)
+
+    queries, keys = zip(*spans)
+    lengths = {f"lengths_{name}": torch.tensor([*map(len, s)]) for name, s in (("q", queries), ("k", keys))}
+    widest = [max(map(len, s)) + room for s in (queries, keys)]
+    return filled(queries, widest[0]), filled(keys, widest[1]), lengths | {"left_padded": left}
+
+
+def paged(*spans, page, pack=False):
+    """The pages lie anywhere, among those of nobody; a table's unused entries name some page."""
+    at_q, _, told = packed(*spans) if pack else padded(*spans)
+    needed = [-(-len(keys) // page) for _, keys in spans]
+    places = torch.randperm(sum(needed) + 3, generator=generator("cpu", "pages", page)).tolist()
+    pages, table = torch.full((len(places), page), -1), torch.full((len(spans), max(needed) + 1), places[-1])
+    for i, (_, keys) in enumerate(spans):
+        for j in range(needed[i]):
+            table[i, j], some = places.pop(), keys[j * page:][:page]
+            pages[table[i, j], :len(some)] = torch.tensor(some)
+    told = {k: t for k, t in told.items() if k in ("cu_seqlens_q", "lengths_q")}
+    return at_q, pages, told | {"lengths_k": torch.tensor([len(keys) for _, keys in spans]), "block_table": table}
+
+
+def whole_layouts(spans: list) -> dict[str, list]:
+    backwards, some = spans[::-1], len(spans) // 2
+    return {
+        "each alone": [packed(s) for s in spans],
+        "right-padded": [padded(*spans)],
+        "left-padded, with room": [padded(*spans, room=9, left=True)],
+        "permuted": [packed(*spans[1:], spans[0])],
+        "micro-batches": [padded(*backwards[:some], room=1), packed(*backwards[some:])],
+    }
+
+
+def layouts_in_parts(every: list[list[int]], size: int = 100) -> dict[str, list]:
+    """As a server calls it: some of the queries against all keys so far."""
+    chunks = [[span(s, begin, begin + size) for s in every] for begin in range(0, max(map(len, every)), size)]
+    before = [span(s, 0, max(len(s) - LAST, 0)) for s in every]
+    after = [span(s, len(s) - LAST) for s in every]
+    steps = [[span(s, len(s) - back, len(s) - back + 1) for s in every if len(s) >= back] for back in range(LAST, 0, -1)]
+    return {
+        "chunks against a cache": [padded(*c) for c in chunks],
+        "chunks, left-padded": [padded(*c, left=True) for c in chunks],
+        "last tokens together": [packed(*before), packed(*after)],
+        "token by token": [packed(*before), *(padded(*s, room=60) for s in steps)],
+        "pages of 16, chunks packed": [paged(*c, page=16, pack=True) for c in chunks],
+        "pages of 8, token by token": [packed(*before), *(paged(*s, page=8) for s in steps)],
+    }
+
+
+def take(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    taken = t[at.clamp(min=0)]
+    taken[at < 0] = torch.nan
+    return taken
+
+
+def results(given: dict, calls: list, trained: str = "", view=lambda t: t, **options) -> dict[str, torch.Tensor]:
+    """out and lse of every token, and the gradients of the inputs in `trained`. What is in no sequence holds NaN, and so
+    does fresh memory and the gradient that comes there; it gives 0 and −inf, and gets no gradient."""
+    found = {"out": torch.zeros_like(given["q"]), "lse": torch.zeros(given["q"].shape[:2])}
+    found |= {f"d{name}": torch.zeros_like(given[name]) for name in trained}
+    for at_q, at_k, told in calls:
+        at = {"q": at_q, "k": at_k, "v": at_k, "out": at_q, "lse": at_q, "dq": at_q, "dk": at_k, "dv": at_k}
+        inputs = {name: view(take(given[name], at[name])).detach().requires_grad_(name in trained) for name in "qkv"}
+        with poisoned_memory(0xFF):
+            y = dict(zip(("out", "lse"), bi_kernels.attention(**inputs, **told, **options)))
+            if trained:
+                upstream = {name: view(take(given[f"d_{name}"], at_q)) for name in y if f"d_{name}" in given}
+                torch.autograd.backward([y[name] for name in upstream], list(upstream.values()))
+        assert all((t.grad is not None) == (name in trained) for name, t in inputs.items())
+        for name, t in (y | {f"d{name}": inputs[name].grad for name in trained}).items():
+            t, there = t.detach(), at[name] >= 0
+            found[name][at[name][there]] = t[there]
+            assert_same_bits(t[~there], torch.full_like(t[~there], -torch.inf if name == "lse" else 0.0), f"{name} in no sequence")
+    return found
+
+
+def assert_same(found: dict, expected: dict, what: str, rows: slice | list = slice(None)) -> None:
+    for name, t in expected.items():
+        assert_same_bits(found[name][rows], t[rows], f"{what}: {name}")
+
+
+# Where the tokens lie, and in which call
+
+PLACES = {  # dtype, heads, width, lengths, options, schedules
+    "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]), "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS]),
+    "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE]), "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE]),
+    "three heads": (BF16, (3, 1), 20, SHORT, {"scale": 0.5}, [WHOLE]), "fp16": (FP16, (2, 1), 32, SHORT, {}, [SPLITS]),
+    "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE])}
+
+
+@pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
+def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules, monkeypatch):
+    given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
+    spans = [span(s) for s in every]
+    expected = results(given, [packed(*spans)], **options)
+    assert all(t.isfinite().all() for t in expected.values())
+    for few in schedules:
+        monkeypatch.setattr(attention_forward, "FEW", few)
+        for layout, calls in ({"packed": [packed(*spans)]} | whole_layouts(spans) | layouts_in_parts(every)).items():
+            assert_same(results(given, calls, **options), expected, f"{layout}, FEW = {few}")
+
+
+TRAINED = {  # dtype, heads, width, lengths, which queries, options
+    "GQA": (BF16, (4, 2), 32, SHORT, 0, {}), "not causal": (BF16, (2, 2), 32, SHORT, 0, {"causal": False}),
+    "edges": (BF16, (1, 1), 16, EDGES, 0, {}), "last 70, window": (BF16, (3, 1), 20, SHORT, 70, {"window": 40}),
+    "last 70": (FP16, (2, 1), 64, SHORT, 70, {}), "fp32": (FP32, (2, 1), 16, (3, 70, 20), 0, {})}
+
+
+@pytest.mark.parametrize("dtype, heads, width, lengths, last, options", TRAINED.values(), ids=TRAINED)
+def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads, width, lengths, last, options, monkeypatch):
+    given = arguments(sum(lengths), dtype, heads, width)
+    spans = [span(s, len(s) - last if last else 0) for s in sequences(lengths)]
+    expected = results(given, [packed(*spans)], "qkv", **options)
+    assert all(t.isfinite().all() and t.any() for t in expected.values())
+    monkeypatch.setattr(attention_forward, "FEW", WHOLE)
+    for layout, calls in whole_layouts(spans).items():
+        assert_same(results(given, calls, "qkv", **options), expected, layout)
+
+
+@EITHER_SCHEDULE
+def test_nan_in_another_sequence_is_nobodys_business(few, monkeypatch):
+    monkeypatch.setattr(attention_forward, "FEW", few)
+    given, every = arguments(205, heads=(2, 1)), sequences((70, 130, 5))
+    spans, rest = [span(s) for s in every], every[0] + every[2]
+    spoiled = {name: t.index_fill(0, torch.tensor(every[1]), torch.nan) for name, t in given.items()}
+    expected = results(given, [packed(*spans)], "qkv")
+    for calls in ([packed(*spans)], [padded(*spans, left=True)]):
+        assert_same(results(spoiled, calls, "qkv"), expected, "beside NaN", rest)
+    found = results(spoiled, [paged(*spans, page=80)])
+    assert_same(found, {name: expected[name] for name in found}, "among pages of NaN", rest)
+
+
+# How it is computed
+
+@pytest.mark.parametrize("rows", [16, 64])
+@EITHER_SCHEDULE
+def test_the_tiling_of_the_forward_changes_no_bit(few, rows, monkeypatch):
+    given, calls = arguments(sum(SHORT), heads=(3, 1)), [packed(*map(span, sequences(SHORT)))]
+    for options in ({}, {"window": 90}):
+        expected = results(given, calls, **options)
+        with monkeypatch.context() as patch:
+            for name, value in {"FEW": few, "MERGE_ROWS": 16, "PREFILL": Tiling(rows, 64, 4, 2), "DECODE": Tiling(rows, 64, 4, 2)}.items():
+                patch.setattr(attention_forward, name, value)
+            assert_same(results(given, calls, **options), expected, f"{options}")
+
+
+@pytest.mark.parametrize("rows, columns", [(16, 128), (32, 16), (128, 32)])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 60}])
+def test_the_tiling_of_the_backward_changes_no_bit(options, rows, columns, monkeypatch):
+    given, calls = arguments(90, heads=(3, 1)), [packed(*(span(s, len(s) - 80) for s in sequences((86, 4))))]
+    expected = results(given, calls, "qkv", **options)
+    for name in ("KEYS", "QUERIES"):
+        monkeypatch.setattr(attention_backward, name, Tiling(rows, columns, 4, 2))
+    assert_same(results(given, calls, "qkv", **options), expected, f"{rows} × {columns}")
+
+
+def test_only_the_gradients_asked_for_are_there_and_have_the_same_bits():
+    given, calls = arguments(50, heads=(2, 1)), [padded(*map(span, sequences((30, 20))))]
+    expected = results(given, calls, "qkv")
+    for trained in ("q", "k", "v", "qk", "kv"):
+        found = results(given, calls, trained)
+        assert_same(found, {name: expected[name] for name in found}, trained)
+    for name in ("d_out", "d_lse"):
+        without = {k: t for k, t in given.items() if k != name}
+        nothing = given | {name: torch.zeros_like(given[name])}
+        assert_same(results(without, calls, "qkv"), results(nothing, calls, "qkv"), f"no {name}")
+
+
+VIEWS = {
+    "the same, again": lambda t: t,
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other": lambda t: torch.stack((t, t), -1)[..., 0],
+    "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
+}
+
+
+@EITHER_SCHEDULE
+def test_a_view_gives_the_bits_of_its_copy(few, monkeypatch):
+    monkeypatch.setattr(attention_forward, "FEW", few)
+    given, calls = arguments(140, heads=(2, 1)), [padded(*map(span, sequences((130, 10))))]
+    expected = results(given, calls, "qkv")
+    for what, view in VIEWS.items():
+        assert_same(results(given, calls, "qkv", view), expected, what)
+
+
+# What it computes
+
+def one_sequence(q, k, v, causal=True, scale=None, window=None):
+    """out and lse, in the dtype of q; the probabilities come from the lse, in base 2."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    key, position = torch.arange(len(k)), torch.arange(len(q))[:, None] + len(k) - len(q)
+    seen = (key <= position) | (not causal)
+    if window:
+        seen &= key > position - window
+    s = torch.einsum("qhd,khd->hqk", q, k) * ((q.shape[-1]**-0.5 if scale is None else scale) * LOG2E)
+    s = s.masked_fill(~seen, -2**14).to(torch.promote_types(s.dtype, FP32))
+    lse = (s / LOG2E).logsumexp(-1)
+    p = ((s - (lse * LOG2E)[..., None]).exp2() * seen).to(v.dtype)
+    return torch.einsum("hqk,khd->qhd", p, v), lse.masked_fill(~seen.any(-1), -torch.inf).T.to(v.dtype)
+
+
+def plainly(given: dict, spans: list, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
+    leaves = {name: given[name].to(dtype, copy=True).requires_grad_() for name in "qkv"}
+    found = {"out": torch.zeros_like(given["q"], dtype=dtype), "lse": torch.zeros_like(given["d_lse"], dtype=dtype)}
+    for queries, keys in spans:
+        y = one_sequence(leaves["q"][queries], leaves["k"][keys], leaves["v"][keys], **options)
+        torch.autograd.backward(y, [given[name][queries].to(dtype) for name in ("d_out", "d_lse")])
+        for name, t in zip(found, y):
+            found[name][queries] = t.detach()
+    return found | {f"d{name}": leaves[name].grad for name in "qkv"}
+
+
+def assert_as_accurate(found: dict, given: dict, spans: list, **options) -> None:
+    """At most twice the error of plain attention in the same dtype, one rounding, and those of an fp32 sum over the width."""
+    dtypes, width = {y.dtype for y in found.values()} | {torch.float64}, given["q"].shape[-1]
+    plain = {dtype: plainly(given, spans, dtype, **options) for dtype in dtypes}
+    for name, y in found.items():
+        exact, (u, tiny) = plain[torch.float64][name], contract.rounding(y.dtype)
+        error, plain_error = (torch.where(t == exact, 0.0, (t - exact).abs()) for t in (y, plain[y.dtype][name]))
+        sums = width * contract.rounding(FP32)[0] * exact[exact.isfinite()].abs().max()
+        limit = CONTRACT["any"]["accuracy"] * plain_error.max() + u * exact.abs() + sums + tiny
+        assert (error <= limit).all(), f"{name}: {error.max():.3g}, plain {plain_error.max():.3g}, {error.isnan().sum()} NaN"
+
+
+ACCURACY = {  # dtype, heads, width, (queries, keys) of each sequence, options
+    "causal": (BF16, (4, 2), 64, [(150, 150), (3, 3)], {}),
+    "fp16": (FP16, (4, 2), 64, [(150, 150)], {}),
+    "fp32": (FP32, (2, 1), 32, [(140, 150)], {}),
+    "not causal": (BF16, (2, 2), 32, [(20, 150), (100, 7)], {"causal": False}),
+    "window": (BF16, (2, 1), 32, [(150, 150), (40, 140)], {"window": 33}),
+    "window, fp32": (FP32, (2, 1), 16, [(30, 60), (60, 30)], {"window": 5}),
+    "scale": (FP16, (2, 2), 32, [(70, 70)], {"scale": 1.5}),
+    "more queries than keys": (BF16, (6, 2), 32, [(140, 9), (30, 29), (4, 0)], {}),
+    "more keys than queries": (BF16, (6, 2), 32, [(1, 200), (17, 129)], {}),
+    "width 96": (BF16, (2, 1), 96, [(70, 70)], {}),
+    "width 20": (FP16, (2, 1), 20, [(70, 70)], {}),
+    "width 1": (BF16, (2, 1), 1, [(20, 20)], {}),
+    "width 256": (BF16, (2, 1), 256, [(20, 40)], {}),
+}
+
+
+@pytest.mark.parametrize("dtype, heads, width, lengths, options", ACCURACY.values(), ids=ACCURACY)
+def test_results_and_gradients_are_as_accurate_as_plain_attention(dtype, heads, width, lengths, options):
+    every = sequences([max(n) for n in lengths])
+    spans = [(s[:n], s[:m]) for s, (n, m) in zip(every, lengths)]
+    given = arguments(sum(map(len, every)), dtype, heads, width)
+    assert_as_accurate(results(given, [packed(*spans)], "qkv", **options), given, spans, **options)
+
+
+def test_a_window_of_one_is_the_value_itself():
+    given, calls = arguments(150), [packed(*map(span, sequences((20, 130))))]
+    assert_same_bits(results(given, calls, window=1)["out"], given["v"].repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("window", [140, 2**20, 2**31 - 1, 2**31])
+def test_a_window_wider_than_a_sequence_is_none(window):
+    given, every = arguments(180, heads=(2, 1)), sequences((140, 40))
+    calls = [packed((every[0], every[0][:70]), span(every[1]))]
+    assert_same(results(given, calls, "qkv", window=window), results(given, calls, "qkv"), f"window of {window}")
+
+
+def test_a_query_without_keys_gives_zero_and_minus_infinity_and_no_gradient():
+    given, every = arguments(40), sequences((10, 30))
+    for spans, blind in (([(every[0], []), span(every[1])], 10), ([(every[0], every[0][:4]), span(every[1])], 6)):
+        for calls in ([packed(*spans)], [padded(*spans)], [padded(*spans, left=True)]):
+            found = results(given, calls, "qkv")
+            assert not found["out"][:blind].any() and not found["dq"][:blind].any()
+            assert bool((found["lse"][:blind] == -torch.inf).all()) and found["lse"][blind:].isfinite().all()
+            assert all(t.isfinite().all() for name, t in found.items() if name != "lse")
+
+
+@pytest.mark.parametrize("batch, queries, keys", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)])
+def test_no_sequences_no_queries_or_no_keys(batch, queries, keys):
+    q, k, v = (numbers("none", batch, n, 2, 16).requires_grad_() for n in (queries, keys, keys))
+    out, lse = bi_kernels.attention(q, k, v)
+    torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and bool((lse == -torch.inf).all())
+    assert not any(t.any() for t in (out, q.grad, k.grad, v.grad))
+
+
+# Broken variants
+
+BROKEN = {  # what the forward is told or made of instead, where that is seen
+    "a block by the length": (lambda call: {"BLOCK": 32 if call["longest"] < 160 else 64}, "each alone", {}),
+    "a split by the batch": (lambda call: {"SPLIT": 64 if len(call["length_q"]) < 3 else 128}, "each alone", {}),
+    "padding is seen": (lambda call: {} if call["full_q"] else {"length_k": torch.full_like(call["length_k"], call["longest"])},
+                        "right-padded", {"causal": False}),
+    "few queries are not causal": (lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])}, "last tokens together", {}),
+}
+
+
+@pytest.mark.parametrize("change, layout, options", BROKEN.values(), ids=BROKEN)
+def test_a_broken_variant_is_caught(change, layout, options, monkeypatch):
+    given, every = arguments(sum(SHORT)), sequences(SHORT)
+    spans, forward = [span(s) for s in every], attention_forward.attention_forward
+    calls = (whole_layouts(spans) | layouts_in_parts(every))[layout]
+    expected = results(given, [packed(*spans)], **options)
+    assert_same(results(given, calls, **options), expected, "unbroken")
+
+    def broken(*values):
+        call = dict(zip(inspect.signature(forward).parameters, values))
+        for name, value in change(call).items():
+            call.update({name: value}) if name in call else monkeypatch.setattr(attention_forward, name, value)
+        return forward(**call)
+
+    monkeypatch.setattr(attend, "attention_forward", broken)
+    found = results(given, calls, **options)
+    assert all(compare(found[name], t).mismatches for name, t in expected.items())
+
+
+def test_gradients_that_two_calls_add_to_are_caught():
+    """So these inputs would show another fold."""
+    given, (s, ) = arguments(130), sequences((130, ))
+    whole, *parts = (results(given, [packed(c)], "qkv") for c in (span(s), span(s, 0, 70), span(s, 70)))
+    assert_same_bits(sum(t["dq"] for t in parts), whole["dq"])
+    assert all(compare(sum(t[name] for t in parts), whole[name]).mismatches for name in ("dk", "dv"))
+
+
+# Bad input: one sentence that names the op, the argument, its value and what is allowed
+
+Q, K, P = numbers("q", 6, 4, 16), numbers("k", 6, 2, 16), numbers("pages", 5, 8, 2, 16)
+B, KB, CU = Q.view(2, 3, 4, 16), K.view(2, 3, 2, 16), {"cu_seqlens_q": torch.tensor([0, 2, 6])}
+TABLE = {"block_table": torch.tensor([[0, 1], [4, 2]]), "lengths_k": torch.tensor([16, 9])}
+
+BAD_INPUT = [  # q, k, v, what else, error, words
+    ("a batch of rank 3", (Q, KB, KB), {}, ValueError, ["q has shape (6, 4, 16)", "(batch, length, heads, D)"]),
+    ("packed of rank 4", (B, K, K), CU, ValueError, ["q has shape (2, 3, 4, 16)", "(tokens, heads, D)"]),
+    ("rank of k", (B, K, K), {}, ValueError, ["k has shape (6, 2, 16)", "4 dimensions"]),
+    ("shape of v", (Q, K, K[:5]), CU, ValueError, ["k has shape (6, 2, 16)", "v (5, 2, 16)", "equal"]),
+    ("key heads", (B, KB[:, :, :0], KB[:, :, :0]), {}, ValueError, ["q has 4 heads", "k 0", "multiple"]),
+    ("heads that do not divide", (KB, B, B), {}, ValueError, ["q has 2 heads", "k 4", "multiple"]),
+    ("widths", (B, KB[..., :8], KB[..., :8]), {}, ValueError, ["heads of 16", "of 8", "equal widths"]),
+    *[(f"width {n}", (torch.zeros(1, 1, 1, n), ) * 3, {}, ValueError, [f"width {n}", "1 to 256"]) for n in (0, 257)],
+    ("batch of k", (B, KB[:1], KB[:1]), {}, ValueError, ["k holds 1 sequences", "2, as q"]),
+    ("rows of k", (Q, K[:5], K[:5]), CU, ValueError, ["k has 5 rows", "q 6", "cu_seqlens_k"]),
+    *[(f"{name} {n}", (B, KB, KB), {name: torch.tensor(n)}, ValueError, [f"{name} is {n}", "0 to 3"])
+      for name in ("lengths_q", "lengths_k") for n in ([3, 4], [-1, 3])],
+    ("lengths_k of pages", (B, P, P), TABLE | {"lengths_k": torch.tensor([17, 1])}, ValueError, ["is [17, 1]", "0 to 16"]),
+    ("lengths_k of one", (B, KB, KB), {"lengths_k": torch.tensor([3])}, ValueError, ["lengths_k has shape (1,)", "(2,) integers"]),
+    ("lengths_q float", (B, KB, KB), {"lengths_q": torch.ones(2)}, ValueError, ["lengths_q", "torch.float32", "integers"]),
+    ("lengths_q list", (B, KB, KB), {"lengths_q": [3, 2]}, TypeError, ["lengths_q is a list", "torch.Tensor"]),
+    *[(f"cu_seqlens_q {n}", (Q, K, K), {"cu_seqlens_q": torch.tensor(n)}, ValueError, [f"cu_seqlens_q is {n}", allowed])
+      for n, allowed in (([0, 4, 2, 6], "never decrease"), ([1, 6], "start at 0"), ([0, 5], "end at 6"), ([0, 7], "end at 6"))],
+    ("cu_seqlens_q empty", (Q, K, K), {"cu_seqlens_q": torch.tensor([0])}, ValueError, ["shape (1,)", "(sequences + 1,)"]),
+    *[(f"cu_seqlens_k {n}", (Q, K, K), CU | {"cu_seqlens_k": torch.tensor(n)}, ValueError, ["cu_seqlens_k", allowed])
+      for n, allowed in (([0, 2, 5], "end at 6"), ([0, 6], "expected 3, as cu_seqlens_q"))],
+    *[(f"block_table {page}", (B, P, P), TABLE | {"block_table": torch.tensor([[0, page], [2, 2]])}, ValueError,
+       [f"block_table holds {held}", "0 to 4"]) for page, held in ((-1, "-1 to 2"), (5, "0 to 5"))],
+    ("block_table of one", (B, P, P), TABLE | {"block_table": torch.tensor([[0, 1]])}, ValueError, ["(1, 2)", "(2, pages)"]),
+    ("block_table alone", (B, P, P), TABLE | {"lengths_k": None}, ValueError, ["block_table", "lengths_k with it"]),
+    ("block_table trained", (B.clone().requires_grad_(), P, P), TABLE, ValueError, ["block_table has no backward", "no_grad"]),
+    ("window, not causal", (B, KB, KB), {"window": 2, "causal": False}, ValueError, ["window is 2 and causal is False"]),
+    ("window 0", (B, KB, KB), {"window": 0}, ValueError, ["window is 0", "at least 1"]),
+    ("window 2.0", (B, KB, KB), {"window": 2.0}, TypeError, ["window is 2.0", "integer"]),
+    *[(f"scale {x!r}", (B, KB, KB), {"scale": x}, (TypeError, ValueError), [f"scale is {x!r}", "number"])
+      for x in (0, -1.0, torch.nan, "1")],
+    *[(str(dtype), (B.to(dtype), KB.to(dtype), KB.to(dtype)), {}, TypeError, ["q has dtype", "supported are bf16, fp16, fp32"])
+      for dtype in (torch.float8_e4m3fn, torch.int32, torch.float64)],
+    ("dtype of k", (B, KB.half(), KB), {}, TypeError, ["k has dtype torch.float16", "q has torch.bfloat16", "equal"]),
+    ("dtype of v", (B, KB, KB.float()), {}, TypeError, ["v has dtype torch.float32", "q has torch.bfloat16", "equal"]),
+]
+
+
+@pytest.mark.parametrize("tensors, more, error, words", [row[1:] for row in BAD_INPUT], ids=[row[0] for row in BAD_INPUT])
+def test_bad_input_is_one_clear_sentence(tensors, more, error, words):
+    with pytest.raises(error, match="^attention: ") as caught:
+        bi_kernels.attention(*tensors, **more)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 250 and all(word in message for word in words), message
