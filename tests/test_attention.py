@@ -70,11 +70,11 @@ def padded(*spans, room=0, left=False):
 
 
 def paged(*spans, page, pack=False):
-    """The pages lie anywhere, among those of nobody; a table's unused entries name some page."""
+    """The pages lie anywhere, among those of nobody; a table's unused entries name none."""
     at_q, _, told = packed(*spans) if pack else padded(*spans)
     needed = [-(-len(keys) // page) for _, keys in spans]
     places = torch.randperm(sum(needed) + 3, generator=generator("cpu", "pages", page)).tolist()
-    pages, table = torch.full((len(places), page), -1), torch.full((len(spans), max(needed) + 1), places[-1])
+    pages, table = torch.full((len(places), page), -1), torch.full((len(spans), max(needed) + 1), -1)
     for i, (_, keys) in enumerate(spans):
         for j in range(needed[i]):
             table[i, j], some = places.pop(), keys[j * page:][:page]
@@ -147,8 +147,8 @@ def assert_same(found: dict, expected: dict, what: str, rows: slice | list = sli
 PLACES = {  # dtype, heads, width, lengths, options, schedules
     "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]), "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS]),
     "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE]), "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE]),
-    "three heads": (BF16, (3, 1), 20, SHORT, {"scale": 0.5}, [WHOLE]), "fp16": (FP16, (2, 1), 32, SHORT, {}, [SPLITS]),
-    "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE])}
+    "three splits": (BF16, (1, 1), 20, (3, 270), {"scale": 0.5}, [SPLITS, WHOLE]),
+    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE]), "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE])}
 
 
 @pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
@@ -196,13 +196,14 @@ def test_nan_in_another_sequence_is_nobodys_business(few, monkeypatch):
 # How it is computed
 
 @pytest.mark.parametrize("rows", [16, 64])
-@EITHER_SCHEDULE
-def test_the_tiling_of_the_forward_changes_no_bit(few, rows, monkeypatch):
+@pytest.mark.parametrize("few, most", [(WHOLE, 0), (SPLITS, 0), (SPLITS, 10**9)])
+def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows, monkeypatch):
     given, calls = arguments(sum(SHORT), heads=(3, 1)), [packed(*map(span, sequences(SHORT)))]
     for options in ({}, {"window": 90}):
         expected = results(given, calls, **options)
         with monkeypatch.context() as patch:
-            for name, value in {"FEW": few, "MERGE_ROWS": 16, "PREFILL": Tiling(rows, 64, 4, 2), "DECODE": Tiling(rows, 64, 4, 2)}.items():
+            tiling = Tiling(rows, 64, 4, 2)
+            for name, value in (("FEW", few), ("MOST", most), ("MERGE_ROWS", 16), ("PREFILL", tiling), ("DECODE", tiling)):
                 patch.setattr(attention_forward, name, value)
             assert_same(results(given, calls, **options), expected, f"{options}")
 
@@ -233,6 +234,8 @@ VIEWS = {
     "the same, again": lambda t: t,
     "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "every other": lambda t: torch.stack((t, t), -1)[..., 0],
+    "among other heads": lambda t: torch.cat((t, t), -2)[..., :t.shape[-2], :],
+    "of wider heads": lambda t: torch.cat((t, t), -1)[..., :t.shape[-1]],
     "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
 }
 
@@ -348,7 +351,8 @@ BROKEN = {  # what the forward is told or made of instead, where that is seen
     "a split by the batch": (lambda call: {"SPLIT": 64 if len(call["length_q"]) < 3 else 128}, "each alone", {}),
     "padding is seen": (lambda call: {} if call["full_q"] else {"length_k": torch.full_like(call["length_k"], call["longest"])},
                         "right-padded", {"causal": False}),
-    "few queries are not causal": (lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])}, "last tokens together", {}),
+    "few queries are not causal": (lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])},
+                                   "last tokens together", {}),
 }
 
 
@@ -401,6 +405,11 @@ BAD_INPUT = [  # q, k, v, what else, error, words
     ("lengths_k of pages", (B, P, P), TABLE | {"lengths_k": torch.tensor([17, 1])}, ValueError, ["is [17, 1]", "0 to 16"]),
     ("lengths_k of one", (B, KB, KB), {"lengths_k": torch.tensor([3])}, ValueError, ["lengths_k has shape (1,)", "(2,) integers"]),
     ("lengths_q float", (B, KB, KB), {"lengths_q": torch.ones(2)}, ValueError, ["lengths_q", "torch.float32", "integers"]),
+    ("lengths_q bool", (B, KB, KB), {"lengths_q": torch.tensor([True, False])}, ValueError, ["torch.bool", "integers"]),
+    ("lengths_q alone", (B, KB, KB), {"lengths_q": torch.tensor([3, 2])}, ValueError, ["lengths_q is given", "expected both"]),
+    ("cu_seqlens_k alone", (B, KB, KB), {"cu_seqlens_k": torch.tensor([0, 6])}, ValueError, ["cu_seqlens_k is given without"]),
+    *[(f"{name} with cu_seqlens_q", (Q, K, K), CU | {name: value}, ValueError, [name, "given with cu_seqlens_q"])
+      for name, value in (("lengths_q", torch.tensor([1, 1])), ("lengths_k", torch.tensor([1, 1])), ("left_padded", True))],
     ("lengths_q list", (B, KB, KB), {"lengths_q": [3, 2]}, TypeError, ["lengths_q is a list", "torch.Tensor"]),
     *[(f"cu_seqlens_q {n}", (Q, K, K), {"cu_seqlens_q": torch.tensor(n)}, ValueError, [f"cu_seqlens_q is {n}", allowed])
       for n, allowed in (([0, 4, 2, 6], "never decrease"), ([1, 6], "start at 0"), ([0, 5], "end at 6"), ([0, 7], "end at 6"))],
@@ -416,7 +425,7 @@ BAD_INPUT = [  # q, k, v, what else, error, words
     ("window 0", (B, KB, KB), {"window": 0}, ValueError, ["window is 0", "at least 1"]),
     ("window 2.0", (B, KB, KB), {"window": 2.0}, TypeError, ["window is 2.0", "integer"]),
     *[(f"scale {x!r}", (B, KB, KB), {"scale": x}, (TypeError, ValueError), [f"scale is {x!r}", "number"])
-      for x in (0, -1.0, torch.nan, "1")],
+      for x in (0, -1.0, torch.nan, torch.inf, "1")],
     *[(str(dtype), (B.to(dtype), KB.to(dtype), KB.to(dtype)), {}, TypeError, ["q has dtype", "supported are bf16, fp16, fp32"])
       for dtype in (torch.float8_e4m3fn, torch.int32, torch.float64)],
     ("dtype of k", (B, KB.half(), KB), {}, TypeError, ["k has dtype torch.float16", "q has torch.bfloat16", "equal"]),
