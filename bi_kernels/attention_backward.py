@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.attention_forward import FP32, LOG2E, MERGE_ROWS, Tiling, most_tiles, seen, sequence_of, shape_of
+from bi_kernels.attention_forward import FP32, LOG2E, MERGE_ROWS, Tiling, most_tiles, room_for, seen, sequence_of, shape_of
 
 KEYS, QUERIES, WIDE = Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2)  # WIDE: of heads wider than 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_total"])
 def _delta_kernel(out, d_out, d_lse, delta, rows_total, width, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Σ out · dout of every row, less the gradient of its lse."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -26,6 +26,12 @@ def _delta_kernel(out, d_out, d_lse, delta, rows_total, width, HAS_LSE: tl.const
     if HAS_LSE:
         total -= tl.load(d_lse + row, mask=inside, other=0.0)
     tl.store(delta + row, total, mask=inside)
+
+
+@triton.jit
+def probability(score, scale, log_sum):
+    """None is above 1, however large the scores and so their roundings are."""
+    return tl.math.exp2(tl.minimum(tl.fma(score, scale, -log_sum), 0.0))
 
 
 @triton.jit
@@ -41,7 +47,7 @@ def _keys_step(k_tile, v_tile, dk, dv, q, d_out, lse, delta, row, token, queries
     do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
     log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
     less = tl.load(delta + at, mask=inside, other=0.0)
-    p = tl.math.exp2(tl.fma(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, -log_sum[None, :]))
+    p = probability(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, log_sum[None, :])
     ds = p * (tl.dot(v_tile, do.T, input_precision="ieee") - less[None, :])
     if MASKED:
         visible = seen(key, token + length - queries, length, window, CAUSAL, WINDOW)
@@ -105,7 +111,7 @@ def _queries_step(qt, do, dq, k, v, kv, stride_k, stride_v, log_sum, less, key, 
         there &= (key < length)[:, None]
     kt = tl.load(k + kv[:, None] * stride_k + d[None, :], mask=there, other=0.0)
     vt = tl.load(v + kv[:, None] * stride_v + d[None, :], mask=there, other=0.0)
-    p = tl.math.exp2(tl.fma(tl.dot(qt, kt.T, input_precision="ieee"), scale, -log_sum[:, None]))
+    p = probability(tl.dot(qt, kt.T, input_precision="ieee"), scale, log_sum[:, None])
     ds = p * (tl.dot(do, vt.T, input_precision="ieee") - less[:, None])
     if MASKED:
         ds = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), ds, 0.0)
@@ -183,6 +189,6 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
             continue
         kernel[(total, k.shape[-2])](
             q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,
-            CAUSAL=causal, WINDOW=window > 0, COUNT=triton.next_power_of_2(sequences), BLOCK_M=tiling.rows,
+            CAUSAL=causal, WINDOW=window > 0, COUNT=room_for(sequences), BLOCK_M=tiling.rows,
             BLOCK_N=tiling.columns, num_warps=tiling.warps, num_stages=tiling.stages, **shape)
     return [dq, dk, dv]

@@ -4,11 +4,12 @@ A query's keys are taken in blocks of 64, counted from the first key of its sequ
 blocks are added in ascending order, in splits of 4096 keys that are merged in ascending order. Where the splits are
 computed, one after another in one program (prefill) or each in its own (decode), and how many queries share a tile changes
 no bit; a key that a query does not see adds exact nothing, where v is finite. The heads of a group lie beside each other in a tile.
-Rounding points: the scores stay fp32; exp2(score · scale − maximum) is rounded to the storage dtype for the product with V
-and is summed unrounded; the output is rounded once.
+Rounding points: the scores stay fp32; exp2((score − maximum) · scale) is rounded to the storage dtype for the product with V
+and is summed unrounded; the output is rounded once. On sm_90 bi_kernels.attention_hopper has a faster prefill of the same bits.
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -89,10 +90,10 @@ def _add_block(q, m, l, acc, k, v, k_tma, v_tma, head, row_k, pages, stride_k, s
     s = tl.dot(q, kt.T, input_precision="ieee")
     if MASKED:
         s = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), s, -float("inf"))
-    top = tl.maximum(m, tl.max(s, 1) * scale)
+    top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == -float("inf"), 0.0, top)
-    p = tl.math.exp2(tl.fma(s, scale, -base[:, None]))
-    alpha = tl.math.exp2(m - base)
+    p = tl.math.exp2((s - base[:, None]) * scale)  # of the largest score exactly 1, however large that is
+    alpha = tl.math.exp2((m - base) * scale)
     l = l * alpha + tl.sum(p, 1)
     if TMA:
         vt = v_tma.load([at, head * D])
@@ -103,24 +104,24 @@ def _add_block(q, m, l, acc, k, v, k_tma, v_tma, head, row_k, pages, stride_k, s
 
 
 @triton.jit
-def _merge(m, l, acc, m_next, l_next, acc_next):
+def _merge(m, l, acc, m_next, l_next, acc_next, scale):
     """The state of some splits, and then that of the next one."""
     top = tl.maximum(m, m_next)
     base = tl.where(top == -float("inf"), 0.0, top)
-    a, b = tl.math.exp2(m - base), tl.math.exp2(m_next - base)
+    a, b = tl.math.exp2((m - base) * scale), tl.math.exp2((m_next - base) * scale)
     return top, l * a + l_next * b, acc * a[:, None] + acc_next * b[:, None]
 
 
 @triton.jit
-def _store_result(out, lse, at, m, l, acc, rows, d, width, inside):
+def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
     """The normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
     none = (l == 0.0) & (m == -float("inf"))
     y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
     tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + at, tl.where(none, -float("inf"), (m + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+    tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
 
 
-@triton.jit(do_not_specialize=["sequences", "window", "rows_total"])
+@triton.jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
 def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
                       pages_stride, sequences, stride_k, stride_v, head_k, head_v, rows_total, scale, window,
                       width, COUNT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -177,7 +178,7 @@ def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc,
                 qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale,
                 window, width, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D)
         if MANY:
-            m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own)
+            m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
         else:
             m, l, acc = m_own, l_own, acc_own
     if PARTIAL:
@@ -187,11 +188,11 @@ def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc,
         if split < splits:
             tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
     else:
-        _store_result(out, lse, at, m, l, acc, inside, d, width, there)
+        _store_result(out, lse, at, m, l, acc, scale, inside, d, width, there)
 
 
-@triton.jit
-def _merge_kernel(part_m, part_l, part_acc, out, lse, rows_total, splits, width, ROWS: tl.constexpr, D: tl.constexpr):
+@triton.jit(do_not_specialize=["rows_total", "splits"])
+def _merge_kernel(part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr):
     """The splits of a query, in ascending order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -206,9 +207,9 @@ def _merge_kernel(part_m, part_l, part_acc, out, lse, rows_total, splits, width,
         l_next = tl.load(part_l + at, mask=inside, other=0.0)
         some = there & (m_next > -float("inf"))[:, None]
         acc_next = tl.load(part_acc + at[:, None] * width + d[None, :], mask=some, other=0.0)
-        m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next)
+        m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
         at += rows_total
-    _store_result(out, lse, row, m, l, acc, inside, d, width, there)
+    _store_result(out, lse, row, m, l, acc, scale, inside, d, width, there)
 
 
 def _descriptor(t: torch.Tensor) -> TensorDescriptor:
@@ -219,6 +220,16 @@ def _descriptor(t: torch.Tensor) -> TensorDescriptor:
 
 def _tma_ready(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == t.shape[2]
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def room_for(sequences: int) -> int:
+    """How many a kernel looks through, so that few variants of it are compiled."""
+    return max(16, triton.next_power_of_2(sequences))
 
 
 def most_tiles(tokens: int, sequences: int, rows: int) -> int:
@@ -254,6 +265,10 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
     nothing = None, None, None
     if q.dtype == torch.float32:
         _launch(q, k, v, None, None, out, lse, *nothing, where, FP32, 1, splits, PARTIAL=False, **given)
+    elif tiles >= FEW and not page and not window and given["D"] in (64, 128) and BLOCK == 64 and _tma_ready(k) and _tma_ready(v) \
+            and given["EVEN"] and _is_hopper(q.device):
+        from bi_kernels.attention_hopper import prefill as hopper_prefill  # Gluon, which the interpreter does not know
+        hopper_prefill(q, k, v, out, lse, where[:4], causal, given["scale"], SPLIT, splits > 1)
     elif tiles >= FEW and not page and given["EVEN"] and _tma_ready(k) and _tma_ready(v):
         _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
     elif tiles >= FEW:
@@ -265,7 +280,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
         part_acc = lse.new_empty(splits, *q.shape)
         _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, decode, splits, splits, PARTIAL=True, **given)
         _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
-            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4,
+            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["scale"], given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4,
             enable_fp_fusion=False)
     return [out, lse]
 
@@ -277,5 +292,5 @@ def _launch(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, where, ti
     total = most_tiles(len(q) * given["GROUP"], sequences, tiling.rows)
     _attention_kernel[(total, given["HEADS"], grid)](
         q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
-        0 if pages is None else pages.stride(0), sequences, rows_total=lse.numel(), COUNT=triton.next_power_of_2(sequences),
+        0 if pages is None else pages.stride(0), sequences, rows_total=lse.numel(), COUNT=room_for(sequences),
         BLOCK_M=tiling.rows, BLOCK=BLOCK, SPLIT=SPLIT, MANY=splits > 1, num_warps=tiling.warps, num_stages=tiling.stages, **given)

@@ -11,6 +11,7 @@
 """
 
 import inspect
+import warnings
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ def install() -> None:
         raise RuntimeError(f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
                            f"but this is Triton {triton.__version__}")
     stock.interpreter_builder.__class__ = Builder
+    warnings.filterwarnings("ignore", "All-NaN slice encountered")  # tl.max of a row of NaN
     # as compiled kernels have it; the check of every integer addition costs a quarter of the time
     stock.interpreter_builder.options = replace(stock.interpreter_builder.options, sanitize_overflow=False)
     stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch

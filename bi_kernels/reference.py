@@ -14,6 +14,7 @@ from torch.nn.functional import embedding as _embedding
 from torch.nn.functional import gelu as _gelu
 
 from bi_kernels.contract import CONTRACT, EPS, bound
+from bi_kernels.reference_attention import attention, changes  # noqa: F401
 
 Pair = tuple[Tensor, Tensor]
 UNIT = 2.0**-24  # one rounding to fp32, in which S of some rows counts
@@ -137,9 +138,7 @@ def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     a = d + f
     grown = torch.where(logp.isfinite(), logp + a, -torch.inf)
     lse = grown.logsumexp(-1, keepdim=True)
-    # log(p_j exp(f_j) + Σ_{i≠j} p_i exp(a_i + d_j)) without overflow; the maximum for a p_j that is 1 in fp64
-    share = (grown - lse).exp()
-    each = d + lse + torch.maximum((share * (-2 * d).expm1()).log1p(), -2 * d)
+    each = changes(logp, a, d)
     entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
     weigh = lambda t: torch.where(p > 0, p * t, 0.0).sum(-1, keepdim=True)
     changed = probability_errors(logp, a + lse)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding as _embedding
 
-from bi_kernels import reference
+from bi_kernels import reference, reference_attention
 from bi_kernels.contract import CONTRACT, EPS, factor, rounding
 from bi_kernels.reference import UNIT
 
@@ -155,11 +155,17 @@ def _lm_head_logprob(call: _Call, hidden: Tensor, weight: Tensor, targets: Tenso
     return {"hidden": hidden_error.reshape(hidden.shape) / UNIT, "weight": weight_error / UNIT}
 
 
+def _attention(call: _Call, **given) -> dict:
+    found = reference_attention.gradients(call.dtype, *call.dy, call.exact, **given)
+    call.exact.update((name, exact) for name, (exact, _) in found.items())  # infinite where dS is
+    return {name: magnitude for name, (_, magnitude) in found.items()}
+
+
 _MAGNITUDES: dict[str, Callable[..., dict]] = {
     "silu": _silu, "gelu": _gelu, "swiglu": _swiglu, "add": _copied, "scale": _scale, "bias_add": _bias_add,
     "mask_fill": _copied, "cast": _copied, "rope": _rope, "linear": _linear, "matmul": _matmul, "rms_norm": _rms_norm,
     "qk_norm": _qk_norm, "add_rms_norm": _add_rms_norm, "embedding": _embedded, "token_logprob": _token_logprob,
-    "log_softmax": _log_softmax, "lm_head_logprob": _lm_head_logprob,
+    "log_softmax": _log_softmax, "lm_head_logprob": _lm_head_logprob, "attention": _attention,
 }
 
 
@@ -171,6 +177,8 @@ def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tens
         logits = reference.overflown(given["hidden"] @ given["weight"].T, dtype)
         z = logits / given.get("temperature", 1.0)
         return list(reference.selected(z, given["targets"], given.get("ignore_index", -100)))
+    if op == "attention":
+        return list(reference_attention.attended(**given))
     y, other = getattr(reference, op)(**given)
     return [y] if isinstance(y, Tensor) else [y[0], other[0]]
 
@@ -191,8 +199,10 @@ def gradient(op: str, inputs: Mapping[str, Tensor], constants: Mapping[str, Any]
 
     op: the name of a function of `bi_kernels.reference`; inputs: its tensors in the dtypes the op was given; upstream:
     the gradient of its output, or of each of two, None for zeros; lengths: of the sequences that the token rows hold
-    one after another, where they are not those of their (..., length).
+    one after another, where they are not those of their (..., length); of attention, one sequence unless given.
     """
+    if op == "attention":
+        constants, lengths = {"lengths": lengths, **constants}, None
     tensors = {k: t for k, t in inputs.items() if t is not None}
     leaves = {k: t.detach().double().requires_grad_() for k, t in tensors.items() if t.is_floating_point()}
     first = tensors[next(iter(leaves))]
@@ -201,7 +211,8 @@ def gradient(op: str, inputs: Mapping[str, Tensor], constants: Mapping[str, Any]
     dy = [torch.zeros_like(y) if g is None else g.detach().double() for y, g in zip(outputs, given, strict=True)]
     found = torch.autograd.grad(outputs, list(leaves.values()), dy)
     exact = dict(zip(leaves, found))
-    lead = tensors["ids"].shape if op == "embedding" else first.shape[:-2] if op == "qk_norm" else first.shape[:-1]
+    of_heads = op in ("qk_norm", "attention")
+    lead = tensors["ids"].shape if op == "embedding" else first.shape[:-2] if of_heads else first.shape[:-1]
     call = _Call(first.dtype, dy, exact, _slots(lengths, lead))
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels import contract, reference
+from bi_kernels import attention_forward, contract, reference
 from bi_kernels.audit.controls import bf16_accumulation
 from bi_kernels.audit.inputs import KINDS, draw, generator
 from bi_kernels.audit.layouts import layouts
 from bi_kernels.audit.ops import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
+from bi_kernels.reference_attention import changes
 from bi_kernels.reference_gradients import gradient
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,11 @@ def test_eps_is_the_contract_s():
         assert inspect.signature(op).parameters["eps"].default == contract.EPS
 
 
+def test_the_blocks_of_attention_are_the_contract_s():
+    blocks = attention_forward.BLOCK, attention_forward.SPLIT
+    assert blocks == tuple(CONTRACT["arithmetic"][f"attention_{name}"] for name in ("block", "split"))
+
+
 def test_a_gradient_in_main_grad_has_the_rounding_of_fp32_and_the_sum_of_its_inputs():
     exact, magnitude = torch.ones(1, dtype=torch.float64), torch.full((1, ), 64.0, dtype=torch.float64)
     limit = lambda dtype, inputs: float(contract.bound("linear", dtype, exact, magnitude, 256, "weight", inputs))
@@ -174,6 +180,23 @@ def sum_and_norm(x, residual, weight, dtype):
     return normed(h, weight), h
 
 
+def attended(q, k, v, lengths, dtype, window=None):
+    """Causal; the probabilities, for the product with v, and the gradient of the scores are rounded to `dtype`."""
+    every = []
+    for q, k, v in zip(*(t.split(lengths) for t in (q, k, v))):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        back = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1]**-0.5
+        s.register_hook(lambda g: rounded(g, dtype))
+        s = s.masked_fill((back < 0) | (back >= (window or len(q))), -torch.inf)
+        p = s.softmax(-1)
+        p = p + (rounded(p, dtype) - p).detach()
+        every.append((torch.einsum("hqk,khd->qhd", p, v), s.logsumexp(-1).T))
+    return tuple(map(torch.cat, zip(*every)))
+
+
+_QKV = {"q": "tokens, heads, head_dim", "k": "tokens, kv_heads, head_dim", "v": "tokens, kv_heads, head_dim"}
+
 # op: (function of the reference, n of the forward, {input: its dimensions}, constants, the op in plain fp32 torch)
 PLAIN = {
     "silu": ("silu", 1, {"x": "tokens, mlp"}, {}, lambda x: x * torch.sigmoid(x)),
@@ -206,9 +229,11 @@ PLAIN = {
         "lm_head_logprob", 1, {"hidden": "tokens, hidden", "weight": "vocab, hidden", "targets": "tokens:300"},
         {"temperature": 0.7, "ignore_index": 3}, lambda hidden, weight, targets, dtype, **constants: selected(
             rounded(F.linear(hidden, weight), dtype), targets, **constants)),
+    "attention": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5]}, attended),
+    "attention_window": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5], "window": 9}, attended),
 }
-DIMENSIONS = dict(tokens=TOKENS, hidden=HIDDEN, mlp=MLP, vocab=VOCAB, heads=HEADS, head_dim=HEAD_DIM)
-OF_STORAGE_DTYPE = ("add_rms_norm", "lm_head_logprob")  # their plain version rounds an intermediate
+DIMENSIONS = dict(tokens=TOKENS, hidden=HIDDEN, mlp=MLP, vocab=VOCAB, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM)
+OF_STORAGE_DTYPE = ("add_rms_norm", "lm_head_logprob", "attention", "attention_window")  # what is plain rounds in between
 FP32_OUT = ("token_logprob", "log_softmax", "lm_head_logprob")
 
 
@@ -232,17 +257,21 @@ def computed(op: str, given: dict, dtype: torch.dtype, kind: str):
     leaves = {k: t.float().clone().requires_grad_() if t.is_floating_point() else t for k, t in given.items()}
     outputs = PLAIN[op][4](*leaves.values(), **constants)
     outputs = outputs if isinstance(outputs, tuple) else (outputs, )
-    out = torch.float32 if op in FP32_OUT or op == "cast" else dtype
+    out = [torch.float32 if op in FP32_OUT or op == "cast" else dtype] * len(outputs)
+    kinds = ["normal" if op in FP32_OUT else kind] * len(outputs)
+    if PLAIN[op][0] == "attention":
+        out[1], kinds[1] = torch.float32, "normal"
     g = generator("cpu", op, "dy", dtype, kind)
-    upstream = [draw("normal" if op in FP32_OUT else kind, y.shape, out, g) for y in outputs]
+    upstream = [draw(kinds[i], y.shape, out[i], g) for i, y in enumerate(outputs)]
     torch.autograd.backward(outputs, [t.float() for t in upstream])
     found = {k: t.grad for k, t in leaves.items() if t.is_floating_point()}
-    return [y.detach().to(out) for y in outputs], upstream, found
+    return [y.detach().to(d) for y, d in zip(outputs, out)], upstream, found
 
 
 def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
-    """The largest error as a share of the bound; where the bound reaches beyond the dtype, infinity is right."""
+    """The largest error as a share of the bound; infinity is right where it reaches beyond the dtype, as NaN for NaN."""
     right = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y == exact.sign() * torch.inf)
+    right |= y.isnan() & exact.isnan()
     return float(torch.where(right, 0.0, (y.double() - exact).abs() / limit).nan_to_num(torch.inf).max())
 
 
@@ -347,6 +376,20 @@ def test_no_error_of_the_logits_moves_logprobs_and_entropy_by_more_than_s_says(s
         assert ((moved - logp).abs() <= each).all()
         assert ((entropy(moved) - entropy(logp)).abs() <= of_entropy).all()
         assert ((moved.exp() - logp.exp()).abs() <= reference.probability_errors(logp, each)).all()
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**30), largest=st.sampled_from([2.0**-8, 4, 30]), spread=st.sampled_from([0.3, 3, 30]))
+def test_no_error_of_the_scores_moves_attention_s_probabilities_by_more_than_s_says(seed, largest, spread):
+    g = torch.Generator().manual_seed(seed)
+    z, d = (torch.randn(40, 40, generator=g, dtype=torch.float64) * s for s in (spread, largest))
+    for own in (torch.eye(40), torch.zeros(40, 40), F.one_hot(z.argmax(-1), 40)):
+        for change in (d.abs() * (1 - 2 * own), d.abs() * (2 * own - 1), d):
+            logp, moved = z.log_softmax(-1), (z + change).log_softmax(-1)
+            every = changes(logp, d.abs(), d.abs())
+            assert ((moved - logp).abs() <= every + 2.0**-40).all()
+            lse = (z + change).logsumexp(-1, keepdim=True) - z.logsumexp(-1, keepdim=True)
+            assert ((change - lse).abs() <= changes(logp, d.abs() + 2.0**-24, d.abs()) + 2.0**-40).all()
 
 
 # No tolerance anywhere else

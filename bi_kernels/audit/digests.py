@@ -115,7 +115,8 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
 
             def forward(s=s) -> str:
                 s.memo.clear()
-                return sha([s.layout("packed", kind) for kind in KINDS])
+                found = [s.layout("packed", kind) for kind in KINDS]
+                return sha([t for y in found for t in (y if isinstance(y, tuple) else [y])])
 
             def gradient(s=s) -> str:
                 step = ExactStep(s, KINDS[-1], s.lengths)

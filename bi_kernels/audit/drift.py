@@ -42,8 +42,17 @@ class Drift:
                 for k, v in asdict(self).items()}
 
 
-def compare(actual: torch.Tensor, expected: torch.Tensor) -> Drift:
-    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's."""
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def compare(actual: Tensors, expected: Tensors) -> Drift:
+    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several outputs the sum and
+    the worst, and the first index of the first that differs."""
+    if isinstance(actual, tuple):
+        parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
+        most = lambda name: max(getattr(p, name) for p in parts)
+        return Drift(sum(p.mismatches for p in parts), sum(p.elements for p in parts), most("max_abs"), most("max_rel"), most("max_ulp"),
+                     next((p.first_index for p in parts if p.mismatches), None))
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} "
                          f"{tuple(expected.shape)}")

@@ -37,7 +37,6 @@ def acceptance(session) -> tuple[list[Row], list[dict]]:
         for dtype in (*DTYPES.values(), *REFUSED):
             kept_as_is = [k for k, v in op.tokens.items() if v.endswith((":id", ":bool"))]
             convert = lambda given: {k: t if k in kept_as_is else t.float().to(dtype) for k, t in given.items()}
-            expected = DTYPES[op.out] if op.out else dtype
             target = Problem(op, s.problem.case, dtype if op.casts else s.problem.dtype, s.problem.shapes, s.problem.device)
             subject = Subject(target, s.function, s.candidate, s.device, s.command)
             if op.casts:
@@ -46,7 +45,9 @@ def acceptance(session) -> tuple[list[Row], list[dict]]:
                 arguments = convert(tokens), convert(shared)
             try:
                 got = subject.call(*arguments, (3, ), at)
-                said, kept = f"returns {dtype_name(got.dtype)}", dtype in DTYPES.values() and got.dtype == expected
+                dtypes = [t.dtype for t in (got if isinstance(got, tuple) else [got])]
+                said = f"returns {', '.join(map(dtype_name, dtypes))}"
+                kept = dtype in DTYPES.values() and dtypes == list(op.returned(dtype).values())
             except Exception as error:
                 said = str(error)
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)

@@ -87,14 +87,16 @@ def _dweight_terms(rows: Tensor, dy: Tensor, x: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _atomic_sum_kernel(terms, out, columns, BLOCK: tl.constexpr):
-    col = tl.arange(0, BLOCK)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     term = tl.load(terms + tl.program_id(0).to(tl.int64) * columns + col, mask=col < columns, other=0.0)
     tl.atomic_add(out + col, term, mask=col < columns)
 
 
 def atomic_sum(terms: Tensor, out: Tensor) -> None:
     """out += Σ of the rows of terms, by atomic addition in whatever order the programs come."""
-    _atomic_sum_kernel[(len(terms), )](terms, out, terms.shape[1], BLOCK=triton.next_power_of_2(terms.shape[1]))
+    columns = terms.shape[1]
+    block = min(4096, triton.next_power_of_2(columns))
+    _atomic_sum_kernel[(len(terms), triton.cdiv(columns, block))](terms, out, columns, BLOCK=block)
 
 
 def _dweight_atomic(layout, dy, args, grads, eps, defect=True):

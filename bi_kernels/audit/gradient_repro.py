@@ -57,12 +57,14 @@ def body(s: Subject, split: Split) -> list[str]:
     if op.positions:
         constants.append(f"table=rope_table({max(split.lengths)}, {p.dims['head_dim']}, device={device}), "
                          f"positions=torch.cat([torch.arange(m, device={device}) for m in samples])")
-    lines += ["", "", "def gradient(calls):", f"    leaves = {{k: t.to({device}) for k, t in dict("
+    if op.cache:
+        constants.append(f"cu_seqlens_q=torch.tensor([sum(samples[:i]) for i in range(len(samples) + 1)], device={device})")
+    lines += ["", "", "def gradient(calls):", f"    leaves = {{name: t.to({device}) for name, t in dict("
               + ", ".join(f"{k}={k}" for k in names) + ").items()}",
-              f"    for k in {floating}:", "        leaves[k] = leaves[k].clone().requires_grad_()"]
+              f"    for name in {floating}:", "        leaves[name] = leaves[name].clone().requires_grad_()"]
     if op.shared:
-        lines += [f"    for k in {list(op.shared)}:",
-                  "        leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)  # for ops that use it"]
+        lines += [f"    for name in {list(op.shared)}:",
+                  "        leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=torch.float32)  # for ops that use it"]
     lines += ["    at = 0", "    for samples in calls:", "        n = sum(samples)",
               "        with TokenLayout(*zip(*[(sum(samples[:i]), m) for i, m in enumerate(samples)]), n):",
               "            y = fn(" + ", ".join([f"leaves[{k!r}]" + ("[at:at + n]" if k in op.tokens else "")

@@ -13,9 +13,10 @@ import torch
 
 from bi_kernels import contract
 from bi_kernels.audit import static
+from bi_kernels.audit.cache import keys
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.inputs import draw, generator
-from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound,
+from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound, gather,
                                     poisoned_memory, refusal, sentence)
 from bi_kernels.audit.layouts import Call, layouts, shapes_launched
 from bi_kernels.contract import SHAPES, SWEEP, dtype_name
@@ -83,16 +84,12 @@ class Step:
         for call in calls:
             index = torch.from_numpy(call.index.reshape(-1)).to(device)
             real = index >= 0
-            rows, padding = index.clamp(min=0), bool((call.index < 0).any())
-            stale = float("nan") if self.kind in ("nonfinite", NAN_PADDING) else 7.0
-            tokens = {}
-            for k, t in self.tokens.items():
-                t = t[rows]
-                if padding:
-                    t[~real] = stale if t.is_floating_point() else 0
-                tokens[k] = t.reshape(*call.index.shape, *t.shape[1:]).requires_grad_(t.is_floating_point())
+            rows = index.clamp(min=0)
+            tokens = {k: gather(t, call.index, self.kind in ("nonfinite", NAN_PADDING)).requires_grad_(t.is_floating_point())
+                      for k, t in self.tokens.items()}
+            cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
             with token_layout(call, self.lengths):
-                y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens)
+                y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
             outputs = y if isinstance(y, (tuple, list)) else (y, )
             if not self.dy:
                 self.upstream(outputs, call.index.ndim)

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
-from bi_kernels.audit.drift import Drift, compare
+from bi_kernels.audit.cache import Keys, keys
+from bi_kernels.audit.drift import Drift, Tensors, compare
 from bi_kernels.audit.inputs import KINDS
 from bi_kernels.audit.layouts import Call, layouts, random_layout, shapes_launched
-from bi_kernels.audit.ops import Problem
+from bi_kernels.audit.ops import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
@@ -67,10 +68,11 @@ class Subject:
     command: str = ""
     memo: dict = field(default_factory=dict, repr=False)
     calls: int = 0
+    own_lengths: Sequence[int] = ()
 
     @property
-    def lengths(self) -> list[int]:
-        return SHAPES[self.problem.shapes]["lengths"]
+    def lengths(self) -> Sequence[int]:
+        return self.own_lengths or SHAPES[self.problem.shapes]["lengths"]
 
     @property
     def largest(self) -> int:
@@ -97,24 +99,28 @@ class Subject:
         return self.memo["constants"]
 
     def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
-             cu_seqlens: Sequence[int] | None = None) -> torch.Tensor:
-        """One call of the candidate on tokens already gathered, (rows, …), given the leading shape `lead`.
+             cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None) -> Tensors:
+        """What the candidate returns for tokens of the leading shape `lead`, a row a token.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
         leaves unwritten differs from call to call.
         """
-        tokens = {k: t.clone().reshape(*lead, *t.shape[1:]) for k, t in tokens.items()}
-        out = joined(self.forward(tokens, shared, lead, positions, cu_seqlens))
-        if not isinstance(out, torch.Tensor) or tuple(out.shape[:len(lead)]) != tuple(lead):
-            got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
-        return out.reshape(-1, *out.shape[len(lead):])
+        tokens = {k: t.clone() for k, t in tokens.items()}
+        out = self.forward(tokens, shared, lead, positions, cu_seqlens, cached)
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if not isinstance(t, torch.Tensor) or tuple(t.shape[:len(lead)]) != tuple(lead):
+                got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+                raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
+        return each(lambda t: t.reshape(-1, *t.shape[len(lead):]), joined(out))
 
     def forward(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
-                cu_seqlens: Sequence[int] | None = None):
+                cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None):
         """What the candidate itself returns, on tokens of the leading shape `lead`."""
         arguments = dict(self.constants())
+        if self.problem.op.cache:
+            cached = cached or keys(Call(np.empty(lead), cu_seqlens and tuple(cu_seqlens)), self.lengths)
+            arguments |= cached.arguments(self.problem.device)
         if self.problem.op.positions:
             if cu_seqlens is not None:
                 arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
@@ -124,8 +130,8 @@ class Subject:
         with poisoned_memory(0xFF if self.calls % 2 else 0x00):
             return self.function(*self.problem.arguments(tokens, shared), **arguments)
 
-    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3) -> torch.Tensor:
-        """Every logical token's result under a layout, gathered back to logical order."""
+    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
+        """Every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
         device, lengths = self.problem.device, self.lengths
         count = sum(lengths)
         sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -136,22 +142,16 @@ class Subject:
             index = torch.from_numpy(call.index.reshape(-1)).to(device)
             real = index >= 0
             rows = index.clamp(min=0)
-            gathered = {k: t[rows] for k, t in tokens.items()}
-            padding = bool((call.index < 0).any())
-            if padding:  # what padding holds is nobody's business: stale numbers, or NaN beside `nonfinite` samples
-                for t in gathered.values():
-                    stale = float("nan") if kind == "nonfinite" else 7.0
-                    t[~real] = stale if t.dtype.is_floating_point else 0
-            out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens)
+            cached = keys(call, lengths, page) if self.problem.op.cache else None
+            gathered = {k: gather(t, cached.index if k in self.problem.op.cache else call.index, kind == "nonfinite")
+                        for k, t in tokens.items()}
+            out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens, cached)
             if result is None:
-                result = out.new_zeros(count, *out.shape[1:])
-            if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
-                raise ValueError(f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
-                                 f"{result.dtype} {tuple(result.shape[1:])}")
-            result[rows[real] if padding else rows] = out[real] if padding else out
+                result = each(lambda y: y.new_zeros(count, *y.shape[1:]), out)
+            each(lambda into, y, rows=rows, real=real: fill(into, rows, real, y), result, out)
         return result
 
-    def layout(self, name: str, kind: str = SHARPEST) -> torch.Tensor:
+    def layout(self, name: str, kind: str = SHARPEST) -> Tensors:
         key = ("layout", name, kind)
         if key not in self.memo:
             self.memo[key] = self.compute(layouts(self.lengths, self.problem.seed)[name], kind)
@@ -161,9 +161,25 @@ class Subject:
         self.memo.clear()
 
 
-def joined(out):
-    """Several outputs of one shape and dtype as one tensor, their number its last dimension."""
-    return torch.stack(tuple(out), -1) if isinstance(out, (tuple, list)) else out
+def each(function: Callable, *outputs: Tensors):
+    """The function of a tensor, or of each of a tuple of them."""
+    return function(*outputs) if isinstance(outputs[0], torch.Tensor) else tuple(map(function, *outputs))
+
+
+def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
+    """Tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside others' NaN."""
+    at = torch.from_numpy(index).to(t.device)
+    found = t[at.clamp(min=0)]
+    if (index < 0).any():
+        found[at < 0] = (float("nan") if nonfinite else 7.0) if t.dtype.is_floating_point else 0
+    return found
+
+
+def fill(result: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, out: torch.Tensor) -> None:
+    if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
+        raise ValueError(f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
+                         f"{result.dtype} {tuple(result.shape[1:])}")
+    result[rows[real]] = out[real]
 
 
 @contextlib.contextmanager
@@ -257,9 +273,11 @@ def row_counts(subject: Subject) -> list[Row]:
                 tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
                 key = ("all rows", kind, m if leaky else 0)
                 if key not in subject.memo:
-                    subject.memo[key] = subject.call(tokens, shared, (n, ), at).clone()
+                    apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
+                    subject.memo[key] = each(torch.clone, subject.call(tokens, shared, (n, ), at, apart))
                 part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m, ), at[:m])
-                rows.append(subject.row("invariance", "rows", compare(part, subject.memo[key][:m]), f"{n} rows", kind, m))
+                whole = each(lambda t, m=m: t[:m], subject.memo[key])
+                rows.append(subject.row("invariance", "rows", compare(part, whole), f"{n} rows", kind, m))
             except Exception as error:
                 rows.append(subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=sentence(error)))
     return rows
@@ -326,15 +344,20 @@ def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
 
 
 def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
-    """The error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a fix."""
+    """The error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a fix. Of several
+    outputs, the one with the larger share."""
     p = subject.problem
     n = tokens or min(subject.largest, 512)
     at = torch.arange(n, device=p.device)
-    inputs, shared = p.inputs(kind, n, at % 5 == 3)
-    y = subject.call(inputs, shared, (n, ), at)
-    exact, magnitude = p.reference(inputs, shared, {k: v for k, v in subject.constants().items()}, at)
-    limit = contract.bound(p.contract_row, p.out_dtype, exact, magnitude, p.reduction, inputs=p.dtype)
-    return against_bound(subject, "accuracy", y, exact, limit, p.out_dtype, kind, n, f"reduction length {p.reduction}")
+    lengths = [n - n // 3, n // 3] if p.op.cache else [n]
+    inputs, shared = p.inputs(kind, n, at >= lengths[0] if p.op.cache else at % 5 == 3)
+    y = subject.call(inputs, shared, (n, ), at, (0, lengths[0], n) if p.op.cache else None)
+    exact, magnitude = p.reference(inputs, shared, {k: v for k, v in subject.constants().items()}, at, lengths)
+    rows = []
+    for (name, dtype), *parts in zip(p.returned.items(), *((t, ) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))):
+        limit = contract.bound(p.contract_row, dtype, *parts[1:], p.reduction, inputs=p.dtype)
+        rows.append(against_bound(subject, "accuracy", *parts[:2], limit, dtype, kind, n, f"reduction length {p.reduction}", name))
+    return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 
 def against_bound(subject: Subject, relation: str, y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor,

@@ -1,13 +1,14 @@
 """The registry: one short entry an op, and what an audit needs to call any candidate for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit.inputs import draw, draw_ids, generator
+from bi_kernels.audit.drift import Tensors
+from bi_kernels.audit.inputs import cancel, draw, draw_ids, generator
 from bi_kernels.contract import DTYPES, EPS, SHAPES, SWEEP, evaluate, linears
 
 
@@ -18,10 +19,11 @@ class Op:
     tokens: the inputs that every token has its own row of, with their trailing dimensions in terms of the shape set
     ("heads, head_dim"), or ending in ":bool" for a mask, or "vocab:id" for a token id below that; shared: the weights,
     likewise, or ending in ":t" where the op takes the transpose; order: the positional order of both, where it is not
-    tokens and then shared; out: the output's dtype, where it is not the op's (several outputs are stacked); scale: of the
+    tokens and then shared; out: the output's dtype, where it is not the op's (several of one shape are stacked); scale: of the
     shared inputs, a power of two; constants: further keyword arguments; function: the public function, where it is not `name`; row: its row of the contract,
-    likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs whole sequences; reduction: the
-    length of its sum; cases: shape name -> extra dimensions, for an op audited at several shapes; ieee: IEEE
+    likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs whole sequences; cache: the token inputs
+    that a call is given of the tokens before its own, too, with the arguments of `bi_kernels.attention`; outputs: their
+    names, and their dtype where it is another ("lse:fp32"); reduction: the length of its sum; cases: shape name -> extra dimensions, for an op audited at several shapes; ieee: IEEE
     operations only, so a CPU must give the bits of a GPU; casts: the input has another dtype
     than the output.
     """
@@ -37,10 +39,24 @@ class Op:
     function: str = ""
     row: str = ""
     positions: bool = False
+    cache: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("out", )
     reduction: str = "1"
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}
     ieee: bool = False
     casts: bool = False
+
+    def returned(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtype of each output by name, where that of the op is `dtype`."""
+        return {name.partition(":")[0]: DTYPES.get(name.partition(":")[2] or self.out, dtype) for name in self.outputs}
+
+
+_ATTENTION = {"q": "heads, head_dim", "k": "kv_heads, head_dim", "v": "kv_heads, head_dim"}
+_ATTENDS = {"cache": ("k", "v"), "outputs": ("out", "lse:fp32"), "reduction": "head_dim"}
+
+
+def _groups(shapes: str) -> dict[str, dict]:
+    return {"gqa": {}, "mha": {"kv_heads": SHAPES[shapes]["heads"]}}
 
 
 def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
@@ -75,6 +91,8 @@ OPS = {op.name: op for op in (
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, out="fp32",
        constants={"temperature": 0.7, "ignore_index": 3}, reduction="vocab"),
     Op("log_softmax", "vocabulary", {"logits": "vocab"}, out="fp32", reduction="vocab"),
+    Op("attention", "attention", _ATTENTION, cases=_groups, **_ATTENDS),
+    Op("attention_window", "attention", _ATTENTION, constants={"window": 33}, function="attention", row="attention", **_ATTENDS),
     Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
 )}
 
@@ -108,8 +126,8 @@ class Problem:
         return torch.bfloat16 if self.dtype == torch.float32 else torch.float32
 
     @property
-    def out_dtype(self) -> torch.dtype:
-        return DTYPES[self.op.out] if self.op.out else self.dtype
+    def returned(self) -> dict[str, torch.dtype]:
+        return self.op.returned(self.dtype)
 
     @property
     def contract_row(self) -> str:
@@ -140,7 +158,11 @@ class Problem:
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
-        return ({k: make(v, tokens) for k, v in self.op.tokens.items()}, {k: make(v) for k, v in self.op.shared.items()})
+        given = {k: make(v, tokens) for k, v in self.op.tokens.items()}
+        if kind == "cancelling":
+            for k in self.op.cache:  # tokens weigh what those 32 before them do, and take from the sum what those added
+                cancel(given[k][:tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k != self.op.cache[-1])
+        return given, {k: make(v) for k, v in self.op.shared.items()}
 
     def arguments(self, tokens: dict, shared: dict) -> list[torch.Tensor]:
         """The tensors in the op's positional order."""
@@ -156,18 +178,26 @@ class Problem:
             constants["dtype"] = self.dtype
         return constants
 
-    def reference(self, tokens: dict, shared: dict, constants: dict, positions: torch.Tensor):
-        """(y64, S) of the contract, on these inputs; several outputs are stacked."""
-        extra = {"positions": positions} if self.op.positions else {}
+    def reference(self, tokens: dict, shared: dict, constants: dict, positions: torch.Tensor, lengths: list[int]):
+        """(y64, S) of the contract, on these inputs; several outputs are joined."""
+        extra = {"positions": positions} if self.op.positions else {"lengths": lengths} if self.op.cache else {}
         found = getattr(reference, self.op.function or self.op.name)(**tokens, **shared, **constants, **extra)
-        return found if isinstance(found[0], torch.Tensor) else tuple(torch.stack(part, -1) for part in zip(*found))
+        return found if isinstance(found[0], torch.Tensor) else tuple(joined(part) for part in zip(*found))
+
+
+def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
+    """Several outputs of one shape and dtype as one tensor, their number its last dimension; others as they are, a tuple."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    alike = len({(t.shape, t.dtype) for t in outputs}) == 1
+    return torch.stack(tuple(outputs), -1) if alike else tuple(outputs)
 
 
 def problems(audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0,
              ops: tuple[str, ...] = ()) -> list[Problem]:
-    """Every op of an audit (or those named), at every case and dtype; of the backward audit on the interpreter one linear
-    layer, which stands for the others."""
-    one = audit == "backward" and device.type == "cpu"
+    """Every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of the backward audit
+    and one attention stand for the others."""
+    one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     return [Problem(op, case, DTYPES[d], shapes, device, seed) for op in audited(audit)
             if not ops or op.name in ops for case in op.cases(shapes)
-            if not one or case == "o" or "o" not in op.cases(shapes) for d in dtypes]
+            if one in (None, case) or one not in op.cases(shapes) for d in dtypes]

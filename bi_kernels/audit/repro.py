@@ -5,12 +5,14 @@ nothing else but filler in the other rows; the search, which runs the script's o
 drift allows.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bi_kernels.audit import attention_repro
 from bi_kernels.audit.candidates import Candidate
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.judge import Row, Subject
@@ -46,6 +48,10 @@ class Recipe:
     position: int = 0
     cancel: bool = False  # the token's sum grows and then nearly vanishes: another order shows in the last bits
     several: bool = False  # outputs, which are stacked
+
+    @property
+    def says(self) -> str:
+        return f"one token, computed in a call of {self.a.lead} and in one of {self.b.lead}; the other rows hold {self.filler}."
 
     def drifts(self, s: Subject) -> bool:
         """Whether the token's result differs in the two calls, computed by the script's own lines."""
@@ -161,12 +167,12 @@ def export(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> P
     drifting = sorted((r for r in rows if r.verdict != "pass" and r.relation == "invariance" and r.mismatches),
                       key=lambda r: (r.layout != "rows", r.rows))
     for row in drifting[:4]:
-        recipe = shrink(s, row)
+        kind = attention_repro if s.problem.op.cache else sys.modules[__name__]
+        recipe = kind.shrink(s, row)
         if recipe is None:
             continue
         path = folder / ("-".join(filter(None, (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype)))) + ".py")
-        write(s, candidate, f"one token, computed in a call of {recipe.a.lead} and in one of {recipe.b.lead}; the other rows "
-              f"hold {recipe.filler}.", body(s, recipe), ("a", "b"), path)
+        write(s, candidate, recipe.says, kind.body(s, recipe), ("a", "b"), path)
         for r in drifting:
             r.repro = f"python {folder.name}/{path.name}"
         return path

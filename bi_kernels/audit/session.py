@@ -172,13 +172,14 @@ class Session:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
         from bi_kernels.audit import gradients, static
         from bi_kernels.audit import judge as j
+        from bi_kernels.audit.attention_controls import ATTENTION_CONTROLS
         from bi_kernels.audit.controls import CONTROLS
         from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
         from bi_kernels.audit.ops import OPS, Problem
         from bi_kernels.audit.provenance import device_name
         from bi_kernels.contract import DTYPES
         rows, seen = [], {}
-        for control in (*CONTROLS, *GRADIENT_CONTROLS):
+        for control in (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS):
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
             problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
@@ -186,8 +187,9 @@ class Session:
             s = j.Subject(problem, control.function, control.name, device_name(self.device))
             try:
                 if control.relation == "invariance":
-                    found = j.row_counts(s) + j.invariance(
-                        s, only=("singles", "batch", "neighbours", "permuted", "decode"))
+                    found = j.row_counts(s)
+                    if all(r.verdict == j.PASS for r in found):
+                        found += j.invariance(s, only=("singles", "batch", "neighbours", "permuted", "decode"))
                 elif control.relation == "determinism":
                     found = [j.determinism(s)]
                 elif control.relation == gradients.STATIC:
@@ -195,7 +197,7 @@ class Session:
                         with static.recorded() as launches:
                             step = gradients.Step(s, "normal", [5, 17])
                             step.gradients(step.layouts["packed"])
-                        levels = [c.level for c in GRADIENT_CONTROLS if c.function == control.function]
+                        levels = [c.level for c in (*GRADIENT_CONTROLS, *ATTENTION_CONTROLS) if c.function == control.function]
                         seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
                     found = [replace(seen[control.function][control.level], candidate=control.name)]
                 elif control.relation == gradients.INVARIANCE:

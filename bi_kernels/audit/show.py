@@ -188,6 +188,6 @@ def lines(series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits:
     if log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    ax.legend(framealpha=0.9, edgecolor="none", ncols=2, fontsize=8)
+    ax.legend(edgecolor="none", ncols=3, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14))
     figure.tight_layout()
     return figure

@@ -71,5 +71,32 @@ def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     return token_logprob(F.linear(hidden, weight), targets, temperature, ignore_index)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, lengths_q: Tensor | None = None,
+              lengths_k: Tensor | None = None, left_padded: bool = False, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Packed sequences one by one; a padded batch in one call, with a mask. The LSE is a product and a logsumexp of its own."""
+    if cu_seqlens_q is not None:
+        ends = cu_seqlens_q.tolist()
+        parts = [attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b]
+        return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
+    (L, S), device = (q.shape[1], k.shape[1]), q.device
+    length = lambda lengths, width: torch.full((len(q), ), width, device=device) if lengths is None else lengths
+    length_q, length_k = length(lengths_q, L)[:, None, None], length(lengths_k, S)[:, None, None]
+    query, key = torch.arange(L, device=device)[:, None], torch.arange(S, device=device)
+    if left_padded:
+        query, key = query - (L - length_q), key - (S - length_k)
+    position = query + length_k - length_q
+    seen = (key >= 0) & (key < length_k) & (query >= 0) & (query < length_q) & (key <= position)
+    if window:
+        seen &= key > position - window
+    plain, seen = lengths_q is lengths_k is window is None, seen[:, None]
+    heads = lambda t: t.transpose(1, 2)
+    how = {"is_causal": L > 1} if plain and L in (1, S) else {"attn_mask": seen}
+    out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), enable_gqa=True, **how)
+    scores = heads(q).float() @ heads(k).float().repeat_interleave(q.shape[2] // k.shape[2], 1).mT * q.shape[-1]**-0.5
+    there = seen.any(-1)[..., None]
+    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    return heads(out.masked_fill(~there, 0)), heads(lse)
+
+
 def log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits.float(), -1)

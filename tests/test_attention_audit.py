@@ -1,0 +1,139 @@
+"""The attention audit: what a call is given, the controls and their mended twins, the reproducer, and the kernel for sm_90."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+
+import bi_kernels
+from bi_kernels.audit import attention, gradients, judge
+from bi_kernels.audit.attention_controls import ATTENTION_CONTROLS, nan_without_keys
+from bi_kernels.audit.cache import keys
+from bi_kernels.audit.drift import compare
+from bi_kernels.audit.layouts import Call, chunks, decode, layouts, pack, pad, spans
+from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.audit.session import start
+
+LENGTHS = (5, 1, 40)
+ROOT = Path(__file__).parents[1]
+
+
+def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) -> judge.Subject:
+    problem = Problem(OPS[op], next(iter(OPS[op].cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
+    return judge.Subject(problem, function, "test", "interpreter", own_lengths=lengths)
+
+
+# What a call is given
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("name", ["singles", "batch:16", "chunked:7", "decode", "neighbours"])
+def test_a_query_is_given_the_keys_up_to_its_own_and_nobody_elses(name, page):
+    for call in layouts(LENGTHS)[name]:
+        found = keys(call, LENGTHS, page)
+        told = found.told
+        for row, queries in enumerate(call.index):
+            mine = queries[queries >= 0]
+            sample = next(s for s in spans(LENGTHS) if mine[0] in s)
+            held = found.index[told["block_table"][row]].reshape(-1) if page else found.index[row]
+            count = told["lengths_k"][row] if "lengths_k" in told else found.index.shape[1]
+            held = held[len(held) - count:] if told.get("left_padded") else held[:count]
+            assert list(held) == list(sample[:mine[-1] + 1 - sample[0]])
+
+
+def test_decode_and_chunks_are_calls_of_their_own_against_a_cache_with_room():
+    for calls, queries in ((decode(spans(LENGTHS)), 1), (chunks(spans(LENGTHS), 7)[-1:], 5)):
+        found = keys(calls[-1], LENGTHS)
+        assert calls[-1].index.shape[1] == queries and found.index.shape[1] % 16 == 0 and found.told["lengths_k"].max() == 40
+    whole = keys(pack(spans(LENGTHS)), LENGTHS)
+    assert_same_bits(torch.tensor(whole.told["cu_seqlens_q"]), torch.tensor([0, 5, 6, 46]))
+    assert keys(Call(np.arange(5)[None]), LENGTHS).told == {}, "the plain call has no lengths"
+    assert keys(pad(spans(LENGTHS), left=True), LENGTHS).told["left_padded"]
+
+
+def test_stale_padding_is_what_an_op_must_not_read():
+    seen = []
+    s = subject(lambda q, k, v, **told: seen.append(k) or bi_kernels.attention(q, k, v, **told), lengths=LENGTHS)
+    s.compute(decode(spans(LENGTHS)), "normal")
+    s.compute(decode(spans(LENGTHS)), "nonfinite", poisoned_sample=1)
+    assert any((k == 7).all(-1).any() for k in seen) and any(k.isnan().any() for k in seen)
+
+
+# Controls
+
+@pytest.mark.parametrize("control", [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu], ids=lambda c: c.name)
+def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
+    monkeypatch.setattr(judge.contract, "rows", lambda largest: [31, 129])
+
+    def drifts(**how) -> int:
+        s = subject(lambda *x, **told: control.function(*x, **how, **told), control.op, (103, 1, 37))
+        found = judge.row_counts(s) if "multiprocessors" in control.name else judge.invariance(s, only=("singles", "decode"))
+        assert not [r for r in found if r.mismatches is None]
+        return sum(r.mismatches for r in found)
+
+    assert drifts() and not drifts(defect=False)
+
+
+@pytest.mark.parametrize("control", [c for c in ATTENTION_CONTROLS if c.relation != "invariance" and c.level in ("", "AST")],
+                         ids=lambda c: c.name)
+def test_a_broken_gradient_is_found_and_its_twin_is_not(control):
+    how = {"defect": False}
+    for options, broken in (({}, True), (how, False)):
+        s = subject(lambda *x, **told: control.function(*x, **options, **told))
+        if control.relation == gradients.INVARIANCE:
+            step = gradients.Step(s, judge.SHARPEST)
+            one, other = (step.gradients(step.layouts[name]) for name in ("packed", "singles"))
+            assert bool(sum(compare(one[k], other[k]).mismatches for k in one)) == broken
+        else:
+            step = gradients.Step(s, "normal", [20, 5])
+            own = gradients.Step(subject(), "normal", [20, 5])
+            found, expected = (x.gradients(x.layouts["packed"]) for x in (step, own))
+            assert all((found[k].float() - expected[k].float()).abs().max() < 0.1 for k in found), "wrong in its order alone"
+            assert bool(sum(compare(found[k], expected[k]).mismatches for k in found)) == broken
+
+
+def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
+    assert {r.verdict for r in attention._edges(subject())} == {judge.PASS}
+    found = attention._edges(subject(nan_without_keys))
+    assert any(r.verdict == judge.NEEDS_FIX and r.mismatches for r in found)
+
+
+# A generation
+
+def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
+    session = start("attention", {"dtype": "bf16"})
+    assert {r.verdict for r in attention.generation(session) + attention.uneven(session)} == {judge.PASS}
+    session = start("attention", {"dtype": "bf16"})
+    control = next(c for c in ATTENTION_CONTROLS if "padding keys" in c.name)
+    session.candidate = type(session.candidate)("broken", {"attention": control.function})
+    assert any(r.mismatches for r in attention.generation(session) if r.layout.startswith("decode, cache"))
+
+
+# The kernel for sm_90
+
+COMPILED = """
+from types import SimpleNamespace
+import torch, triton
+from triton.backends.compiler import GPUTarget
+triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
+                                                 get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+from bi_kernels import attention_hopper
+from bi_kernels.audit import static
+for width, group, causal, many in {cases}:
+    q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
+    with static.recorded(run=False) as launches:
+        attention_hopper.prefill(q, k, k, q, torch.zeros(300, 2 * group), [torch.zeros(3, dtype=torch.int32)] * 4, causal, 0.1, 4096, many)
+    for v in static.binaries(launches):
+        print(v.kernel, v.level, v.spills, v.shared <= 227 * 1024, v.findings)
+"""
+
+
+def test_the_gluon_kernel_compiles_for_sm_90_without_a_spill_or_an_atomic():
+    cases = [(128, 4, True, True), (64, 1, False, False)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["_prefill_kernel sm_90 0 True []"] * len(cases), done.stdout + done.stderr
