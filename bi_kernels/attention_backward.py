@@ -2,14 +2,15 @@
 
 dV and dK fold over the queries of each head of the group, head after head, in slabs of 16 from the sequence's first query;
 dQ folds over the keys in slabs of 16. So every tile is free. Rounding points: the probabilities, and dS = P (dP − Σ out dout),
-are rounded to the storage dtype for their products; each gradient once.
+are rounded to the storage dtype for their products; each gradient once. On sm_90 bi_kernels.attention_hopper_backward has a
+faster dK and dV of the same bits.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.attention_forward import FP32, LOG2E, MERGE_ROWS, Tiling, most_tiles, room_for, seen, sequence_of, shape_of
+from bi_kernels.attention_forward import FP32, LOG2E, MERGE_ROWS, Tiling, fits_hopper, most_tiles, room_for, seen, sequence_of, shape_of
 
 KEYS, QUERIES, WIDE = Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2)  # WIDE: of heads wider than 128
 
@@ -186,6 +187,10 @@ def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch
             (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
             (_queries_backward_kernel, queries, most_tiles(tokens * shape["GROUP"], sequences, queries.rows), (dq, ))):
         if grads[0] is None:
+            continue
+        if kernel is _keys_backward_kernel and not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0:
+            from bi_kernels.attention_hopper_backward import keys_backward  # Gluon, which the interpreter does not know
+            keys_backward(q, k, v, d_out, lse, delta, dk, dv, where, causal, scale * LOG2E, scale)
             continue
         kernel[(total, k.shape[-2])](
             q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,

@@ -227,6 +227,12 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def fits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels for sm_90 can take q, k and v."""
+    return (q.dtype != torch.float32 and q.shape[-1] in (64, 128) and q.data_ptr() % 16 == 0 and _tma_ready(k) and _tma_ready(v)
+            and _is_hopper(q.device))
+
+
 def room_for(sequences: int) -> int:
     """How many a kernel looks through, so that few variants of it are compiled."""
     return max(16, triton.next_power_of_2(sequences))
@@ -265,8 +271,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
     nothing = None, None, None
     if q.dtype == torch.float32:
         _launch(q, k, v, None, None, out, lse, *nothing, where, FP32, 1, splits, PARTIAL=False, **given)
-    elif tiles >= FEW and not page and not window and given["D"] in (64, 128) and BLOCK == 64 and _tma_ready(k) and _tma_ready(v) \
-            and given["EVEN"] and _is_hopper(q.device):
+    elif tiles >= FEW and not page and not window and BLOCK == 64 and fits_hopper(q, k, v):
         from bi_kernels.attention_hopper import prefill as hopper_prefill  # Gluon, which the interpreter does not know
         hopper_prefill(q, k, v, out, lse, where[:4], causal, given["scale"], SPLIT, splits > 1)
     elif tiles >= FEW and not page and given["EVEN"] and _tma_ready(k) and _tma_ready(v):

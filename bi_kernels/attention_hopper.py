@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bi_kernels.attention_forward import most_tiles, room_for
 
-BLOCK = 64  # keys
+BLOCK = 64  # rows that one copy brings
 ROWS, STAGES, REGISTERS = 64, 4, 240  # queries of a group of warps; blocks in the ring; of a thread that computes
 
 
@@ -24,13 +24,13 @@ def _plus(a, b):
 
 
 @gluon.jit
-def _uniform(x):
+def uniform(x):
     """The same, in a way that shows ptxas that it is the same for a warp: else what follows from it spills."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
-def _sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
+def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
     """`attention_forward.sequence_of`."""
     i = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0, _plus)
@@ -43,7 +43,7 @@ def _sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexp
 def _tile(where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
     """(first row of q's tokens, of the tile, of k, queries, keys, keys from which on not all are seen, keys seen by some)."""
     first_q, length_q, first_k, length_k, sequences = where
-    sequence, before, last = _sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
+    sequence, before, last = sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
     tile = last - gl.program_id(0)  # the last of a causal sequence takes longest, and so begins
     known = sequence < sequences
     queries, length = gl.load(length_q + sequence, mask=known, other=0), gl.load(length_k + sequence, mask=known, other=0)
@@ -55,8 +55,8 @@ def _tile(where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, B
     if CAUSAL:
         end = gl.minimum(end, last + 1)
         whole = gl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    return (base, _uniform(tile * SIZE), _uniform(row_k), _uniform(queries), _uniform(length), _uniform(whole),
-            _uniform(gl.maximum(end, 0)))
+    return (base, uniform(tile * SIZE), uniform(row_k), uniform(queries), uniform(length), uniform(whole),
+            uniform(gl.maximum(end, 0)))
 
 
 @gluon.jit
@@ -224,7 +224,7 @@ def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.co
 
 
 @gluon.jit(do_not_specialize=["sequences"])
-def _prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k, length_k, sequences, scale, COUNT: gl.constexpr,
+def _hopper_prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k, length_k, sequences, scale, COUNT: gl.constexpr,
                     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
                     MANY: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """A tile of queries of one key head's group against all of their keys."""
@@ -250,8 +250,8 @@ def _prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k, lengt
     ], [4, 4], [REGISTERS, REGISTERS])
 
 
-def _descriptor(t: torch.Tensor) -> TensorDescriptor:
-    """Blocks of keys of one head, of (rows, heads, D)."""
+def block_descriptor(t: torch.Tensor) -> TensorDescriptor:
+    """Blocks of 64 rows of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(t, [rows, heads * width], [t.stride(0), 1], [BLOCK, width],
@@ -266,7 +266,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     """
     heads, sequences = k.shape[1], len(where[0])
     group = q.shape[1] // heads
-    _prefill_kernel[(most_tiles(len(q) * group, sequences, 2 * ROWS), heads)](
-        q, _descriptor(k), _descriptor(v), out, lse, *where, sequences, scale, COUNT=room_for(sequences), GROUP=group,
+    _hopper_prefill_kernel[(most_tiles(len(q) * group, sequences, 2 * ROWS), heads)](
+        q, block_descriptor(k), block_descriptor(v), out, lse, *where, sequences, scale, COUNT=room_for(sequences), GROUP=group,
         HEADS=heads, ROWS=ROWS, SPLIT=split, CAUSAL=causal, MANY=many, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
         enable_fp_fusion=False)

@@ -178,7 +178,7 @@ ATTENTION_CONTROLS = (
     _control("causal, and with it the window, off when max_seqlen_q is 1", "invariance", not_causal_for_one_query,
              "attention_window"),
     _control("padding keys unmasked in the last block", "invariance", padding_keys_seen),
-    _control("SDPA flash decode against prefill", "invariance", flash_decode, gpu=True),
+    _control("SDPA flash decode against prefill", "parity", flash_decode, gpu=True),
     _control("dk and dv over the group in completion order", "gradient invariance", group_in_completion_order),
     *(_control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
       for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))),

@@ -5,7 +5,7 @@ and padding has none. Gradients of tokens are gathered back to logical order; gr
 `main_grad`, or in `.grad` where the candidate leaves it there, after the last call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -118,40 +118,43 @@ def gradient_lengths(subject: Subject) -> list[int]:
 
 
 def judge_gradients(subject: Subject) -> list[Row]:
+    return list(by_split(subject))
+
+
+def by_split(subject: Subject) -> Iterator[Row]:
     """Invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
-    rows: list[Row] = []
     kinds = {SHARPEST: LAYOUTS, "nonfinite": BESIDE} | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})
     for kind, names in kinds.items():
         step = Step(subject, kind)
         try:
             base = step.gradients(step.layouts["packed"])
         except Exception as error:
-            return [*rows, subject.row(INVARIANCE, "packed", None, "singles", kind, step.count,
-                                       verdict=refusal(subject, error), detail=sentence(error))]
+            yield subject.row(INVARIANCE, "packed", None, "singles", kind, step.count, verdict=refusal(subject, error),
+                              detail=sentence(error))
+            return
         finite = ~step.poisoned
         keep = lambda g, step=step, finite=finite: {
             k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens}
         for name in names:
             against = "singles" if name == "packed" else "packed"
             launched = shapes_launched(step.layouts[name])
-            rows += _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
-                              lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
-                              INVARIANCE, name, against, kind, step.count, launched)
+            yield from _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
+                                 lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
+                                 INVARIANCE, name, against, kind, step.count, launched)
         if kind == SHARPEST:
             own: dict = {}
             alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
             for name in ALONE:
-                rows += _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
-                                  name, "packed", kind, step.count, "without main_grad", ".grad")
+                yield from _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
+                                     name, "packed", kind, step.count, "without main_grad", ".grad")
             runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
             for _ in range(runs - 1):
                 again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), lambda: base, DETERMINISM, "packed",
                                   "itself", kind, step.count, f"backward, {runs} runs")
                 if any(r.verdict == NEEDS_FIX for r in again):
                     break
-            rows += again
+            yield from again
         del step, base
-    return rows
 
 
 def judge_gradient_accuracy(subject: Subject) -> list[Row]:

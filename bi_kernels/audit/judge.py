@@ -228,12 +228,15 @@ def refusal(subject: Subject, error: Exception) -> str:
 
 
 def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
+    return list(by_layout(subject, only))
+
+
+def by_layout(subject: Subject, only: Sequence[str] = ()) -> Iterator[Row]:
     """Every layout's bits against those of `packed`, and those of `packed` against each sample alone.
 
     Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and where a
     call holds more than one sample, one that is not finite beside the others.
     """
-    rows = []
     every = layouts(subject.lengths, subject.problem.seed)
     finite = [SHARPEST] if subject.problem.reduction > 1 else [k for k in KINDS if k != "nonfinite"]
     for number, (name, calls) in enumerate(every.items()):
@@ -244,11 +247,10 @@ def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
         for kind in (finite[number % len(finite)], *["nonfinite"] * _has_company(calls, subject.lengths)):
             try:
                 drift = compare(subject.layout(name, kind), subject.layout(against, kind))
-                rows.append(subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched))
+                yield subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched)
             except Exception as error:
-                rows.append(subject.row("invariance", name, None, against, kind, sum(subject.lengths),
-                                        detail=f"{launched}; {sentence(error)}"))
-    return rows
+                yield subject.row("invariance", name, None, against, kind, sum(subject.lengths),
+                                  detail=f"{launched}; {sentence(error)}")
 
 
 def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
@@ -257,12 +259,15 @@ def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
 
 
 def row_counts(subject: Subject) -> list[Row]:
+    return list(by_row_count(subject))
+
+
+def by_row_count(subject: Subject) -> Iterator[Row]:
     """The first M rows in a call of their own against the same rows in the largest call, M over the contract's sweep.
 
     The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one besides. With
     `nonfinite` inputs the first M rows are finite and all others are not.
     """
-    rows = []
     n = subject.largest
     at = torch.arange(n, device=subject.problem.device)
     always = {SHARPEST} if subject.problem.reduction > 1 else set()
@@ -277,10 +282,9 @@ def row_counts(subject: Subject) -> list[Row]:
                     subject.memo[key] = each(torch.clone, subject.call(tokens, shared, (n, ), at, apart))
                 part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m, ), at[:m])
                 whole = each(lambda t, m=m: t[:m], subject.memo[key])
-                rows.append(subject.row("invariance", "rows", compare(part, whole), f"{n} rows", kind, m))
+                yield subject.row("invariance", "rows", compare(part, whole), f"{n} rows", kind, m)
             except Exception as error:
-                rows.append(subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=sentence(error)))
-    return rows
+                yield subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=sentence(error))
 
 
 def unaligned(subject: Subject, kind: str = SHARPEST, m: int = 65) -> Row:

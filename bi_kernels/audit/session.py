@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 PARAMETERS = {"dtype": "all", "candidate": "bi_kernels", "shapes": "tiny", "device": "auto", "seed": 0, "op": ""}
@@ -59,6 +60,15 @@ def choose(device: str) -> "torch.device":
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
     return torch.device("cuda" if on_gpu else "cpu")
+
+
+def up_to_a_drift(rows: Iterable) -> list:
+    found = []
+    for r in rows:
+        found.append(r)
+        if r.mismatches:
+            break
+    return found
 
 
 @dataclass
@@ -187,9 +197,10 @@ class Session:
             s = j.Subject(problem, control.function, control.name, device_name(self.device))
             try:
                 if control.relation == "invariance":
-                    found = j.row_counts(s)
-                    if all(r.verdict == j.PASS for r in found):
-                        found += j.invariance(s, only=("singles", "batch", "neighbours", "permuted", "decode"))
+                    found = up_to_a_drift(chain(j.by_row_count(s), j.by_layout(
+                        s, only=("singles", "batch", "neighbours", "permuted", "decode"))))
+                elif control.relation == "parity":
+                    found = [r for r in j.parity(s) if r.layout == "decode=packed"]
                 elif control.relation == "determinism":
                     found = [j.determinism(s)]
                 elif control.relation == gradients.STATIC:
@@ -201,7 +212,7 @@ class Session:
                         seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
                     found = [replace(seen[control.function][control.level], candidate=control.name)]
                 elif control.relation == gradients.INVARIANCE:
-                    found = [r for r in gradients.judge_gradients(s) if r.relation == control.relation]
+                    found = up_to_a_drift(r for r in gradients.by_split(s) if r.relation == control.relation)
                 elif control.relation == gradients.ACCURACY:
                     found = gradients.gradient_accuracy(s, "normal") + gradients.gradient_accuracy(s, "wide")
                 else:

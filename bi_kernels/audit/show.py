@@ -162,9 +162,8 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
             ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
     ax.set_xticks(np.arange(data.shape[1]) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(np.arange(data.shape[0]) + 0.5, frame.index)
-    ax.invert_yaxis()
+    ax.set(xlim=(0, data.shape[1]), ylim=(data.shape[0], 0), title=title)
     ax.tick_params(length=0)
-    ax.set_title(title)
     for side in ax.spines.values():
         side.set_visible(False)
     figure.tight_layout()

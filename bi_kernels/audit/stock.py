@@ -92,10 +92,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = 
     heads = lambda t: t.transpose(1, 2)
     how = {"is_causal": L > 1} if plain and L in (1, S) else {"attn_mask": seen}
     out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), enable_gqa=True, **how)
-    scores = heads(q).float() @ heads(k).float().repeat_interleave(q.shape[2] // k.shape[2], 1).mT * q.shape[-1]**-0.5
-    there = seen.any(-1)[..., None]
-    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
-    return heads(out.masked_fill(~there, 0)), heads(lse)
+    wide = heads(k).float().repeat_interleave(q.shape[2] // k.shape[2], 1).mT
+    lse = [(some @ wide * q.shape[-1]**-0.5).masked_fill(~there, -torch.inf).logsumexp(-1)
+           for some, there in zip(heads(q).float().split(512, 2), seen.split(512, 2))]  # else their scores fill the memory
+    return heads(out.masked_fill(~seen.any(-1)[..., None], 0)), heads(torch.cat(lse, -1))
 
 
 def log_softmax(logits: Tensor) -> Tensor:
