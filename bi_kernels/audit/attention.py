@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
 from bi_kernels import attention_forward, contract, reference
-from bi_kernels.audit import attention_controls
+from bi_kernels.audit import attention_controls, gradients, judge
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.gemm import launch_us, times_ms
 from bi_kernels.audit.judge import NEEDS_FIX, SHARPEST, Row, Subject, against_bound, sentence, shapes_launched
@@ -21,8 +22,9 @@ from bi_kernels.audit.layouts import Call, pack, pad, spans
 from bi_kernels.contract import CONTRACT, DTYPES
 
 PAGE = 16
-GENERATED = {True: [(n, 256, (1, 7, 16, 64, 100, 1000)) for n in (4096, 32768)],  # tokens, of which last, in chunks of
+GENERATED = {True: [(4096, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
              False: [(150, 6, (1, 4))]}
+WIDTHS = {True: (64, 96, 256), False: (96, )}
 UNEVEN = {True: (16384, 1, 700, 15, 5000, 129, 2, 64), False: (130, 1, 70, 15, 2)}
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
@@ -48,12 +50,12 @@ def generation(session) -> list[Row]:
                 continue
             s.own_lengths = (n, )
             with _fold_in_small(session):
-                whole = s.compute([pack(spans((n, )))])
+                whole = cache(lambda n=n: s.compute([pack(spans((n, )))]))
                 for size in sizes:
                     calls = _parts(n, min(n - 1, max(tail, 4 * size)), size)
                     for page in (0, PAGE) if size in (sizes[0], sizes[-1]) else (0, ):
                         name = f"{'decode' if size == 1 else f'chunked:{size}'}, {f'pages of {page}' if page else 'cache'} of {n}"
-                        rows.append(_row(s, name, calls, lambda: compare(s.compute(calls, page=page), whole), n))
+                        rows.append(_row(s, name, calls, lambda: compare(s.compute(calls, page=page), whole()), n))
             del whole
             s.forget()
     return rows
@@ -78,10 +80,10 @@ def uneven(session) -> list[Row]:
     for s in _subjects(session, "attention"):
         s.own_lengths, samples = lengths, spans(lengths)
         with _fold_in_small(session):
-            alone = s.compute([Call(x[None]) for x in samples])
+            alone = cache(lambda: s.compute([Call(x[None]) for x in samples]))
             for name, call in {"packed": pack(samples), "permuted": pack(samples[::-1]), "batch": pad(samples),
                                "left_padded": pad(samples, left=True)}.items():
-                rows.append(_row(s, f"{name}, lengths 1 to {max(lengths)}", [call], lambda: compare(s.compute([call]), alone),
+                rows.append(_row(s, f"{name}, lengths 1 to {max(lengths)}", [call], lambda: compare(s.compute([call]), alone()),
                                  sum(lengths)))
         s.forget()
     return rows
@@ -98,6 +100,28 @@ def _row(s: Subject, name: str, calls: list[Call], drift: Callable[[], Drift], t
         return s.row("invariance", name, drift(), "one call", SHARPEST, tokens, detail=shapes_launched(calls))
     except Exception as error:
         return s.row("invariance", name, None, "one call", SHARPEST, tokens, detail=f"{shapes_launched(calls)}; {sentence(error)}")
+
+
+def widths(session) -> list[Row]:
+    """Heads of other widths, in the first dtype: layouts, decode, gradients, and both against fp64."""
+    rows, dtype, n = [], session.dtypes[0], 1500 if session.on_gpu else 70
+    for width in WIDTHS[session.on_gpu]:
+        first = next(s for s in session.make() if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == dtype)
+        case = f"{width} wide"
+        op = replace(first.problem.op, cases=lambda shapes, w=width, c=case: {c: {"head_dim": w}})
+        s = replace(first, problem=replace(first.problem, op=op, case=case), own_lengths=(n, 1, n // 11), memo={})
+        rows += judge.invariance(s, only=("singles", "left_padded", "chunked:100"))
+        tokens = np.arange(n)[None]
+        calls = [Call(tokens[:, :n - 2]), *(Call(tokens[:, i:i + 1]) for i in (n - 2, n - 1)), *(Call(x[None]) for x in spans(s.lengths)[1:])]
+        rows.append(_row(s, "decode of the last two", calls, lambda: compare(s.compute(calls), s.layout("packed")), sum(s.lengths)))
+        step = gradients.Step(s, SHARPEST, s.lengths)
+        whole = step.gradients(step.layouts["packed"])
+        for name in ("micro_batches:each", "left_padded"):
+            found = step.gradients(step.layouts[name])
+            rows += [s.row(gradients.INVARIANCE, name, compare(found[k], whole[k]), "packed", SHARPEST, step.count, tensor=f"d{k}")
+                     for k in whole]
+        rows += [judge.accuracy(s, "normal"), *gradients.gradient_accuracy(s, "normal")]
+    return rows
 
 
 EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7)]  # queries, keys
@@ -136,11 +160,14 @@ def _edges(s: Subject) -> list[Row]:
 
 
 def captured(session) -> list[Row]:
-    """Prefill, a chunk and decode under a CUDA graph and under torch.compile, at lengths that the capture did not see. GPU only."""
+    """Prefill, a chunk and decode under a CUDA graph and under torch.compile, at lengths that the capture did not see; in
+    the first dtype. GPU only."""
     rows = []
     compiled = torch.compile(lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True)
     for s in _subjects(session, "attention"):
         n = 9000
+        if contract.dtype_name(s.problem.dtype) != session.dtypes[0]:
+            continue
         (q, k, v), _ = (list(x.values()) for x in s.inputs(SHARPEST, n))
         whole = bi_kernels.attention(q[None], k[None], v[None])
         for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
@@ -341,4 +368,7 @@ def speed_text(goal: dict, speed: list[dict], decode: list[dict]) -> str:
                  f"{goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}")
     parts.append(f"of one with {one['cache']} keys **{one['ours / fastest SDPA']:.2f}** times SDPA's fastest backend (goal at most "
                  f"{goal['decode_time']}): {word(one['ours / fastest SDPA'] <= goal['decode_time'])}")
+    parts.append("what limits each, as we read the machine code and the times: forward, the exponentials, which run under the "
+                 "products but not entirely; backward, q kᵀ and dout vᵀ, which are computed twice, for dq and for dk and dv; decode, "
+                 "beside the bytes of the cache, the partial results and the second launch that merges them")
     return "## Speed\n\nbf16, causal, calls taking turns; times are the device's, as under a CUDA graph.\n\n" + "\n".join(f"- {p}" for p in parts)
