@@ -136,9 +136,9 @@ def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     last = UNIT * (sums + 4 + 6 * log_sum + (top + log_sum).abs())
     f = UNIT * (3 * (top - z) + 4)
     a = d + f
-    grown = torch.where(logp.isfinite(), logp + a, -torch.inf)
-    lse = grown.logsumexp(-1, keepdim=True)
-    each = changes(logp, a, d)
+    finite = logp.isfinite()
+    lse = torch.where(finite, logp + a, -torch.inf).logsumexp(-1, keepdim=True)
+    each = changes(logp, a.where(finite, 0.0), d.where(finite, 0.0)).where(finite, torch.inf)
     entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
     weigh = lambda t: torch.where(p > 0, p * t, 0.0).sum(-1, keepdim=True)
     changed = probability_errors(logp, a + lse)

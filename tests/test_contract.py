@@ -423,3 +423,10 @@ def tolerances(source: str) -> list[str]:
 def test_no_tolerance_stands_outside_the_contract():
     assert not {where: found for where, source in sources() if (found := tolerances(source))}
     assert tolerances("torch.testing.assert_close(a, b, rtol=1e-3)") == ["assert_close", "rtol", "1e-3"], "blind"
+
+
+@pytest.mark.parametrize("op, more", [("log_softmax", {}), ("token_logprob", {"targets": torch.tensor([0, 1])})])
+def test_logits_of_minus_infinity_leave_every_bound_a_number(op, more):
+    logits = torch.tensor([[0.0, -torch.inf, 3.0], [1.0, -torch.inf, -torch.inf]])
+    for y, magnitude in (getattr(reference, op)(logits, **more), ) if op == "log_softmax" else getattr(reference, op)(logits, **more):
+        assert not y.isnan().any() and not magnitude.isnan().any()
