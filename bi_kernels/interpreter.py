@@ -11,7 +11,6 @@
 """
 
 import inspect
-import warnings
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -47,7 +46,6 @@ def install() -> None:
         raise RuntimeError(f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
                            f"but this is Triton {triton.__version__}")
     stock.interpreter_builder.__class__ = Builder
-    warnings.filterwarnings("ignore", "All-NaN slice encountered")  # tl.max of a row of NaN
     # as compiled kernels have it; the check of every integer addition costs a quarter of the time
     stock.interpreter_builder.options = replace(stock.interpreter_builder.options, sanitize_overflow=False)
     stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch
@@ -377,6 +375,10 @@ class Scan(Checked, stock.ScanOps):
 
 
 class Reduce(Checked, stock.ReduceOps):
+
+    def min_max(self, input, val_reduce_op, idx_reduce_op=None):
+        quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # the others warn of a row of NaN
+        return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
     def sum(self, input):
         out = super().sum(input)

@@ -21,7 +21,6 @@ LENGTHS, SHORT, EDGES = (5, 1, 130, 64, 200), (3, 150, 20), (0, 1, 15, 0, 16, 17
 LAST = 2  # tokens that are decoded
 SPLITS, WHOLE = 10**9, 0  # FEW with which each split is a program of its own, or they come one after another
 EITHER_SCHEDULE = pytest.mark.parametrize("few", [SPLITS, WHOLE], ids=["splits", "whole"])
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")
 
 
 @pytest.fixture(autouse=True)

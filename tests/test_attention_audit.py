@@ -11,6 +11,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
+from bi_kernels import attend
 from bi_kernels.audit import attention, gradients, judge
 from bi_kernels.audit.attention_controls import ATTENTION_CONTROLS, nan_without_keys
 from bi_kernels.audit.cache import keys
@@ -80,11 +81,15 @@ def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
 
 @pytest.mark.parametrize("control", [c for c in ATTENTION_CONTROLS if c.relation != "invariance" and c.level in ("", "AST") and not c.gpu],
                          ids=lambda c: c.name)
-def test_a_broken_gradient_is_found_and_its_twin_is_not(control):
+def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
     how = {"defect": False}
     for options, broken in (({}, True), (how, False)):
         s = subject(lambda *x, **told: control.function(*x, **options, **told))
-        if control.relation == gradients.INVARIANCE:
+        if control.relation in ("accuracy", "determinism", gradients.ACCURACY):
+            found = {"accuracy": lambda s: [judge.accuracy(s, "normal")], "determinism": lambda s: [judge.determinism(s)],
+                     gradients.ACCURACY: lambda s: gradients.gradient_accuracy(s, "normal")}[control.relation](s)
+            assert any(r.mismatches for r in found) == broken and all(r.mismatches is not None for r in found)
+        elif control.relation == gradients.INVARIANCE:
             step = gradients.Step(s, judge.SHARPEST)
             one, other = (step.gradients(step.layouts[name]) for name in ("packed", "singles"))
             assert bool(sum(compare(one[k], other[k]).mismatches for k in one)) == broken
@@ -94,6 +99,48 @@ def test_a_broken_gradient_is_found_and_its_twin_is_not(control):
             found, expected = (x.gradients(x.layouts["packed"]) for x in (step, own))
             assert all((found[k].float() - expected[k].float()).abs().max() < 0.1 for k in found), "wrong in its order alone"
             assert bool(sum(compare(found[k], expected[k]).mismatches for k in found)) == broken
+
+
+def test_a_prefill_that_differs_from_decode_is_found(monkeypatch):
+    forward = attend.attention_forward
+
+    def broken(*values):
+        out, lse = forward(*values)
+        return [out + out * (values[0].shape[0] > 100), lse]
+
+    session = start("attention", {"dtype": "bf16"})
+    monkeypatch.setattr(attend, "attention_forward", broken)
+    found = [r for r in attention.generation(session) if not r.control]
+    assert any(r.mismatches for r in found if r.relation == "invariance")
+
+
+def test_an_output_that_is_not_returned_is_said_in_a_sentence():
+    row = judge.supported(subject(lambda *x, **told: bi_kernels.attention(*x, **told)[0]))
+    assert row.verdict == judge.NEEDS_FIX and row.detail.endswith("the candidate returned 1 of the outputs out, lse")
+
+
+def test_a_drift_of_the_lse_names_it():
+    row = judge.invariance(subject(lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))),
+                           only=("singles", ))[0]
+    assert row.tensor == "lse" and len(row.first_index) == 2
+
+
+@pytest.mark.parametrize("kind", gradients.ACCURATE)
+def test_no_gradient_of_zeros_is_within_the_bounds(kind):
+    s = subject(lambda q, k, v, **told: _Zero.apply(told, q, k, v))
+    assert all(r.mismatches > 0.5 * r.elements for r in gradients.gradient_accuracy(s, kind))
+
+
+class _Zero(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, told, *qkv):
+        ctx.save_for_backward(*qkv)
+        return bi_kernels.attention(*(t.detach() for t in qkv), **told)
+
+    @staticmethod
+    def backward(ctx, *dy):
+        return None, *(torch.zeros_like(t) for t in ctx.saved_tensors)
 
 
 def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
@@ -106,7 +153,9 @@ def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
 
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
     session = start("attention", {"dtype": "bf16"})
-    assert {r.verdict for r in attention.generation(session) + attention.uneven(session)} == {judge.PASS}
+    rows = attention.generation(session) + attention.uneven(session)
+    assert {r.verdict for r in rows if not r.control} == {judge.PASS} and [r.caught for r in rows if r.control] == [True]
+    assert attention.missing(session) and not [r for r in attention.missing(session) if r.verdict == judge.PASS]
     session = start("attention", {"dtype": "bf16"})
     control = next(c for c in ATTENTION_CONTROLS if "padding keys" in c.name)
     session.candidate = type(session.candidate)("broken", {"attention": control.function})

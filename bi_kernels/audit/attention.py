@@ -17,17 +17,18 @@ from bi_kernels.audit.layouts import Call, pack, pad, spans
 from bi_kernels.contract import DTYPES
 
 PAGE = 16
-GENERATED = {True: [(4096, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
-             False: [(150, 6, (1, 4))]}
+GENERATED = {True: [(4200, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
+             False: [(132, 6, (1, 4))]}
+LAST = 16  # queries of a long sequence that are held against fp64
 UNEVENLY = ("packed", "permuted", "batch", "left_padded")
 WIDTHS = {True: (64, 96, 256), False: (96, )}
-WIDE_LAYOUTS = ("singles", "left_padded", "chunked:100", "decode of the last two", "micro_batches:each", "batch")  # two of gradients
+WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two", "micro_batches:each", "batch")  # two of gradients
 UNEVEN = {True: (16384, 1, 700, 15, 5000, 129, 2, 64), False: (130, 1, 70, 15, 2)}
 
 
 def _fold_in_small(session):
-    """On the interpreter, whose sequences are short, splits of 64 keys, so that there are several."""
-    return nullcontext() if session.on_gpu else attention_controls.fold(SPLIT=64)
+    """On the interpreter, whose sequences are short, splits of 64 keys, and a whole sequence is prefill."""
+    return nullcontext() if session.on_gpu else attention_controls.fold(SPLIT=64, FEW=4)
 
 
 def _parts(n: int, tail: int, size: int) -> list[Call]:
@@ -36,30 +37,75 @@ def _parts(n: int, tail: int, size: int) -> list[Call]:
     return [Call(every[:, :n - tail])] + [Call(every[:, at:min(at + size, n)]) for at in range(n - tail, n, size)]
 
 
-def _ways(session, dtype: torch.dtype) -> list[tuple[int, int, int, int, str]]:
-    """(tokens, how many of them last, in chunks of, page, name) of the ways to compute a long sequence."""
-    return [(n, min(n - 1, max(tail, 4 * size)), size, page,
-             f"{'decode' if size == 1 else f'chunked:{size}'}, {f'pages of {page}' if page else 'cache'} of {n}")
-            for n, tail, sizes in GENERATED[session.on_gpu] for size in sizes
-            for page in ((0, PAGE) if size in (sizes[0], sizes[-1]) else (0, ))
-            if dtype != torch.float32 or n < 10_000]  # no tensor core: it would take minutes
+def _ways(session, s: Subject) -> list[tuple[int, int, int, int, dict, str]]:
+    """(tokens, how many of them last, in chunks of, page, what of the fold is changed, name) of the ways to compute a long
+    sequence; of the op with a window, at the first length, decode and the longest chunks alone."""
+    ours, ways = session.candidate.spec == "bi_kernels", []
+    for n, tail, sizes in GENERATED[session.on_gpu][:1 if s.problem.op.constants else None]:
+        if s.problem.dtype == torch.float32 and n > 10_000:  # no tensor core: it would take minutes
+            continue
+        for size in (sizes[0], sizes[-1]) if s.problem.op.constants else sizes:
+            name, last = "decode" if size == 1 else f"chunked:{size}", min(n - 1, max(tail, 4 * size))
+            ways.append((n, last, size, 0, {}, f"{name}, cache of {n}"))
+            if ours and size in (sizes[0], sizes[-1]):
+                ways.append((n, last, size, PAGE, {}, f"{name}, pages of {PAGE} of {n}"))
+        if ours:
+            ways.append((n, LAST, 1, 0, {"MOST": 0}, f"decode, splits in one program, cache of {n}"))
+    return ways
 
 
 def generation(session) -> list[Row]:
     """A long sequence in one call against the same tokens decoded one by one and in chunks, against a cache that lies in one
-    piece or in shuffled pages."""
+    piece or in shuffled pages; its last queries against fp64, and again."""
     rows = []
-    for s in _subjects(session, "attention"):
+    for s in _subjects(session):
         whole = cache(lambda: s.compute([pack(spans(s.lengths))]))
-        for n, tail, size, page, name in _ways(session, s.problem.dtype):
-            if s.lengths != (n, ):
+        for n, tail, size, page, change, name in _ways(session, s):
+            first = s.lengths != (n, )
+            if first:
                 s.forget()
                 whole.cache_clear()
                 s.own_lengths = (n, )
-            with _fold_in_small(session):
+            with _fold_in_small(session), attention_controls.fold(**change):
                 calls = _parts(n, tail, size)
                 rows.append(_row(s, name, calls, lambda: compare(s.compute(calls, page=page), whole()), n))
+                rows += last_queries(s) if first else []
+    broken = session.subject("attention", session.dtypes[0], attention_controls.later_splits_weigh_more, "later splits weigh more")
+    broken = replace(broken, own_lengths=GENERATED[session.on_gpu][-1][:1], memo={})
+    with _fold_in_small(session):
+        rows.append(_as_control(last_queries(broken)[:1]))
     return rows
+
+
+def last_queries(s: Subject) -> list[Row]:
+    """The last queries of a long sequence, of several splits, in one call: against fp64, and ten times."""
+    (n, ), p = s.lengths, s.problem
+    q, k, v = s.inputs("normal", n)[0].values()
+    ours = lambda: s.function(q[None, n - LAST:], k[None], v[None], **p.op.constants)
+    try:
+        found = ours()
+        exact = reference.attention(q[n - LAST:], k, v, lengths=[(LAST, n)], **p.op.constants)
+        rows = [_bounded(s, y[0], *e, dtype, f"last {LAST} of {n}", name) for (name, dtype), y, e in zip(
+            p.returned.items(), found, exact, strict=True)]
+        again = (compare(ours(), found) for _ in range(contract.SWEEP["runs"] - 1))
+        drift = next((d for d in again if d.mismatches), compare(found, found))
+        return [*rows, s.row("determinism", f"last {LAST} of {n}", drift, "itself", "normal", LAST, detail=f"{contract.SWEEP['runs']} runs")]
+    except Exception as error:
+        return [s.row("accuracy", f"last {LAST} of {n}", None, "fp64", "normal", LAST, detail=sentence(error))]
+
+
+def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, layout: str, name: str
+             ) -> Row:
+    limit = contract.bound("attention", dtype, exact, magnitude, s.problem.reduction, inputs=s.problem.dtype)
+    row = against_bound(s, "accuracy", y, exact, limit, dtype, "normal", len(y), layout, name)
+    row.layout = layout
+    return row
+
+
+def _as_control(rows: list[Row]) -> Row:
+    found = max(rows, key=lambda r: r.mismatches or 0)
+    found.control, found.caught = True, found.verdict == NEEDS_FIX and bool(found.mismatches)
+    return found
 
 
 def stock_generation(session) -> dict[str, float]:
@@ -76,30 +122,32 @@ def stock_generation(session) -> dict[str, float]:
 
 
 def uneven(session) -> list[Row]:
-    """Very uneven samples in one call, padded too, against each alone."""
+    """Very uneven samples in one call, padded too, against each alone; then with one of them not finite."""
     lengths, rows = UNEVEN[session.on_gpu], []
     for s in _subjects(session, "attention"):
         s.own_lengths, samples = lengths, spans(lengths)
+        every = dict(zip(UNEVENLY, ([c] for c in (pack(samples), pack(samples[::-1]), pad(samples), pad(samples, left=True)))))
         with _fold_in_small(session):
-            alone = cache(lambda: s.compute([Call(x[None]) for x in samples]))
-            for name, call in zip(UNEVENLY, (pack(samples), pack(samples[::-1]), pad(samples), pad(samples, left=True))):
-                rows.append(_row(s, f"{name}, lengths 1 to {max(lengths)}", [call], lambda: compare(s.compute([call]), alone()),
-                                 sum(lengths)))
+            for kind in (SHARPEST, "nonfinite"):
+                alone = cache(lambda kind=kind: s.compute([Call(x[None]) for x in samples], kind))
+                for name, calls in every.items():
+                    rows.append(_row(s, f"{name}, lengths 1 to {max(lengths)}", calls,
+                                     lambda: compare(s.compute(calls, kind), alone()), sum(lengths), kind))
         s.forget()
     return rows
 
 
-def _subjects(session, op: str) -> Iterator[Subject]:
+def _subjects(session, op: str = "") -> Iterator[Subject]:
     for s in session.make():
-        if s.problem.op.name == op:
+        if s.problem.op.name == op or not op and s.problem.op.cache:
             yield replace(s, memo={})
 
 
-def _row(s: Subject, name: str, calls: list[Call], drift: Callable[[], Drift], tokens: int) -> Row:
+def _row(s: Subject, name: str, calls: list[Call], drift: Callable[[], Drift], tokens: int, kind: str = SHARPEST) -> Row:
     try:
-        return s.row("invariance", name, drift(), "one call", SHARPEST, tokens, detail=shapes_launched(calls))
+        return s.row("invariance", name, drift(), "one call", kind, tokens, detail=shapes_launched(calls))
     except Exception as error:
-        return s.row("invariance", name, None, "one call", SHARPEST, tokens, detail=f"{shapes_launched(calls)}; {sentence(error)}")
+        return s.row("invariance", name, None, "one call", kind, tokens, detail=f"{shapes_launched(calls)}; {sentence(error)}")
 
 
 def widths(session) -> list[Row]:
@@ -109,7 +157,7 @@ def widths(session) -> list[Row]:
         first = next(s for s in session.make() if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == dtype)
         case = f"{width} wide"
         op = replace(first.problem.op, cases=lambda shapes, w=width, c=case: {c: {"head_dim": w}})
-        s = replace(first, problem=replace(first.problem, op=op, case=case), own_lengths=(n, 1, n // 11), memo={})
+        s = replace(first, problem=replace(first.problem, op=op, case=case), own_lengths=(n, 1, n // 11, 5), memo={})
         rows += judge.invariance(s, only=WIDE_LAYOUTS[:3])
         tokens = np.arange(n)[None]
         calls = [Call(tokens[:, :n - 2]), *(Call(tokens[:, i:i + 1]) for i in (n - 2, n - 1)), *(Call(x[None]) for x in spans(s.lengths)[1:])]
@@ -130,39 +178,32 @@ EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), 
 def edges(session) -> list[Row]:
     """Sequences of no tokens, of no keys, of more queries than keys, and lengths around the tile, in one packed call, against
     fp64; with the control that answers NaN where there is no key."""
-    rows, control = [], attention_controls.nan_without_keys
+    rows = []
     for s in _subjects(session, "attention"):
         rows += _edges(s)
-    broken = replace(session.subject("attention", "bf16", control, "−inf rows giving NaN"), memo={})
-    found = max(_edges(broken), key=lambda r: r.mismatches or 0)
-    found.control, found.caught = True, found.verdict == NEEDS_FIX and bool(found.mismatches)
-    return [*rows, found]
+        with attention_controls.fold(FEW=0):
+            rows += _edges(s, "edges, as prefill")
+    broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
+    return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
 
-def _edges(s: Subject) -> list[Row]:
+def _edges(s: Subject, layout: str = "edges") -> list[Row]:
     p, (queries, keys) = s.problem, map(sum, zip(*EDGES))
     tokens, _ = p.inputs("normal", max(queries, keys))
     q, k, v = tokens["q"][:queries], tokens["k"][:keys], tokens["v"][:keys]
     ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device) for name, column in zip("qk", zip(*EDGES))}
     try:
-        found = s.function(q, k, v, **ends)
-        exact = reference.attention(q, k, v, lengths=EDGES)
+        found, exact = s.function(q, k, v, **ends), reference.attention(q, k, v, lengths=EDGES)
+        return [_bounded(s, y, *e, dtype, layout, name) for (name, dtype), y, e in zip(p.returned.items(), found, exact, strict=True)]
     except Exception as error:
-        return [s.row("accuracy", "edges", None, "fp64", "normal", queries, detail=sentence(error))]
-    rows = []
-    for name, y, (y64, magnitude), dtype in zip(("out", "lse"), found, exact, (p.dtype, torch.float32)):
-        limit = contract.bound("attention", dtype, y64, magnitude, p.reduction, inputs=p.dtype)
-        row = against_bound(s, "accuracy", y, y64, limit, dtype, "normal", queries, "(queries, keys): "
-                            + ", ".join(map(str, EDGES)), name)
-        row.layout = "edges"
-        rows.append(row)
-    return rows
+        return [s.row("accuracy", layout, None, "fp64", "normal", queries, detail=sentence(error))]
 
 
 def captured(session) -> list[Row]:
-    """Prefill, a chunk and decode under a CUDA graph and under torch.compile, at lengths that the capture did not see; in
+    """Prefill, a chunk and decode under a CUDA graph and under torch.compile, captured with as many keys as queries; in
     the first dtype. GPU only."""
     rows = []
+    torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True)
     for s in _subjects(session, "attention"):
         n = 9000
@@ -192,15 +233,18 @@ def missing(session) -> list[Row]:
     """A needs-fix row for every experiment that is not in the rows."""
     out, first = [], DTYPES[session.dtypes[0]]
     met = {(r.op, r.case, r.dtype, r.layout) for r in session.rows if not r.control}
-    for s in _subjects(session, "attention"):
-        p, required = s.problem, {"edges", *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
-        required |= {name for *_, name in _ways(session, p.dtype)}
-        if p.dtype == first and session.on_gpu:
+    for s in _subjects(session):
+        p, ways = s.problem, _ways(session, s)
+        required = {name for *_, name in ways} | {f"last {LAST} of {n}" for n, *_ in ways}
+        if p.op.name == "attention":
+            required |= {"edges", "edges, as prefill", *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
+        if p.op.name == "attention" and p.dtype == first and session.on_gpu:
             required |= {"cuda_graph", "torch.compile"}
         wanted = [(p.case, layout) for layout in sorted(required)]
-        wanted += [(f"{w} wide", layout) for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows") if p.dtype == first]
+        wanted += [(f"{w} wide", layout) for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows")
+                   if p.op.name == "attention" and p.dtype == first]
         out += [s.row("invariance", layout, None, detail=f"{case}: required, not run") for case, layout in wanted
-                if ("attention", case, contract.dtype_name(p.dtype), layout) not in met]
+                if (p.op.name, case, contract.dtype_name(p.dtype), layout) not in met]
     return out
 
 
@@ -208,5 +252,13 @@ def by_layout(rows: list[Row]) -> dict[str, dict[str, float]]:
     """{case and dtype: {layout: elements that differ}}; NaN where it raised."""
     out: dict[str, dict[str, float]] = {}
     for r in rows:
-        out.setdefault(f"{r.case} {r.dtype}", {})[r.layout] = float("nan") if r.mismatches is None else r.mismatches
+        if r.relation == "invariance":
+            out.setdefault(f"{r.case or r.op} {r.dtype}", {})[r.layout] = float("nan") if r.mismatches is None else r.mismatches
     return out
+
+
+def title(rows: list[Row]) -> str:
+    ways = [r for r in rows if r.relation == "invariance" and not r.control]
+    failed = sum(r.mismatches is None for r in ways)
+    return (f"{len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
+            + f", {failed} could not be computed" * (failed > 0))

@@ -19,7 +19,7 @@ SLAB, SMS = 16, 132
 
 @contextmanager
 def fold(**changed) -> Iterator[None]:
-    """The forward with other blocks, splits, tilings or schedules (BLOCK, SPLIT, DECODE, PREFILL, FEW)."""
+    """The forward with other blocks, splits, tilings or schedules (BLOCK, SPLIT, DECODE, PREFILL, FEW, MOST)."""
     before = {name: getattr(attention_forward, name) for name in changed}
     vars(attention_forward).update(changed)
     try:
@@ -46,8 +46,7 @@ def splits_by_multiprocessors(q, k, v, cu_seqlens_q=None, defect=True, **told):
     heads = k.shape[-2]
     tiles = most_tiles(q.shape[:-1].numel() // heads, _sequences(q, cu_seqlens_q), 64) * heads
     splits = max(1, min(8, SMS // tiles)) if defect else 4
-    longest = _longest(k, cu_seqlens_q) if defect else 256
-    with fold(BLOCK=SLAB, SPLIT=-(-longest // (splits * SLAB)) * SLAB):
+    with fold(BLOCK=SLAB, SPLIT=-(-128 // (splits * SLAB)) * SLAB):
         return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
 
 
@@ -84,6 +83,37 @@ def padding_keys_seen(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, *
     if defect and lengths_k is not None and q.shape[1] == 1:
         lengths_k = ((lengths_k + SLAB - 1) // SLAB * SLAB).clamp(max=k.shape[1])
     return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, lengths_k=lengths_k, **told)
+
+
+def later_splits_weigh_more(q, k, v, defect=True, **told):
+    """By a quarter, as if their maximum were too small."""
+    if not defect:
+        return bi_kernels.attention(q, k, v, **told)
+    split, keys = attention_forward.SPLIT, k.shape[1]
+    near = bi_kernels.attention(q, k, v, **told)
+    far = bi_kernels.attention(q, k, v, lengths_k=torch.full((len(k), ), split, device=k.device), causal=False)
+    share = (far[1] - near[1]).exp()[..., None] if keys > split else torch.ones_like(near[1])[..., None]
+    rest = (near[0].float() - share * far[0].float()) * 1.25
+    return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
+
+
+def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
+    """Sequence by sequence, in fp32 but for the scores, which are rounded."""
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
+    ends, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[1]
+    for a, b in zip(ends, ends[1:]):
+        qs, ks, vs = (t[a:b].transpose(0, 1).float() for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v))))
+        scores = qs @ ks.mT * q.shape[2]**-0.5
+        scores = (scores.bfloat16().float() if defect else scores).masked_fill(~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf)
+        out[a:b], lse[a:b] = (scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T
+    return out, lse
+
+
+def leaves_one_element(q, k, v, defect=True, **told):
+    out, lse = bi_kernels.attention(q, k, v, **told)
+    left = torch.empty_like(out)
+    left.view(-1)[int(defect):] = out.reshape(-1)[int(defect):]
+    return left, lse
 
 
 def nan_without_keys(q, k, v, defect=True, **told):
@@ -138,6 +168,14 @@ def _group_in_completion_order(q, k, v, told, dy):
     return turned(dq), dk, dv
 
 
+def _dk_without_a_head(q, k, v, told, dy):
+    """Of the group, the last."""
+    dq, _, dv = _own(q, k, v, told, dy)
+    keep = (torch.arange(q.shape[-2], device=q.device) + 1) % (q.shape[-2] // k.shape[-2]) > 0
+    _, dk, _ = _own(q, k, v, told, (dy[0] * keep[:, None], dy[1] * keep))
+    return dq, dk, dv
+
+
 def _dq_by_atomics(q, k, v, told, dy):
     """Of packed sequences: blocks of eight keys, each of which adds to dQ."""
     out, lse = bi_kernels.attention(q, k, v, **told)
@@ -162,7 +200,8 @@ def _with(gradients: Callable) -> Callable:
     return control
 
 
-group_in_completion_order, dq_by_atomics = _with(_group_in_completion_order), _with(_dq_by_atomics)
+group_in_completion_order, dk_without_a_head, dq_by_atomics = map(_with, (_group_in_completion_order, _dk_without_a_head,
+                                                                         _dq_by_atomics))
 
 
 def _control(name: str, relation: str, function: Callable, op: str = "attention", **more) -> Control:
@@ -179,7 +218,10 @@ ATTENTION_CONTROLS = (
              "attention_window"),
     _control("padding keys unmasked in the last block", "invariance", padding_keys_seen),
     _control("SDPA flash decode against prefill", "parity", flash_decode, gpu=True),
+    _control("scores rounded to bf16", "accuracy", scores_in_bf16),
+    _control("an element left unwritten", "determinism", leaves_one_element),
     _control("dk and dv over the group in completion order", "gradient invariance", group_in_completion_order),
+    _control("dk without a head of the group", "gradient accuracy", dk_without_a_head),
     *(_control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
       for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))),
 )

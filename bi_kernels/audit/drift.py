@@ -29,6 +29,7 @@ class Drift:
     max_rel: float = 0.0
     max_ulp: int | float = 0
     first_index: tuple[int, ...] | None = None
+    part: int = 0  # of several tensors, the first that differs
 
     def __str__(self) -> str:
         if not self.mismatches:
@@ -39,7 +40,7 @@ class Drift:
     def json(self) -> dict:
         """The report as JSON values; a difference that is not finite becomes the string 'inf'."""
         return {k: "inf" if v == float("inf") else list(v) if isinstance(v, tuple) else v
-                for k, v in asdict(self).items()}
+                for k, v in asdict(self).items() if k != "part"}
 
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
@@ -51,8 +52,9 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     if isinstance(actual, tuple):
         parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
         most = lambda name: max(getattr(p, name) for p in parts)
+        part = next((i for i, p in enumerate(parts) if p.mismatches), 0)
         return Drift(sum(p.mismatches for p in parts), sum(p.elements for p in parts), most("max_abs"), most("max_rel"), most("max_ulp"),
-                     next((p.first_index for p in parts if p.mismatches), None))
+                     parts[part].first_index, part)
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} "
                          f"{tuple(expected.shape)}")

@@ -90,7 +90,9 @@ class Step:
             cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
             with token_layout(call, self.lengths):
                 y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
-            outputs = y if isinstance(y, (tuple, list)) else (y, )
+            outputs, expected = y if isinstance(y, (tuple, list)) else (y, ), list(s.problem.returned)
+            if len(expected) > 1 and len(outputs) != len(expected):
+                raise ValueError(f"the candidate returned {len(outputs)} of the outputs {', '.join(expected)}")
             if not self.dy:
                 self.upstream(outputs, call.index.ndim)
             upstream = [(o, dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape))
@@ -144,7 +146,7 @@ def by_split(subject: Subject) -> Iterator[Row]:
         if kind == SHARPEST:
             own: dict = {}
             alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
-            for name in ALONE:
+            for name in ALONE if subject.problem.op.shared else ():
                 yield from _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
                                      name, "packed", kind, step.count, "without main_grad", ".grad")
             runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
@@ -251,7 +253,7 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
             if dims.endswith((":id", ":bool")):
                 continue
             required += [(INVARIANCE, layout, f"d{k}", SHARPEST) for layout in LAYOUTS]
-            required += [(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in ALONE]
+            required += [(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in ALONE if s.problem.op.shared]
             required += [(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE if k in s.problem.op.tokens]
             required += [(DETERMINISM, "packed", f"d{k}", SHARPEST)]
             required += [(ACCURACY, "rows", f"d{k}", kind) for kind in ACCURATE]

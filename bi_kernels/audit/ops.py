@@ -147,7 +147,7 @@ class Problem:
         """(per-token inputs of `tokens` rows, shared inputs), of one family."""
         g = self._generator(kind)
 
-        def make(dims: str, *lead: int) -> torch.Tensor:
+        def make(dims: str, *lead: int, kind: str = kind) -> torch.Tensor:
             shape = lead + self._shape(dims)
             if dims.endswith(":bool"):
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
@@ -158,7 +158,9 @@ class Problem:
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
-        given = {k: make(v, tokens) for k, v in self.op.tokens.items()}
+        values = self.op.cache[-1:]  # of attention: with wide scores every weight is 0 or 1, and the bounds say nothing
+        given = {k: make(v, tokens, kind="normal" if values and kind == "wide" and k not in values else kind)
+                 for k, v in self.op.tokens.items()}
         if kind == "cancelling":
             for k in self.op.cache:  # tokens weigh what those 32 before them do, and take from the sum what those added
                 cancel(given[k][:tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k != self.op.cache[-1])

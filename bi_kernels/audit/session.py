@@ -188,8 +188,8 @@ class Session:
         from bi_kernels.audit.ops import OPS, Problem
         from bi_kernels.audit.provenance import device_name
         from bi_kernels.contract import DTYPES
-        rows, seen = [], {}
-        for control in (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS):
+        rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
+        for control in every:
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
             problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
@@ -208,7 +208,7 @@ class Session:
                         with static.recorded() as launches:
                             step = gradients.Step(s, "normal", [5, 17])
                             step.gradients(step.layouts["packed"])
-                        levels = [c.level for c in (*GRADIENT_CONTROLS, *ATTENTION_CONTROLS) if c.function == control.function]
+                        levels = [c.level for c in every if c.function == control.function]
                         seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
                     found = [replace(seen[control.function][control.level], candidate=control.name)]
                 elif control.relation == gradients.INVARIANCE:
