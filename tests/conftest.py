@@ -25,9 +25,10 @@ settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
 # A file is one worker's. The longest come first, so that no worker is left alone with one of them at the end.
-LONGEST = ("3_gemm.ipynb", "5_vocabulary.ipynb", "6_backward.ipynb", "2_elementwise.ipynb", "test_notebooks.py", "test_ci.py",
-           "8_zoo.ipynb", "test_gradients.py", "test_audit.py", "4_rms_norm.ipynb", "test_backward_ops.py", "test_callables.py",
-           "workbench.ipynb", "test_workbench.py", "test_static.py", "1_dtype.ipynb", "7_any.ipynb")
+LONGEST = ("9_attention.ipynb", "3_gemm.ipynb", "5_vocabulary.ipynb", "6_backward.ipynb", "test_attention_audit.py",
+           "test_attention.py", "2_elementwise.ipynb", "test_notebooks.py", "test_ci.py", "8_zoo.ipynb", "test_gradients.py",
+           "test_audit.py", "4_rms_norm.ipynb", "test_backward_ops.py", "test_callables.py", "workbench.ipynb", "test_workbench.py",
+           "test_static.py", "1_dtype.ipynb", "7_any.ipynb")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

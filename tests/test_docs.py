@@ -74,7 +74,8 @@ def test_the_readme_uses_the_kernels():
              "b": drawn(width, n), "gate": drawn(tokens, n), "up": drawn(tokens, n), "q": drawn(tokens, 2, 128),
              "positions": torch.arange(tokens), "ids": torch.arange(tokens), "table_weight": drawn(n, width),
              "targets": torch.arange(tokens), "k": drawn(tokens, 1, 128), "v": drawn(tokens, 1, 128),
-             "cu_seqlens": torch.tensor([0, 2, tokens])}
+             "cu_seqlens": torch.tensor([0, 2, tokens]), "q_new": drawn(2, 1, 2, 128), "k_cache": drawn(2, 8, 1, 128),
+             "v_cache": drawn(2, 8, 1, 128), "lengths": torch.tensor([3, 8])}
     for line in USE.replace('device="cuda"', 'device="cpu"').splitlines():
         # names are used for several things, as README lines are read one by one
         scope = names | {"bi": bi_kernels, "h": drawn(tokens, width), "residual": drawn(tokens, width)}
