@@ -273,7 +273,8 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
         _launch(q, k, v, None, None, out, lse, *nothing, where, FP32, 1, splits, PARTIAL=False, **given)
     elif tiles >= FEW and not page and not window and BLOCK == 64 and fits_hopper(q, k, v):
         from bi_kernels.attention_hopper import prefill as hopper_prefill  # Gluon, which the interpreter does not know
-        hopper_prefill(q, k, v, out, lse, where[:4], causal, given["scale"], SPLIT, splits > 1)
+        hopper_prefill(q, k, v, out, lse, where[:4], causal, given["scale"], SPLIT, splits > 1,
+                       most_tiles(len(q) * given["GROUP"], len(length_q), 128), room_for(len(length_q)))
     elif tiles >= FEW and not page and given["EVEN"] and _tma_ready(k) and _tma_ready(v):
         _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
     elif tiles >= FEW:

@@ -12,8 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from bi_kernels.attention_forward import most_tiles, room_for
-
 BLOCK = 64  # rows that one copy brings
 ROWS, STAGES, REGISTERS = 64, 4, 240  # queries of a group of warps; blocks in the ring; of a thread that computes
 
@@ -259,14 +257,14 @@ def block_descriptor(t: torch.Tensor) -> TensorDescriptor:
 
 
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-            where: tuple[torch.Tensor, ...], causal: bool, scale: float, split: int, many: bool) -> None:
+            where: tuple[torch.Tensor, ...], causal: bool, scale: float, split: int, many: bool, tiles: int, room: int) -> None:
     """Into out and lse, of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
-    where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a sequence.
+    where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a sequence; tiles:
+    at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two.
     """
-    heads, sequences = k.shape[1], len(where[0])
-    group = q.shape[1] // heads
-    _hopper_prefill_kernel[(most_tiles(len(q) * group, sequences, 2 * ROWS), heads)](
-        q, block_descriptor(k), block_descriptor(v), out, lse, *where, sequences, scale, COUNT=room_for(sequences), GROUP=group,
+    heads = k.shape[1]
+    _hopper_prefill_kernel[(tiles, heads)](
+        q, block_descriptor(k), block_descriptor(v), out, lse, *where, len(where[0]), scale, COUNT=room, GROUP=q.shape[1] // heads,
         HEADS=heads, ROWS=ROWS, SPLIT=split, CAUSAL=causal, MANY=many, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
         enable_fp_fusion=False)

@@ -148,7 +148,7 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
         return
     assert program == "bi-audit"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def my_op(x, weight):\n    return x\n\n\nlinear = f = my_op\n")
+    (tmp_path / "mine.py").write_text("def my_op(x, weight):\n    return x\n\n\nlinear = f = attention = my_op\n")
     started = []
     monkeypatch.setattr(runner, "run", lambda names, parameters, *rest: started.append((names, parameters)))
     (tmp_path / "audits").mkdir()

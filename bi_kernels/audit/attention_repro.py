@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-import torch
 
-from bi_kernels.audit.drift import compare
+from bi_kernels.audit.drift import script_drifts
 from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
 from bi_kernels.contract import SWEEP
@@ -37,12 +36,7 @@ class Recipe:
 
     def drifts(self, s: Subject) -> bool:
         """Whether the token's result differs in the two calls, computed by the script's own lines."""
-        scope = {"fn": s.function, "torch": torch}
-        try:
-            exec("\n".join(body(s, self)), scope)
-            return bool(compare(scope["a"], scope["b"]).mismatches)
-        except Exception:
-            return False
+        return script_drifts(body(s, self), s.function)
 
     @property
     def says(self) -> str:

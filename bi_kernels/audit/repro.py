@@ -14,7 +14,7 @@ import torch
 
 from bi_kernels.audit import attention_repro
 from bi_kernels.audit.candidates import Candidate
-from bi_kernels.audit.drift import compare
+from bi_kernels.audit.drift import script_drifts
 from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
 from bi_kernels.contract import SWEEP, dtype_name, evaluate
@@ -55,12 +55,7 @@ class Recipe:
 
     def drifts(self, s: Subject) -> bool:
         """Whether the token's result differs in the two calls, computed by the script's own lines."""
-        scope = {"fn": s.function, "torch": torch}
-        try:
-            exec("\n".join(body(s, self)), scope)
-            return bool(compare(scope["a"], scope["b"]).mismatches)
-        except Exception:
-            return False
+        return script_drifts(body(s, self), s.function)
 
 
 def _places(s: Subject, row: Row) -> tuple[Place, Place, int] | None:
