@@ -1,4 +1,4 @@
-"""The attention audit: what a call is given, the controls and their mended twins, the reproducer, and the kernel for sm_90."""
+"""The attention audit: what a call is given, the controls and their mended twins, and the kernels for sm_90."""
 
 import os
 import subprocess

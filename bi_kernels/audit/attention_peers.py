@@ -178,9 +178,10 @@ def speed_text(goal: dict, speed: list[dict], decode: list[dict]) -> str:
     """What is met and what is not, in words."""
     word = lambda met: "met" if met else "**not met**"
     parts = []
-    for name in ("forward", "backward"):
+    peers = {"forward": "cuDNN", "backward": "cuDNN's deterministic one (its other one, where that raised)"}
+    for name, peer in peers.items():
         least = min(x["ratio to cuDNN"] for x in speed if x["pass"] == name and x["length"] >= goal["length"])
-        parts.append(f"{name} at least **{least:.2f}** of cuDNN{'' if name == 'forward' else chr(39) + 's deterministic one (where it has none, of the other)'} from {goal['length']} tokens on (goal {goal[name]:.2f}): {word(least >= goal[name])}")
+        parts.append(f"{name} at least **{least:.2f}** of {peer} from {goal['length']} tokens on (goal {goal[name]:.2f}): {word(least >= goal[name])}")
     many, one = decode[0], decode[-1]
     parts.append(f"decode of {many['batch']} sequences with {many['cache']} keys **{many['of a copy']:.2f}** of a copy's bandwidth (goal "
                  f"{goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}")
