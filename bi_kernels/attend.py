@@ -73,11 +73,15 @@ def _spans(op: str, name: str, lengths: torch.Tensor | None, count: int, width: 
         lengths = torch.full((count, ), width, dtype=torch.int32, device=q.device)
     elif tuple(lengths.shape) != (count, ) or not integers(lengths):
         raise ValueError(f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers")
-    elif can_wait(lengths) and count and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
+    elif not can_wait(lengths):  # nobody looks at them
+        lengths = lengths.to(torch.int32).clamp(0, width)
+    elif all(0 <= n <= width for n in lengths.tolist()):
+        lengths = lengths.to(torch.int32)
+    else:
         raise ValueError(f"{op}: {name} is {lengths.tolist()}, expected 0 to {width}")
-    lengths = lengths.to(torch.int32).clamp(0, width)
-    first = torch.arange(count, dtype=torch.int32, device=q.device) * width
-    return first + (width - lengths if left else 0), lengths
+    step = max(width, 1)
+    first = torch.arange(0, count * step, step, dtype=torch.int32, device=q.device)
+    return first + (width - lengths) if left else first, lengths
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None,
@@ -121,9 +125,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
                          "or a block_table")
     if cu_seqlens_k is not None and (not packed or block_table is not None):
         raise ValueError(f"{op}: cu_seqlens_k is given without cu_seqlens_q or with a block_table, expected lengths_k")
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("lengths_q", lengths_q),
-                    ("lengths_k", lengths_k), ("block_table", block_table)):
-        check(op, same_dtype=False, optional=(name, ), q=q, **{name: t})
+    where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "lengths_q": lengths_q, "lengths_k": lengths_k,
+             "block_table": block_table}
+    check(op, same_dtype=False, optional=tuple(where), q=q, **where)
     page, longest = 0, k.shape[0] if packed else k.shape[1]
     full_q, full_k = can_wait(q) if packed else lengths_q is None, packed and can_wait(q)
     first_q, length_q = _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q)) if packed else _spans(
@@ -137,11 +141,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
             raise ValueError(f"{op}: block_table has no backward, expected inputs that require no gradient, or torch.no_grad()")
         page, longest = k.shape[1], block_table.shape[1] * k.shape[1]
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, longest, False, q)
-        used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
-        if can_wait(block_table) and bool((used & ((block_table < 0) | (block_table >= len(k)))).any()):
-            raise ValueError(f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
-                             f"expected 0 to {len(k) - 1}")
-        block_table = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
+        known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
+        if can_wait(block_table):
+            used = torch.arange(0, longest, max(page, 1), device=q.device) < length_k[:, None]
+            if bool((used & (known != block_table)).any()):
+                raise ValueError(f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
+                                 f"expected 0 to {len(k) - 1}")
+        block_table = known
     elif packed:
         if cu_seqlens_k is None and len(k) != len(q):
             raise ValueError(f"{op}: k has {len(k)} rows and q {len(q)}, expected as many, or cu_seqlens_k")

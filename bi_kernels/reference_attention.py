@@ -3,6 +3,7 @@ time, as the contract's rows of attention derive it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,11 +56,15 @@ def _slabs(seen: Tensor) -> Tensor:
     return pad(seen, (0, -seen.shape[-1] % slab)).unflatten(-1, (-1, slab)).any(-1).sum(-1)
 
 
+@cache
+def _of_slabs(dtype: torch.dtype, slabs: int) -> float:
+    return factor("linear", dtype, CONTRACT["arithmetic"]["slab"] * slabs, "x")
+
+
 def _fold(dtype: torch.dtype, slabs: Tensor) -> Tensor:
     """linear's c for each sum over so many slabs."""
-    slab, most = CONTRACT["arithmetic"]["slab"], int(slabs.max()) + 1
-    return torch.tensor([factor("linear", dtype, slab * n, "x") for n in range(most)], dtype=torch.float64,
-                        device=slabs.device)[slabs][:, None]
+    every = [_of_slabs(dtype, n) for n in range(int(slabs.max()) + 1)]
+    return torch.tensor(every, dtype=torch.float64, device=slabs.device)[slabs][:, None]
 
 
 def _errors(logp: Tensor, h: Tensor) -> Tensor:

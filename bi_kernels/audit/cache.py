@@ -47,7 +47,5 @@ def _paged(seen: list[np.ndarray], queries: np.ndarray, page: int) -> Keys:
     pages, table = np.full((len(places), page), -1), np.zeros((len(seen), max(needed)), dtype=int)
     for row, (s, n, first) in enumerate(zip(seen, needed, accumulate([0, *needed[:-1]]))):
         table[row, :n] = places[first:first + n]
-        for j in range(n):
-            part = s[j * page:(j + 1) * page]
-            pages[table[row, j], :len(part)] = part
+        pages[table[row, :n]] = np.pad(s, (0, n * page - len(s)), constant_values=-1).reshape(n, page)
     return Keys(pages, {"lengths_q": queries, "lengths_k": np.array([len(s) for s in seen]), "block_table": table})

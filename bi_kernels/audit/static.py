@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -125,12 +126,18 @@ class _Dispatched(TorchDispatchMode):
         self.launches = launches
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
-        given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
-        asked = any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
-        if SCATTERS.fullmatch(name) or name in ACCUMULATING and asked:
-            self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
+        if name := _suspect(func):
+            given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+            if SCATTERS.fullmatch(name) or any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES):
+                self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _suspect(func) -> str:
+    """The name of an operator that scatters, or can be asked to accumulate."""
+    name = func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
+    return name if SCATTERS.fullmatch(name) or name in ACCUMULATING else ""
 
 
 @contextlib.contextmanager
