@@ -228,7 +228,7 @@ def captured(session) -> list[Row]:
             expected = tuple(t[:, at] for t in whole)
             for name, y in {"cuda_graph": out, "torch.compile": compiled(*given, lengths)}.items():
                 rows.append(s.row("invariance", name, compare(tuple(y), expected), "eager, one call", SHARPEST, queries,
-                                  detail=f"{queries} queries, {length} of {n} keys"))
+                                  detail=f"{queries} of {length} queries, in a cache of {n}"))
     return rows
 
 
