@@ -223,14 +223,14 @@ def _tma_ready(t: torch.Tensor) -> bool:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels for sm_90 can take q, k and v."""
     return (q.dtype != torch.float32 and q.shape[-1] in (64, 128) and q.data_ptr() % 16 == 0 and _tma_ready(k) and _tma_ready(v)
-            and _is_hopper(q.device))
+            and is_hopper(q.device))
 
 
 def room_for(sequences: int) -> int:

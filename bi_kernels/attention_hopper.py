@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK = 64  # rows that one copy brings
 ROWS, STAGES, REGISTERS = 64, 4, 240  # queries of a group of warps; blocks in the ring; of a thread that computes
+PAUSE = 0  # nanoseconds by which some copies are late, for an audit: what is read before it is there shows
 
 
 @gluon.jit
@@ -25,6 +26,13 @@ def _plus(a, b):
 def uniform(x):
     """The same, in a way that shows ptxas that it is the same for a warp: else what follows from it spills."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def pause(turn, PAUSE: gl.constexpr):
+    """Every other time."""
+    if PAUSE > 0:
+        gl.inline_asm_elementwise("nanosleep.u32 $1; mov.b32 $0, $1;", "=r,r", [turn % 2 * PAUSE], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -206,7 +214,7 @@ def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, H
 
 @gluon.jit
 def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr,
-             CAUSAL: gl.constexpr):
+             CAUSAL: gl.constexpr, PAUSE: gl.constexpr):
     k_full, v_full, free = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
@@ -215,8 +223,10 @@ def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.co
     for i in range(0, gl.cdiv(end, BLOCK)):
         at = [row + i * BLOCK, gl.program_id(1) * D]
         _wait(free, i - STAGES, i >= STAGES)
+        pause(i // 2, PAUSE)
         mbarrier.expect(k_full.index(i % STAGES), k_tma.block_type.nbytes)
         tma.async_copy_global_to_shared(k_tma, at, k_full.index(i % STAGES), ks.index(i % STAGES))
+        pause(i, PAUSE)
         mbarrier.expect(v_full.index(i % STAGES), v_tma.block_type.nbytes)
         tma.async_copy_global_to_shared(v_tma, at, v_full.index(i % STAGES), vs.index(i % STAGES))
 
@@ -224,7 +234,7 @@ def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.co
 @gluon.jit(do_not_specialize=["sequences"])
 def _hopper_prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k, length_k, sequences, scale, COUNT: gl.constexpr,
                     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
-                    MANY: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                    MANY: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PAUSE: gl.constexpr):
     """A tile of queries of one key head's group against all of their keys."""
     BLOCK: gl.constexpr = k_tma.block_shape[0]
     D: gl.constexpr = k_tma.block_shape[1]
@@ -242,7 +252,7 @@ def _hopper_prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k
     bars = (k_full, v_full, free)
     where = (first_q, length_q, first_k, length_k, sequences)
     gl.warp_specialize([
-        (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL)),
+        (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
         (_consume, (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 0)),
         (_consume, (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])
@@ -266,5 +276,5 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     heads = k.shape[1]
     _hopper_prefill_kernel[(tiles, heads)](
         q, block_descriptor(k), block_descriptor(v), out, lse, *where, len(where[0]), scale, COUNT=room, GROUP=q.shape[1] // heads,
-        HEADS=heads, ROWS=ROWS, SPLIT=split, CAUSAL=causal, MANY=many, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
-        enable_fp_fusion=False)
+        HEADS=heads, ROWS=ROWS, SPLIT=split, CAUSAL=causal, MANY=many, STAGES=STAGES, REGISTERS=REGISTERS, PAUSE=PAUSE,
+        num_warps=4, enable_fp_fusion=False)

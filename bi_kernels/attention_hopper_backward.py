@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from bi_kernels import attention_hopper
 from bi_kernels.attention_forward import most_tiles, room_for
-from bi_kernels.attention_hopper import REGISTERS, STAGES, block_descriptor, sequence_of, uniform
+from bi_kernels.attention_hopper import REGISTERS, STAGES, block_descriptor, pause, sequence_of, uniform
 
 
 @gluon.jit
@@ -127,13 +128,14 @@ def _cut(x, start, queries):
 
 @gluon.jit
 def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full, where, GROUP: gl.constexpr,
-             HEADS: gl.constexpr, COUNT: gl.constexpr, CAUSAL: gl.constexpr):
+             HEADS: gl.constexpr, COUNT: gl.constexpr, CAUSAL: gl.constexpr, PAUSE: gl.constexpr):
     qs, dos, lses, deltas, full, columns = ring
     STAGES: gl.constexpr = qs.shape[0]
     BLOCK: gl.constexpr = qs.shape[1]
     D: gl.constexpr = qs.shape[2]
     base, row_k, key, queries, length, begin, blocks = _tile(where, 2 * BLOCK, COUNT, BLOCK, CAUSAL)
     head = gl.program_id(1)
+    pause(1, PAUSE)
     mbarrier.expect(k_full.index(0), 4 * k_tma.block_type.nbytes)
     for i in gl.static_range(2):
         at = [row_k + key + i * BLOCK, head * D]
@@ -147,11 +149,13 @@ def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full
         less = gl.load(delta + row, mask=token < queries, other=0.0)
         if i >= STAGES:
             mbarrier.wait(free.index(i % STAGES), i // STAGES - 1 & 1)
+        pause(i, PAUSE)
         ragged = start + BLOCK > queries
         bar = full.index(gl.where(ragged, STAGES, i % STAGES))
         mbarrier.expect(bar, 2 * q_tma.block_type.nbytes)
         tma.async_copy_global_to_shared(q_tma, [base + start, member * D], bar, qs.index(i % STAGES))
         tma.async_copy_global_to_shared(do_tma, [base + start, member * D], bar, dos.index(i % STAGES))
+        pause(i // 2, PAUSE)
         lses.index(i % STAGES).store(log_sum)
         deltas.index(i % STAGES).store(less)
         mbarrier.arrive(full.index(i % STAGES))
@@ -168,7 +172,7 @@ def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full
 @gluon.jit(do_not_specialize=["sequences"])
 def _hopper_keys_kernel(q_tma, do_tma, k_tma, v_tma, lse, delta, dk, dv, first_q, length_q, first_k, length_k, sequences, scale,
                         factor, COUNT: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-                        STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+                        STAGES: gl.constexpr, REGISTERS: gl.constexpr, PAUSE: gl.constexpr):
     """dK and dV of a tile of keys: over the heads of the group, and the queries of each, in ascending order."""
     BLOCK: gl.constexpr = q_tma.block_shape[0]
     D: gl.constexpr = q_tma.block_shape[1]
@@ -193,7 +197,8 @@ def _hopper_keys_kernel(q_tma, do_tma, k_tma, v_tma, lse, delta, dk, dv, first_q
     where = (first_q, length_q, first_k, length_k, sequences)
     ring = (qs, dos, lses, deltas, full, columns)
     gl.warp_specialize([
-        (_produce, (q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL)),
+        (_produce, (q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL,
+                    PAUSE)),
         (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
         (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])
@@ -210,4 +215,5 @@ def keys_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torc
     descriptors = [block_descriptor(t) for t in (q, d_out, k, v)]
     _hopper_keys_kernel[(most_tiles(len(k), sequences, 128), heads)](
         *descriptors, lse, delta, dk, dv, *where, sequences, scale, factor, COUNT=room_for(sequences), GROUP=q.shape[1] // heads,
-        HEADS=heads, CAUSAL=causal, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4, enable_fp_fusion=False)
+        HEADS=heads, CAUSAL=causal, STAGES=STAGES, REGISTERS=REGISTERS, PAUSE=attention_hopper.PAUSE,
+        num_warps=4, enable_fp_fusion=False)

@@ -10,11 +10,12 @@ import torch
 
 import bi_kernels
 from bi_kernels import contract, reference
-from bi_kernels.audit import attention_controls, gradients, judge
+from bi_kernels.audit import attention_controls, attention_late, gradients, judge
 from bi_kernels.audit.drift import Drift, compare
-from bi_kernels.audit.judge import NEEDS_FIX, SHARPEST, Row, Subject, against_bound, sentence, shapes_launched
+from bi_kernels.audit.judge import SHARPEST, Row, Subject, against_bound, sentence, shapes_launched
 from bi_kernels.audit.layouts import Call, pack, pad, spans
 from bi_kernels.contract import DTYPES
+from bi_kernels.reference_gradients import gradient
 
 PAGE = 16
 GENERATED = {True: [(4200, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
@@ -87,7 +88,7 @@ def last_queries(s: Subject) -> list[Row]:
         ours = lambda last=last: s.function(last[None], k[None], v[None], **p.op.constants)
         try:
             found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **p.op.constants)
-            rows += [_bounded(s, y[0], *e, dtype, layout, name) for (name, dtype), y, e in zip(
+            rows += [_bounded(s, y[0], *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
                 p.returned.items(), found, exact, strict=True)]
             again = (compare(ours(), found) for _ in range(contract.SWEEP["runs"] - 1))
             drift = next((d for d in again if d.mismatches), compare(found, found))
@@ -97,18 +98,15 @@ def last_queries(s: Subject) -> list[Row]:
     return rows
 
 
-def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, layout: str, name: str
-             ) -> Row:
-    limit = contract.bound("attention", dtype, exact, magnitude, s.problem.reduction, inputs=s.problem.dtype)
-    row = against_bound(s, "accuracy", y, exact, limit, dtype, "normal", len(y), layout, name)
-    row.layout = layout
-    return row
+def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, *n, dtype: torch.dtype, layout: str,
+             tensor: str, gradient: str | None = None) -> Row:
+    limit = contract.bound("attention", dtype, exact, magnitude, *(n or [s.problem.reduction]), gradient=gradient, inputs=s.problem.dtype)
+    relation = gradients.ACCURACY if gradient else "accuracy"
+    return replace(against_bound(s, relation, y, exact, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
 
 
 def _as_control(rows: list[Row]) -> Row:
-    found = max(rows, key=lambda r: r.mismatches or 0)
-    found.control, found.caught = True, found.verdict == NEEDS_FIX and bool(found.mismatches)
-    return found
+    return max(rows, key=lambda r: r.mismatches or 0).as_control()
 
 
 def stock_generation(session) -> dict[str, float]:
@@ -175,7 +173,54 @@ def widths(session) -> list[Row]:
     return rows
 
 
-EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7)]  # queries, keys
+STARTS = {True: range(1, 65), False: (1, 31, 62, 63, 64)}  # of the queries; a block has 64 keys
+FROM = {True: 1100, False: 40}  # queries, enough for prefill
+
+
+def _from(session) -> str:
+    places = STARTS[session.on_gpu]
+    return f"prefill from {places[0]} to {places[-1]}"
+
+
+def starts(session) -> list[Row]:
+    """The last queries of a sequence in a call of their own, from each place in a block of keys on, against one call; and
+    their dq."""
+    rows, places = [], STARTS[session.on_gpu]
+    for s in _subjects(session):
+        n = FROM[session.on_gpu] + places[-1]
+        s.own_lengths, name = (n, ), _from(session)
+        step = gradients.Step(s, SHARPEST, (n, ))
+        q, k, v = step.tokens.values()
+
+        def run(start: int) -> tuple[tuple, tuple]:
+            last = q[start:].clone().requires_grad_()
+            found = s.function(last[None], k[None], v[None], **s.problem.op.constants)
+            if not start:
+                step.upstream(found, 2)
+            return tuple(t[0].detach() for t in found), torch.autograd.grad(found, last, [dy[None, start:] for dy in step.dy])
+
+        with _fold_in_small(session):
+            try:
+                whole = run(0)
+                for relation, part, more in (("invariance", 0, {}), (gradients.INVARIANCE, 1, {"tensor": "dq"})):
+                    drift = _first(compare(run(i)[part], tuple(t[i:] for t in whole[part])) for i in places)
+                    rows.append(s.row(relation, name, drift, "one call", SHARPEST, n, detail=f"{len(places)} places", **more))
+            except Exception as error:
+                rows.append(s.row("invariance", name, None, "one call", SHARPEST, n, detail=sentence(error)))
+    return rows
+
+
+def _first(drifts: Iterator[Drift]) -> Drift:
+    """The first drift, or how many elements had none."""
+    seen = 0
+    for drift in drifts:
+        seen += drift.elements
+        if drift.mismatches:
+            return drift
+    return Drift(0, seen)
+
+
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (66, 96), (70, 132)]  # queries, keys
 
 
 def edges(session) -> list[Row]:
@@ -192,12 +237,19 @@ def edges(session) -> list[Row]:
 
 def _edges(s: Subject, layout: str = "edges") -> list[Row]:
     p, (queries, keys) = s.problem, map(sum, zip(*EDGES))
-    tokens, _ = p.inputs("normal", max(queries, keys))
-    q, k, v = tokens["q"][:queries], tokens["k"][:keys], tokens["v"][:keys]
+    step = gradients.Step(s, "normal", (max(queries, keys), ))
+    given = {name: t[:queries if name == "q" else keys].clone().requires_grad_() for name, t in step.tokens.items()}
     ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device) for name, column in zip("qk", zip(*EDGES))}
     try:
-        found, exact = s.function(q, k, v, **ends), reference.attention(q, k, v, lengths=EDGES)
-        return [_bounded(s, y, *e, dtype, layout, name) for (name, dtype), y, e in zip(p.returned.items(), found, exact, strict=True)]
+        found, exact = s.function(*given.values(), **ends), reference.attention(*(t.detach() for t in given.values()), lengths=EDGES)
+        rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
+            p.returned.items(), found, exact, strict=True)]
+        step.upstream(found, 1)
+        upstream = [dy[:queries] for dy in step.dy]
+        exact = gradient("attention", {k: t.detach() for k, t in given.items()}, {}, upstream, EDGES)
+        for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], upstream)):
+            rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", gradient=name))
+        return rows
     except Exception as error:
         return [s.row("accuracy", layout, None, "fp64", "normal", queries, detail=sentence(error))]
 
@@ -239,10 +291,13 @@ def missing(session) -> list[Row]:
     for s in _subjects(session):
         p, ways = s.problem, _ways(session, s)
         required = {name for *_, name in ways} | {f"last {LAST} of {n}{x}" for n, *_ in ways for x in SCORES}
+        required |= {_from(session)}
         if p.op.name == "attention":
             required |= {"edges", "edges, as prefill", *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
         if p.op.name == "attention" and p.dtype == first and session.on_gpu:
             required |= {"cuda_graph", "torch.compile"}
+        if p.op.name == "attention" and p.dtype.itemsize == 2 and attention_late.applies(session):
+            required |= {attention_late.LAYOUT}
         wanted = [(p.case, layout) for layout in sorted(required)]
         wanted += [(f"{w} wide", layout) for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows")
                    if p.op.name == "attention" and p.dtype == first]

@@ -5,7 +5,7 @@ and padding has none. Gradients of tokens are gathered back to logical order; gr
 `main_grad`, or in `.grad` where the candidate leaves it there, after the last call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -18,7 +18,7 @@ from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.inputs import draw, generator
 from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound, gather,
                                     poisoned_memory, refusal, sentence)
-from bi_kernels.audit.layouts import Call, layouts, shapes_launched
+from bi_kernels.audit.layouts import VIEWS, Call, layouts, shapes_launched
 from bi_kernels.contract import SHAPES, SWEEP, dtype_name
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout
@@ -73,8 +73,9 @@ class Step:
             dy[self.poisoned] = 0
             self.dy.append(dy)
 
-    def gradients(self, calls: Sequence[Call], main_grad: bool = True) -> dict[str, torch.Tensor]:
-        """{input: its gradient}, of tokens in logical order."""
+    def gradients(self, calls: Sequence[Call], main_grad: bool = True, view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+                  ) -> dict[str, torch.Tensor]:
+        """{input: its gradient}, of tokens in logical order; view: in which the op is given its tokens and what comes upstream."""
         s, device = self.subject, self.subject.problem.device
         shared = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in self.shared.items()}
         for t in shared.values():
@@ -89,13 +90,14 @@ class Step:
                       for k, t in self.tokens.items()}
             cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
             with token_layout(call, self.lengths):
-                y = s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
+                y = s.forward({k: view(t) for k, t in tokens.items()}, shared, call.index.shape, self.at[rows], call.cu_seqlens,
+                              cached)
             outputs, expected = y if isinstance(y, (tuple, list)) else (y, ), list(s.problem.returned)
             if len(expected) > 1 and len(outputs) != len(expected):
                 raise ValueError(f"the candidate returned {len(outputs)} of the outputs {', '.join(expected)}")
             if not self.dy:
                 self.upstream(outputs, call.index.ndim)
-            upstream = [(o, dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape))
+            upstream = [(o, view(dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape)))
                         for dy, o in zip(self.dy, outputs) if o.requires_grad]
             if not upstream:
                 raise ValueError("no output of the candidate requires a gradient")
@@ -104,7 +106,10 @@ class Step:
             for k in out:
                 if tokens[k].grad is None:
                     raise ValueError(f"the candidate's backward left no gradient for {k}")
-                out[k][rows[real]] = tokens[k].grad.reshape(-1, *out[k].shape[1:])[real]
+                grad = tokens[k].grad.reshape(-1, *out[k].shape[1:])
+                out[k][rows[real]] = grad[real]
+                if self.kind not in ("nonfinite", NAN_PADDING) and (grad[~real] != 0).any():
+                    raise ValueError(f"the candidate's backward left a gradient of {k} in padding, which has none upstream")
         for k, t in shared.items():
             if t.is_floating_point():
                 out[k] = t.main_grad if t.grad is None and main_grad else t.grad
@@ -144,6 +149,9 @@ def by_split(subject: Subject) -> Iterator[Row]:
                                  lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
                                  INVARIANCE, name, against, kind, step.count, launched)
         if kind == SHARPEST:
+            for name, view in VIEWS.items():
+                yield from _compared(subject, lambda: step.gradients(step.layouts["packed"], view=view), lambda: base, INVARIANCE,
+                                     name, "packed", kind, step.count, "tokens and upstream gradient")
             own: dict = {}
             alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
             for name in ALONE if subject.problem.op.shared else ():
@@ -252,7 +260,7 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
         for k, dims in (s.problem.op.tokens | s.problem.op.shared).items():
             if dims.endswith((":id", ":bool")):
                 continue
-            required += [(INVARIANCE, layout, f"d{k}", SHARPEST) for layout in LAYOUTS]
+            required += [(INVARIANCE, layout, f"d{k}", SHARPEST) for layout in (*LAYOUTS, *VIEWS)]
             required += [(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in ALONE if s.problem.op.shared]
             required += [(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE if k in s.problem.op.tokens]
             required += [(DETERMINISM, "packed", f"d{k}", SHARPEST)]

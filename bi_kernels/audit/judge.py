@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from bi_kernels import contract
 from bi_kernels.audit.cache import Keys, keys
 from bi_kernels.audit.drift import Drift, Tensors, compare
 from bi_kernels.audit.inputs import KINDS
-from bi_kernels.audit.layouts import Call, layouts, random_layout, shapes_launched
+from bi_kernels.audit.layouts import VIEWS, Call, layouts, random_layout, shapes_launched
 from bi_kernels.audit.ops import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
@@ -55,6 +55,10 @@ class Row:
 
     def json(self) -> dict:
         return asdict(self)
+
+    def as_control(self) -> "Row":
+        """This row of a candidate that is broken on purpose: caught by drifting, not by an error."""
+        return replace(self, control=True, caught=self.verdict == NEEDS_FIX and bool(self.mismatches))
 
 
 @dataclass
@@ -291,18 +295,18 @@ def by_row_count(subject: Subject) -> Iterator[Row]:
                 yield subject.row("invariance", "rows", None, f"{n} rows", kind, m, detail=sentence(error))
 
 
-def unaligned(subject: Subject, kind: str = SHARPEST) -> Row:
-    """The same values in views that start one element into their memory: a kernel compiled for that may add otherwise."""
+def by_view(subject: Subject, kind: str = SHARPEST) -> Iterator[Row]:
+    """The same values in views that lie otherwise in memory: a kernel compiled for those may add otherwise."""
     m = min(2049, subject.largest) if subject.problem.op.cache else 65  # attention chooses its schedule by their number
-    try:
-        tokens, shared = subject.inputs(kind, m)
-        at = torch.arange(m, device=subject.problem.device)
-        moved = lambda given: {k: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for k, t in given.items()}
-        plain = subject.call(tokens, shared, (m, ), at)
-        y = joined(subject.forward(moved(tokens), moved(shared), (m, ), at))
-        return subject.row("invariance", "unaligned view", compare(y, plain), "aligned", kind, m)
-    except Exception as error:
-        return subject.row("invariance", "unaligned view", None, "aligned", kind, m, detail=sentence(error))
+    tokens, shared = subject.inputs(kind, m)
+    at = torch.arange(m, device=subject.problem.device)
+    for name, view in VIEWS.items():
+        try:
+            moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
+            y = joined(subject.forward(*moved, (m, ), at))
+            yield subject.row("invariance", name, compare(y, subject.call(tokens, shared, (m, ), at)), "aligned", kind, m)
+        except Exception as error:
+            yield subject.row("invariance", name, None, "aligned", kind, m, detail=sentence(error))
 
 
 class _Drifted(Exception):
@@ -416,7 +420,7 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     refused = supported(subject)
     if refused:
         return [refused]
-    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject), unaligned(subject)]
+    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
     subject.forget()
     rows += row_counts(subject)
     subject.forget()
@@ -439,7 +443,7 @@ def coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
             continue
         names = layouts(s.lengths, s.problem.seed)
         assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
-        required = {("invariance", layout, None, None) for layout in (*names, "random", "unaligned view")}
+        required = {("invariance", layout, None, None) for layout in (*names, "random", *VIEWS)}
         required |= {("invariance", "rows", m, None) for m in contract.rows(s.largest)}
         required |= {("invariance", "rows", None, kind) for kind in KINDS} | {("accuracy", "rows", None, k) for k in KINDS}
         required |= {("determinism", "packed", None, None)} | {("parity", f"{a}={b}", None, None) for a, b in PARITIES}

@@ -9,9 +9,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from bi_kernels.contract import SWEEP
+
+
+def _part(t: torch.Tensor) -> torch.Tensor:
+    """Of rows twice as wide, as q is of a fused q, k and v."""
+    dim = -2 if t.dim() > 2 else -1
+    return torch.cat((t, t), dim).narrow(dim, 0, t.shape[dim])
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory
+    "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
+    "strided view": _part,
+    "transposed view": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t,  # heads first, columns first
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ def layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
         **{f"chunked:{size}": chunks(s, size) for size in SWEEP["chunks"]},
         "decode": decode(s),
         "micro_batches:each": [pack([x]) for x in s],
-        "micro_batches:ragged": [pad(s[:third])] + [pack(s[third:])] * (third < len(s)),
+        "micro_batches:ragged": [pad(s[:third])] + ([pack(s[third:])] if third < len(s) else []),
         # every sample beside another one; where the inputs are `nonfinite`, one of the two may hold NaN or Inf
         "neighbours": [pad(pair) for pair in pairs(s)],
         "neighbours:left": [pad(pair, left=True) for pair in pairs(s[1:] + s[:1])],

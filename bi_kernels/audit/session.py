@@ -220,9 +220,7 @@ class Session:
             except Exception as error:
                 found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
             s.forget()
-            row = next((r for r in found if r.verdict == j.NEEDS_FIX), found[0])
-            row.control, row.caught = True, row.verdict == j.NEEDS_FIX and bool(row.mismatches)  # not by an error
-            rows.append(row)
+            rows.append(next((r for r in found if r.verdict == j.NEEDS_FIX), found[0]).as_control())
         self.add(rows)
         return rows
 
