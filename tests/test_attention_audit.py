@@ -149,6 +149,19 @@ def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
     assert any(r.verdict == judge.NEEDS_FIX and r.mismatches for r in found)
 
 
+def test_prefill_is_asked_for_from_inside_a_block_of_keys():
+    session = start("attention", {"dtype": "bf16"})
+    assert {r.verdict for r in attention.starts(session)} == {judge.PASS}
+
+    def broken(q, k, v, **told):
+        out, lse = bi_kernels.attention(q, k, v, **told)
+        return out * (1 + ((k.shape[1] - q.shape[1]) % 64 == 62)), lse
+
+    session.candidate = type(session.candidate)("broken", {"attention": broken})
+    found = attention.starts(session)
+    assert {r.relation for r in found if r.verdict == judge.NEEDS_FIX} == {"invariance", gradients.INVARIANCE}
+
+
 # A generation
 
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
@@ -171,15 +184,18 @@ from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 from bi_kernels import attention_hopper, attention_hopper_backward
-from bi_kernels.audit import static
+from bi_kernels.audit import attention_late, static
 for width, group, causal, many in {cases}:
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with static.recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         attention_hopper.prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
         attention_hopper_backward.keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1)
+        if attention_hopper.PAUSE:
+            attention_late._unwaited().prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
+    attention_hopper.PAUSE = 1000  # as with late copies
 """
 
 
@@ -187,5 +203,6 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     cases = [(128, 4, True, True), (64, 1, False, False)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"_hopper_{name}_kernel sm_90 True True []" for name in ("prefill", "keys")] * len(cases), (
+    assert done.stdout.splitlines() == [f"_hopper_{name}_kernel sm_90 True True []" for name in ("prefill", "keys")] * len(cases) + [
+        "_hopper_prefill_kernel sm_90 True True []"], (
         done.stdout + done.stderr)

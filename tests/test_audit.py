@@ -48,6 +48,14 @@ def report(found: list[judge.Row]) -> str:
                      f"{r.first_index}; {r.detail}" for r in found)
 
 
+def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
+    found = {r.layout: r.verdict for r in judge.by_view(subject("silu", lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))))}
+    assert found == {"unaligned view": judge.PASS, "strided view": judge.NEEDS_FIX, "transposed view": judge.NEEDS_FIX}
+    weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
+    found = {r.layout: r.verdict for r in judge.by_view(subject("linear", weight_first, case="o"))}
+    assert found == {"unaligned view": judge.PASS, "strided view": judge.PASS, "transposed view": judge.NEEDS_FIX}
+
+
 # Controls
 
 def test_every_control_is_run_by_a_notebook():

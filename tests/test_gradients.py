@@ -17,7 +17,7 @@ from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
 from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
 from bi_kernels.audit.judge import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
-from bi_kernels.audit.layouts import Call, layouts
+from bi_kernels.audit.layouts import VIEWS, Call, layouts
 from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
@@ -38,6 +38,7 @@ def fewer(monkeypatch):
     """The layouts and the row counts in which a control shows, and two runs: an audit's controls need no more."""
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "permuted", "micro_batches:ragged"))
     monkeypatch.setattr(gradients, "BESIDE", ("neighbours", ))
+    monkeypatch.setattr(gradients, "VIEWS", {})
     monkeypatch.setitem(SWEEP, RUNS, 2)
     monkeypatch.setitem(SWEEP, "rows", [1, 16, 17, 257, 300])
 
@@ -225,6 +226,38 @@ def raises_for(shape: tuple[int, ...], when: str):
             raise RuntimeError("boom\nand more")
         return Fails.apply(y) if tuple(x.shape[:-1]) == shape else y
     return fails
+
+
+class _Altered(torch.autograd.Function):
+    """x, whose gradient alter(gradient) becomes."""
+
+    @staticmethod
+    def forward(ctx, x, alter):
+        ctx.alter = alter
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.alter(dy), None
+
+
+def test_a_gradient_left_in_padding_is_reported(fewer, monkeypatch):
+    monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "batch", "left_padded"))
+    found = list(gradients.by_split(subject("silu", lambda x: bi_kernels.silu(_Altered.apply(x, lambda g: g + (g == 0))))))
+    bad = in_need(found)
+    assert {r.layout for r in bad} >= {"batch", "left_padded"}
+    assert any("left a gradient of x in padding" in r.detail for r in bad), report(found)
+
+
+def test_a_gradient_that_depends_on_how_its_upstream_lies_is_reported(fewer, monkeypatch):
+    monkeypatch.setattr(gradients, "VIEWS", VIEWS)
+
+    class Uneven(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, y: y.clone())
+        backward = staticmethod(lambda ctx, dy: dy if dy.is_contiguous() else dy * 2)
+
+    for function, expected in ((bi_kernels.silu, set()), (lambda x: Uneven.apply(bi_kernels.silu(x)), {"strided view", "transposed view"})):
+        assert {r.layout for r in in_need(list(gradients.by_split(subject("silu", function))))} == expected
 
 
 def test_a_backward_that_leaves_no_gradient_of_the_tokens_is_reported(fewer):

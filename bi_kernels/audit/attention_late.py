@@ -69,12 +69,13 @@ def _unwaited() -> ModuleType:
     changed = source.replace("_wait(v_full, i)\n", "_wait(v_full, i, i < 0)\n")
     if changed == source:
         raise ValueError(f"{MODULE} has no wait for V that this control could leave out")
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "attention_hopper_unwaited.py")
-        path.write_text(changed, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    folder = TemporaryDirectory()
+    path = Path(folder.name, "attention_hopper_unwaited.py")
+    path.write_text(changed, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.folder = folder  # there as long as the module is
     return module
 
 
