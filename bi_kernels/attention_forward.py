@@ -282,8 +282,10 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
     elif splits == 1 or tiles * splits > MOST:
         _launch(q, k, v, None, None, out, lse, *nothing, where, decode, 1, splits, PARTIAL=False, **given)
     else:
-        part_m, part_l = lse.new_full((splits, *lse.shape), -math.inf), lse.new_zeros(splits, *lse.shape)  # padding keeps them
-        part_acc = lse.new_empty(splits, *q.shape)
+        part_m, part_l, part_acc = lse.new_empty(splits, *lse.shape), lse.new_empty(splits, *lse.shape), lse.new_empty(splits, *q.shape)
+        if not full_q:  # padding keeps these
+            part_m.fill_(-math.inf)
+            part_l.zero_()
         _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, decode, splits, splits, PARTIAL=True, **given)
         _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
             part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["scale"], given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4,

@@ -149,6 +149,15 @@ def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
     assert any(r.verdict == judge.NEEDS_FIX and r.mismatches for r in found)
 
 
+def test_what_stands_in_padding_is_judged():
+    def stale(*tensors, **told):
+        out, lse = bi_kernels.attention(*tensors, **told)
+        return torch.where(out == 0, 7.0, out).to(out), lse
+
+    assert {r.verdict for r in attention._padded_edges(subject(), "edges, padded")} == {judge.PASS}
+    assert [r.verdict for r in attention._padded_edges(subject(stale), "edges, padded")] == [judge.NEEDS_FIX, judge.PASS]
+
+
 def test_prefill_is_asked_for_from_inside_a_block_of_keys():
     session = start("attention", {"dtype": "bf16"})
     assert {r.verdict for r in attention.starts(session)} == {judge.PASS}

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import bi_kernels
 from bi_kernels import contract, reference
@@ -228,9 +229,9 @@ def edges(session) -> list[Row]:
     fp64; with the control that answers NaN where there is no key."""
     rows = []
     for s in _subjects(session, "attention"):
-        rows += _edges(s)
+        rows += _edges(s) + _padded_edges(s, "edges, padded")
         with attention_controls.fold(FEW=0):
-            rows += _edges(s, "edges, as prefill")
+            rows += _edges(s, "edges, as prefill") + _padded_edges(s, "edges, padded, as prefill")
     broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
     return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
@@ -252,6 +253,26 @@ def _edges(s: Subject, layout: str = "edges") -> list[Row]:
         return rows
     except Exception as error:
         return [s.row("accuracy", layout, None, "fp64", "normal", queries, detail=sentence(error))]
+
+
+def _padded_edges(s: Subject, layout: str) -> list[Row]:
+    """The edges in a batch, whose padding gives 0 and −inf."""
+    p, counts = s.problem, dict(zip("qk", zip(*EDGES)))
+    tokens, _ = p.inputs("normal", max(map(sum, counts.values())))
+    given = {name: tokens[name][:sum(counts["q" if name == "q" else "k"])] for name in tokens}
+    try:
+        wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        found = s.function(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()})
+        real = torch.arange(wide[0].shape[1], device=p.device) < torch.tensor(counts["q"], device=p.device)[:, None]
+        rows = []
+        for (name, dtype), y, (exact, magnitude), nothing in zip(
+                p.returned.items(), found, reference.attention(*given.values(), lengths=EDGES), (0.0, -torch.inf), strict=True):
+            every, size = torch.full_like(y, nothing, dtype=torch.float64), torch.zeros_like(y, dtype=torch.float64)
+            every[real], size[real] = exact, magnitude
+            rows.append(_bounded(s, y, every, size, dtype=dtype, layout=layout, tensor=name))
+        return rows
+    except Exception as error:
+        return [s.row("accuracy", layout, None, "fp64", "normal", len(given["q"]), detail=sentence(error))]
 
 
 def captured(session) -> list[Row]:
@@ -293,7 +314,7 @@ def missing(session) -> list[Row]:
         required = {name for *_, name in ways} | {f"last {LAST} of {n}{x}" for n, *_ in ways for x in SCORES}
         required |= {_from(session)}
         if p.op.name == "attention":
-            required |= {"edges", "edges, as prefill", *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
+            required |= {*(f"edges{x}{y}" for x in ("", ", padded") for y in ("", ", as prefill")), *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
         if p.op.name == "attention" and p.dtype == first and session.on_gpu:
             required |= {"cuda_graph", "torch.compile"}
         if p.op.name == "attention" and p.dtype.itemsize == 2 and attention_late.applies(session):
