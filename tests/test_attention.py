@@ -13,7 +13,7 @@ from bi_kernels import attend, attention_backward, attention_forward, contract, 
 from bi_kernels.attention_forward import Tiling
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.inputs import draw, generator
-from bi_kernels.audit.judge import poisoned_memory
+from bi_kernels.audit.subject import poisoned_memory
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -19,6 +19,7 @@ from bi_kernels.audit.drift import compare
 from bi_kernels.audit.layouts import Call, chunks, decode, layouts, pack, pad, spans
 from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.audit.session import start
+from bi_kernels.audit.subject import NEEDS_FIX, PASS
 
 LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
@@ -116,7 +117,7 @@ def test_a_prefill_that_differs_from_decode_is_found(monkeypatch):
 
 def test_an_output_that_is_not_returned_is_said_in_a_sentence():
     row = judge.supported(subject(lambda *x, **told: bi_kernels.attention(*x, **told)[0]))
-    assert row.verdict == judge.NEEDS_FIX and row.detail.endswith("the candidate returned 1 of the outputs out, lse")
+    assert row.verdict == NEEDS_FIX and row.detail.endswith("the candidate returned 1 of the outputs out, lse")
 
 
 def test_a_drift_of_the_lse_names_it():
@@ -144,9 +145,9 @@ class _Zero(torch.autograd.Function):
 
 
 def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
-    assert {r.verdict for r in attention._edges(subject())} == {judge.PASS}
+    assert {r.verdict for r in attention._edges(subject())} == {PASS}
     found = attention._edges(subject(nan_without_keys))
-    assert any(r.verdict == judge.NEEDS_FIX and r.mismatches for r in found)
+    assert any(r.verdict == NEEDS_FIX and r.mismatches for r in found)
 
 
 def test_what_stands_in_padding_is_judged():
@@ -154,13 +155,13 @@ def test_what_stands_in_padding_is_judged():
         out, lse = bi_kernels.attention(*tensors, **told)
         return torch.where(out == 0, 7.0, out).to(out), lse
 
-    assert {r.verdict for r in attention._padded_edges(subject(), "edges, padded")} == {judge.PASS}
-    assert [r.verdict for r in attention._padded_edges(subject(stale), "edges, padded")] == [judge.NEEDS_FIX, judge.PASS]
+    assert {r.verdict for r in attention._padded_edges(subject(), "edges, padded")} == {PASS}
+    assert [r.verdict for r in attention._padded_edges(subject(stale), "edges, padded")] == [NEEDS_FIX, PASS]
 
 
 def test_prefill_is_asked_for_from_inside_a_block_of_keys():
     session = start("attention", {"dtype": "bf16"})
-    assert {r.verdict for r in attention.starts(session)} == {judge.PASS}
+    assert {r.verdict for r in attention.starts(session)} == {PASS}
 
     def broken(q, k, v, **told):
         out, lse = bi_kernels.attention(q, k, v, **told)
@@ -168,7 +169,7 @@ def test_prefill_is_asked_for_from_inside_a_block_of_keys():
 
     session.candidate = type(session.candidate)("broken", {"attention": broken})
     found = attention.starts(session)
-    assert {r.relation for r in found if r.verdict == judge.NEEDS_FIX} == {"invariance", gradients.INVARIANCE}
+    assert {r.relation for r in found if r.verdict == NEEDS_FIX} == {"invariance", gradients.INVARIANCE}
 
 
 # A generation
@@ -176,8 +177,8 @@ def test_prefill_is_asked_for_from_inside_a_block_of_keys():
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
     session = start("attention", {"dtype": "bf16"})
     rows = attention.generation(session) + attention.uneven(session)
-    assert {r.verdict for r in rows if not r.control} == {judge.PASS} and [r.caught for r in rows if r.control] == [True]
-    assert attention.missing(session) and not [r for r in attention.missing(session) if r.verdict == judge.PASS]
+    assert {r.verdict for r in rows if not r.control} == {PASS} and [r.caught for r in rows if r.control] == [True]
+    assert attention.missing(session) and not [r for r in attention.missing(session) if r.verdict == PASS]
     session = start("attention", {"dtype": "bf16"})
     control = next(c for c in ATTENTION_CONTROLS if "padding keys" in c.name)
     session.candidate = type(session.candidate)("broken", {"attention": control.function})

@@ -23,6 +23,7 @@ from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.audit.repro import export
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import start
+from bi_kernels.audit.subject import NEEDS_FIX, PASS
 from bi_kernels.contract import DTYPES, SHAPES, rows
 from bi_kernels.gemm import tiles
 
@@ -50,10 +51,10 @@ def report(found: list[judge.Row]) -> str:
 
 def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     found = {r.layout: r.verdict for r in judge.by_view(subject("silu", lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))))}
-    assert found == {"unaligned view": judge.PASS, "strided view": judge.NEEDS_FIX, "transposed view": judge.NEEDS_FIX}
+    assert found == {"unaligned view": PASS, "strided view": NEEDS_FIX, "transposed view": NEEDS_FIX}
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
     found = {r.layout: r.verdict for r in judge.by_view(subject("linear", weight_first, case="o"))}
-    assert found == {"unaligned view": judge.PASS, "strided view": judge.PASS, "transposed view": judge.NEEDS_FIX}
+    assert found == {"unaligned view": PASS, "strided view": PASS, "transposed view": NEEDS_FIX}
 
 
 # Controls
@@ -71,11 +72,11 @@ def test_every_control_is_caught():
     assert len(found) == len([c for c in CONTROLS if c.audit == "elementwise" and not c.gpu]) > 0
     assert not [r.candidate for r in found if not r.caught] and all(r.control for r in found)
     assert not session.failures and not session.passed, "controls alone are no verdict"
-    session.add([replace(found[0], control=False, verdict=judge.PASS)])
+    session.add([replace(found[0], control=False, verdict=PASS)])
     assert session.passed
-    session.add([replace(found[0], control=False, verdict=judge.NEEDS_FIX)])
+    session.add([replace(found[0], control=False, verdict=NEEDS_FIX)])
     assert session.failures == session.rows[-1:] and not session.passed
-    session.rows = [replace(found[0], control=False, verdict=judge.PASS)]
+    session.rows = [replace(found[0], control=False, verdict=PASS)]
     assert not session.failures and not session.passed, "nor are checks without a control"
 
 
@@ -84,7 +85,7 @@ def test_the_same_experiments_pass_the_unbroken_op(monkeypatch):
     session = start("elementwise", {})
     found = session.controls()
     assert found and not [r for r in found if r.caught], report([r for r in found if r.caught])
-    session.add([replace(found[0], control=False, verdict=judge.PASS)])
+    session.add([replace(found[0], control=False, verdict=PASS)])
     assert session.failures == found and not session.passed, "a control that nobody caught fails the audit"
 
 
@@ -101,7 +102,7 @@ def test_every_invariance_control_is_wrong_in_nothing_but_the_bits():
     for name in ("split-K chosen by M", "K order reversed for M ≤ 16", "one element off by one ULP at M = 17"):
         control = next(c for c in CONTROLS if c.name == name)
         found = judge.accuracy(subject(control.op, control.function, control.dtype, control.case))
-        assert found.verdict == judge.PASS, report([found])
+        assert found.verdict == PASS, report([found])
 
 
 # Judging one op
@@ -114,7 +115,7 @@ def add_rows():
 def test_an_op_of_this_package_passes_every_relation():
     s = subject("swiglu", dtype="fp16")
     found = judge.judge(s, examples=1)
-    assert not (bad := [r for r in found if r.verdict != judge.PASS]), report(bad)
+    assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
     assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
     assert not judge.coverage(found, [s]) and all(r.elements for r in found)
 
@@ -137,7 +138,7 @@ def test_what_was_not_run_needs_a_fix(what, add_rows):
     kept = [r for r in add_rows if not REQUIRED[what](r)]
     assert len(kept) < len(add_rows)
     missing = judge.coverage(kept, [s])
-    assert missing and all(r.verdict == judge.NEEDS_FIX and "not run" in r.detail for r in missing), what
+    assert missing and all(r.verdict == NEEDS_FIX and "not run" in r.detail for r in missing), what
     assert any(REQUIRED[what](r) for r in missing), report(missing)
 
 
@@ -164,7 +165,7 @@ def test_a_tile_or_a_captured_call_that_was_not_run_needs_a_fix(on_gpu, monkeypa
         r.detail = r.detail.removesuffix(": required, not run")
     assert not gemm.missing(run)
     lost = run.rows.pop(len(run.rows) // 2)
-    assert [(r.layout, r.rows, r.verdict) for r in gemm.missing(run)] == [(lost.layout, lost.rows, judge.NEEDS_FIX)]
+    assert [(r.layout, r.rows, r.verdict) for r in gemm.missing(run)] == [(lost.layout, lost.rows, NEEDS_FIX)]
 
 
 @pytest.mark.parametrize("layout", ["decode", "left_padded", "chunked:7"])
@@ -178,8 +179,8 @@ def test_an_error_in_one_layout_is_reported_there(layout):
         return bi_kernels.add(x, residual)
 
     found = {r.layout: r for r in judge.invariance(subject("add", fails))}
-    assert found[layout].verdict == judge.NEEDS_FIX and "RuntimeError: boom" in found[layout].detail
-    assert found["packed"].verdict == judge.PASS, report([found["packed"]])
+    assert found[layout].verdict == NEEDS_FIX and "RuntimeError: boom" in found[layout].detail
+    assert found["packed"].verdict == PASS, report([found["packed"]])
     assert "and more" not in found[layout].detail
 
 
@@ -193,7 +194,7 @@ def test_an_error_in_one_layout_is_reported_there(layout):
     ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
 ], ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"])
 def test_a_result_of_the_wrong_kind_needs_a_fix(op, broken, flags):
-    bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == judge.NEEDS_FIX]
+    bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == NEEDS_FIX]
     assert bad and all(word in report(bad) for word in flags), report(bad)
 
 
@@ -205,13 +206,13 @@ def test_one_wrong_number_exceeds_the_bound(value):
         return y
 
     found = judge.accuracy(subject("silu", spoiled))
-    assert (found.verdict, found.mismatches, found.first_index) == (judge.NEEDS_FIX, 1, [3, 5]), report([found])
+    assert (found.verdict, found.mismatches, found.first_index) == (NEEDS_FIX, 1, [3, 5]), report([found])
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), 0.0])
 def test_infinity_is_wrong_where_another_is_right(value):
     found = judge.accuracy(subject("silu", lambda x: bi_kernels.silu(x).where(x != float("inf"), value)), "nonfinite")
-    assert found.verdict == judge.NEEDS_FIX, "silu(inf) is inf"
+    assert found.verdict == NEEDS_FIX, "silu(inf) is inf"
 
 
 @pytest.mark.parametrize("dtype, error, verdict", [
@@ -235,7 +236,7 @@ def test_unsupported_is_a_clear_refusal_of_an_optional_dtype(dtype, error, verdi
 def test_a_candidate_that_is_not_deterministic_is_caught():
     calls = iter(range(10**6))
     found = judge.determinism(subject("add", lambda x, residual: bi_kernels.add(x, residual) + (next(calls) == 7)))
-    assert found.verdict == judge.NEEDS_FIX and found.mismatches
+    assert found.verdict == NEEDS_FIX and found.mismatches
 
 
 # Reproducers

@@ -14,7 +14,7 @@ import bi_kernels
 from bi_kernels import contract, embed, interpreter, lm_head, logprob, norm
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.inputs import draw, draw_ids, generator
-from bi_kernels.audit.judge import poisoned_memory
+from bi_kernels.audit.subject import poisoned_memory
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for

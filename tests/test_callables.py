@@ -20,7 +20,7 @@ import bi_kernels
 from bi_kernels.audit import audit, target
 from bi_kernels.audit.callable_repro import Pair
 from bi_kernels.audit.callables import SINGLES, plan
-from bi_kernels.audit.judge import NEEDS_FIX, PASS
+from bi_kernels.audit.subject import NEEDS_FIX, PASS
 from bi_kernels.audit.target import Target
 
 ROWS, WIDTH = 40, 64

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.judge import Row
 from bi_kernels.audit.runner import audits
+from bi_kernels.audit.subject import Row
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,10 +16,10 @@ from bi_kernels.audit import backward, gradient_controls, gradients, static, syn
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
 from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
 from bi_kernels.audit.layouts import VIEWS, Call, layouts
 from bi_kernels.audit.ops import OPS, Problem
 from bi_kernels.audit.session import start
+from bi_kernels.audit.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB
@@ -158,7 +158,7 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC}
     assert not gradients.gradient_coverage(norm_rows, [subject("rms_norm")])
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
-    assert every == {(layout, tensor) for layout in LAYOUTS for tensor in ("dx", "dweight")}
+    assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     assert all(r.elements for r in norm_rows if r.relation != STATIC)
 
 

@@ -15,10 +15,10 @@ from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit import anyones
-from bi_kernels.audit.judge import Row
 from bi_kernels.audit.runner import audits, write_rows
 from bi_kernels.audit.session import PARAMETERS
 from bi_kernels.audit.show import MIME
+from bi_kernels.audit.subject import Row
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 

@@ -14,7 +14,7 @@ from jupyter_client.manager import start_new_kernel
 import bi_kernels
 from bi_kernels.audit import gradients, workbench
 from bi_kernels.audit.drift import compare
-from bi_kernels.audit.judge import NEEDS_FIX
+from bi_kernels.audit.subject import NEEDS_FIX
 from bi_kernels.contract import SWEEP
 
 SCALE = tl.constexpr(3)

@@ -13,8 +13,9 @@ import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit import attention_controls, attention_late, gradients, judge
 from bi_kernels.audit.drift import Drift, compare
-from bi_kernels.audit.judge import SHARPEST, Row, Subject, against_bound, sentence, shapes_launched
+from bi_kernels.audit.judge import against_bound, shapes_launched
 from bi_kernels.audit.layouts import Call, pack, pad, spans
+from bi_kernels.audit.subject import SHARPEST, Row, Subject, sentence
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 

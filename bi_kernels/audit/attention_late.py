@@ -17,8 +17,8 @@ import bi_kernels
 from bi_kernels.attention_forward import is_hopper
 from bi_kernels.audit import gradients
 from bi_kernels.audit.drift import compare
-from bi_kernels.audit.judge import SHARPEST, Row, Subject, sentence
 from bi_kernels.audit.layouts import pack, spans
+from bi_kernels.audit.subject import SHARPEST, Row, Subject, sentence
 
 MODULE, LAYOUT = "bi_kernels.attention_hopper", "late copies"
 NANOSECONDS = 20_000  # some ten times what a block takes

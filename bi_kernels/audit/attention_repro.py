@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 
 from bi_kernels.audit.drift import script_drifts
-from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
+from bi_kernels.audit.subject import Row, Subject
 from bi_kernels.contract import SWEEP
 
 

@@ -11,7 +11,7 @@ from bi_kernels.audit import stock, training
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.gemm import times_ms
 from bi_kernels.audit.gradients import LAYOUTS, Step
-from bi_kernels.audit.judge import NEEDS_FIX, Row
+from bi_kernels.audit.subject import NEEDS_FIX, Row
 from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
 from bi_kernels.gemm import product
 from bi_kernels.tokens import layout_for

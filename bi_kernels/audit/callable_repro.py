@@ -11,8 +11,8 @@ import torch
 from bi_kernels.audit.callables import INVARIANCE, plan
 from bi_kernels.audit.candidates import file_or_module_import, reached
 from bi_kernels.audit.drift import compare
-from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.repro import PRINTED
+from bi_kernels.audit.subject import NEEDS_FIX, Row
 from bi_kernels.audit.target import Target, gradients_kept
 from bi_kernels.contract import rows as row_counts
 

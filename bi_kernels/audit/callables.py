@@ -21,7 +21,8 @@ from bi_kernels import contract
 from bi_kernels.audit import static, syntax
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import DETERMINISM, INVARIANCE, atomics_free
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, against_bound, sentence
+from bi_kernels.audit.judge import against_bound
+from bi_kernels.audit.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.target import Layout, NoBackward, OutOfTime, Step, Target
 from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
 

@@ -93,8 +93,8 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     import bi_kernels
     from bi_kernels.audit.drift import raw
     from bi_kernels.audit.exact import ExactProblem, ExactStep
-    from bi_kernels.audit.judge import sentence
     from bi_kernels.audit.provenance import architecture, provenance
+    from bi_kernels.audit.subject import sentence
     from bi_kernels.contract import dtype_name
     package = Path(bi_kernels.__file__).parent
     ours = f"{version('bi-kernels')} ({_hash(*sorted(package.glob('*.py')))})"

@@ -6,9 +6,9 @@ import bi_kernels
 from bi_kernels.audit.controls import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gemm import times_ms
-from bi_kernels.audit.judge import SHARPEST, Row, Subject
 from bi_kernels.audit.layouts import layouts
 from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.audit.subject import SHARPEST, Row, Subject
 from bi_kernels.contract import DTYPES, SHAPES
 
 

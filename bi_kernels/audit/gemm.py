@@ -13,8 +13,8 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.drift import compare
-from bi_kernels.audit.judge import SHARPEST, Row, Subject
 from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.audit.subject import SHARPEST, Row, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
 from bi_kernels.gemm import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.gemm import tiles as table_tiles

@@ -8,8 +8,8 @@ import torch
 from bi_kernels.audit.candidates import Candidate
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import INVARIANCE, gradient_lengths
-from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.repro import write
+from bi_kernels.audit.subject import Row, Subject
 from bi_kernels.contract import dtype_name
 
 SAMPLES = ((1, 1), (3, 2), (5, 17), (17, 44), (129, 64), (300, 211))

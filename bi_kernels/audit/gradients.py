@@ -16,9 +16,10 @@ from bi_kernels.audit import static
 from bi_kernels.audit.cache import keys
 from bi_kernels.audit.drift import Drift, compare
 from bi_kernels.audit.inputs import draw, generator
-from bi_kernels.audit.judge import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, against_bound, gather,
-                                    poisoned_memory, refusal, sentence)
+from bi_kernels.audit.judge import against_bound
 from bi_kernels.audit.layouts import VIEWS, Call, layouts, shapes_launched
+from bi_kernels.audit.subject import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, gather, poisoned_memory, refusal,
+                                      sentence)
 from bi_kernels.contract import SHAPES, SWEEP, dtype_name
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout

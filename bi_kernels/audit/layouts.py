@@ -18,7 +18,7 @@ from bi_kernels.contract import SWEEP
 def _part(t: torch.Tensor) -> torch.Tensor:
     """Of rows twice as wide, as q is of a fused q, k and v."""
     dim = -2 if t.dim() > 2 else -1
-    return torch.cat((t, t), dim).narrow(dim, 0, t.shape[dim])
+    return torch.cat((t, t.detach()), dim).narrow(dim, 0, t.shape[dim])  # else a gradient of −0 would meet another's +0
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory

@@ -15,8 +15,8 @@ import torch
 from bi_kernels.audit import attention_repro
 from bi_kernels.audit.candidates import Candidate
 from bi_kernels.audit.drift import script_drifts
-from bi_kernels.audit.judge import Row, Subject
 from bi_kernels.audit.layouts import Call, layouts
+from bi_kernels.audit.subject import Row, Subject
 from bi_kernels.contract import SWEEP, dtype_name, evaluate
 
 FILLERS = ("zeros", "random", "NaN")

@@ -118,8 +118,8 @@ class Session:
 
     def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: "Candidate | None" = None) -> list:
         """The subjects of an audit: the candidate's functions at every case and dtype."""
-        from bi_kernels.audit.judge import Subject
         from bi_kernels.audit.ops import problems
+        from bi_kernels.audit.subject import Subject
         chosen = candidate or self.candidate
         return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command)
                 for p in problems(audit or self.audit, list(dtypes) or self.dtypes, self.parameters["shapes"],
@@ -129,8 +129,8 @@ class Session:
                 ) -> "Subject":
         """One op at its first case: this package's, or another's function."""
         import bi_kernels
-        from bi_kernels.audit.judge import Subject
         from bi_kernels.audit.ops import OPS, Problem
+        from bi_kernels.audit.subject import Subject
         from bi_kernels.contract import DTYPES
         case = next(iter(OPS[op].cases(self.parameters["shapes"])))
         problem = Problem(OPS[op], case, DTYPES[dtype], self.parameters["shapes"], self.device, self.parameters["seed"])
@@ -142,9 +142,10 @@ class Session:
         backward: gradients too, and the static audit of all that was launched.
         """
         from bi_kernels.audit import gradients, static
-        from bi_kernels.audit.judge import UNSUPPORTED, coverage, judge
         from bi_kernels.audit.gradient_repro import export_gradient
+        from bi_kernels.audit.judge import coverage, judge
         from bi_kernels.audit.repro import export
+        from bi_kernels.audit.subject import UNSUPPORTED
         added, launched = [], []
         for subject in self.make():
             self.subjects.append(subject)
@@ -187,6 +188,7 @@ class Session:
         from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
         from bi_kernels.audit.ops import OPS, Problem
         from bi_kernels.audit.provenance import device_name
+        from bi_kernels.audit.subject import NEEDS_FIX, Subject
         from bi_kernels.contract import DTYPES
         rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
         for control in every:
@@ -194,7 +196,7 @@ class Session:
                 continue
             problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
                               self.device, self.parameters["seed"])
-            s = j.Subject(problem, control.function, control.name, device_name(self.device))
+            s = Subject(problem, control.function, control.name, device_name(self.device))
             try:
                 if control.relation == "invariance":
                     found = up_to_a_drift(chain(j.by_row_count(s), j.by_layout(
@@ -220,7 +222,7 @@ class Session:
             except Exception as error:
                 found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
             s.forget()
-            rows.append(next((r for r in found if r.verdict == j.NEEDS_FIX), found[0]).as_control())
+            rows.append(next((r for r in found if r.verdict == NEEDS_FIX), found[0]).as_control())
         self.add(rows)
         return rows
 

@@ -8,7 +8,7 @@ import pandas as pd
 from IPython.display import Markdown
 from matplotlib.colors import LogNorm, Normalize
 
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy",

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.drift import Drift
 from bi_kernels.audit.inputs import generator
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, Row, poisoned_memory, sentence
 from bi_kernels.audit.provenance import device_name
+from bi_kernels.audit.subject import NEEDS_FIX, PASS, Row, poisoned_memory, sentence
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 

@@ -6,8 +6,8 @@ import bi_kernels
 from bi_kernels.audit.drift import compare
 from bi_kernels.audit.gradients import Step, token_layout
 from bi_kernels.audit.inputs import generator
-from bi_kernels.audit.judge import NEEDS_FIX, Row
 from bi_kernels.audit.layouts import layouts
+from bi_kernels.audit.subject import NEEDS_FIX, Row
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 

@@ -219,8 +219,9 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
     """
     from bi_kernels.audit import gradients
     from bi_kernels.audit.candidates import resolve
-    from bi_kernels.audit.judge import Subject, judge
+    from bi_kernels.audit.judge import judge
     from bi_kernels.audit.ops import OPS, Problem
+    from bi_kernels.audit.subject import Subject
     from bi_kernels.contract import DTYPES
     with tempfile.TemporaryDirectory() as folder:
         path = write_op(Path(folder, f"{function.__name__}.py"), function)

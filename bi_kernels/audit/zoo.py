@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bi_kernels
 from bi_kernels.audit.callables import Report, audit
-from bi_kernels.audit.judge import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 
 SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
 LARGE = {"rows": 300, "hidden": 4096, "mlp": 12288, "vocab": 32000, "heads": 16, "head_dim": 128, "length": 256, "batch": 8}
