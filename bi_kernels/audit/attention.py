@@ -222,33 +222,38 @@ def _first(drifts: Iterator[Drift]) -> Drift:
     return Drift(0, seen)
 
 
-EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (66, 96), (70, 132)]  # queries, keys
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (66, 97), (70, 132)]  # queries, keys
+
+
+HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 
 
 def edges(session) -> list[Row]:
     """Sequences of no tokens, of no keys, of more queries than keys, and lengths around the tile, in one packed call, against
     fp64; with the control that answers NaN where there is no key."""
     rows = []
-    for s in _subjects(session, "attention"):
-        rows += _edges(s) + _padded_edges(s, "edges, padded")
+    for s in _subjects(session):
+        rows += _edges(s) + _edges(s, "edges, huge scores", HUGE) + _padded_edges(s, "edges, padded")
         with attention_controls.fold(FEW=0):
             rows += _edges(s, "edges, as prefill") + _padded_edges(s, "edges, padded, as prefill")
     broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
     return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
 
-def _edges(s: Subject, layout: str = "edges") -> list[Row]:
-    p, (queries, keys) = s.problem, map(sum, zip(*EDGES))
+def _edges(s: Subject, layout: str = "edges", large: int = 1) -> list[Row]:
+    p, (queries, keys), constants = s.problem, map(sum, zip(*EDGES)), s.problem.op.constants
     step = gradients.Step(s, "normal", (max(queries, keys), ))
-    given = {name: t[:queries if name == "q" else keys].clone().requires_grad_() for name, t in step.tokens.items()}
+    q, k, v = (t[:queries if name == "q" else keys] for name, t in step.tokens.items())
+    given = {name: t.clone().requires_grad_() for name, t in {"q": q * large, "k": k * large, "v": v}.items()}
     ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device) for name, column in zip("qk", zip(*EDGES))}
     try:
-        found, exact = s.function(*given.values(), **ends), reference.attention(*(t.detach() for t in given.values()), lengths=EDGES)
+        found = s.function(*given.values(), **ends, **constants)
+        exact = reference.attention(*(t.detach() for t in given.values()), lengths=EDGES, **constants)
         rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
             p.returned.items(), found, exact, strict=True)]
         step.upstream(found, 1)
         upstream = [dy[:queries] for dy in step.dy]
-        exact = gradient("attention", {k: t.detach() for k, t in given.items()}, {}, upstream, EDGES)
+        exact = gradient("attention", {k: t.detach() for k, t in given.items()}, constants, upstream, EDGES)
         for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], upstream)):
             rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", gradient=name))
         return rows
@@ -263,11 +268,11 @@ def _padded_edges(s: Subject, layout: str) -> list[Row]:
     given = {name: tokens[name][:sum(counts["q" if name == "q" else "k"])] for name in tokens}
     try:
         wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
-        found = s.function(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()})
+        found = s.function(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}, **p.op.constants)
         real = torch.arange(wide[0].shape[1], device=p.device) < torch.tensor(counts["q"], device=p.device)[:, None]
         rows = []
         for (name, dtype), y, (exact, magnitude), nothing in zip(
-                p.returned.items(), found, reference.attention(*given.values(), lengths=EDGES), (0.0, -torch.inf), strict=True):
+                p.returned.items(), found, reference.attention(*given.values(), lengths=EDGES, **p.op.constants), (0.0, -torch.inf), strict=True):
             every, size = torch.full_like(y, nothing, dtype=torch.float64), torch.zeros_like(y, dtype=torch.float64)
             every[real], size[real] = exact, magnitude
             rows.append(_bounded(s, y, every, size, dtype=dtype, layout=layout, tensor=name))
@@ -313,9 +318,9 @@ def missing(session) -> list[Row]:
     for s in _subjects(session):
         p, ways = s.problem, _ways(session, s)
         required = {name for *_, name in ways} | {f"last {LAST} of {n}{x}" for n, *_ in ways for x in SCORES}
-        required |= {_from(session)}
+        required |= {_from(session), "edges, huge scores", *(f"edges{x}{y}" for x in ("", ", padded") for y in ("", ", as prefill"))}
         if p.op.name == "attention":
-            required |= {*(f"edges{x}{y}" for x in ("", ", padded") for y in ("", ", as prefill")), *(f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY)}
+            required |= {f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY}
         if p.op.name == "attention" and p.dtype == first and session.on_gpu:
             required |= {"cuda_graph", "torch.compile"}
         if p.op.name == "attention" and p.dtype.itemsize == 2 and attention_late.applies(session):
