@@ -235,12 +235,12 @@ def edges(session) -> list[Row]:
     for s in _subjects(session):
         rows += _edges(s) + _edges(s, "edges, huge scores", HUGE) + _padded_edges(s, "edges, padded")
         with attention_controls.fold(FEW=0):
-            rows += _edges(s, "edges, as prefill") + _padded_edges(s, "edges, padded, as prefill")
+            rows += _edges(s, "edges, as prefill", backward=False) + _padded_edges(s, "edges, padded, as prefill")
     broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
     return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
 
-def _edges(s: Subject, layout: str = "edges", large: int = 1) -> list[Row]:
+def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
     p, (queries, keys), constants = s.problem, map(sum, zip(*EDGES)), s.problem.op.constants
     step = gradients.Step(s, "normal", (max(queries, keys), ))
     q, k, v = (t[:queries if name == "q" else keys] for name, t in step.tokens.items())
@@ -251,6 +251,8 @@ def _edges(s: Subject, layout: str = "edges", large: int = 1) -> list[Row]:
         exact = reference.attention(*(t.detach() for t in given.values()), lengths=EDGES, **constants)
         rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
             p.returned.items(), found, exact, strict=True)]
+        if not backward:
+            return rows
         step.upstream(found, 1)
         upstream = [dy[:queries] for dy in step.dy]
         exact = gradient("attention", {k: t.detach() for k, t in given.items()}, constants, upstream, EDGES)
