@@ -223,7 +223,7 @@ def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.co
     for i in range(0, gl.cdiv(end, BLOCK)):
         at = [row + i * BLOCK, gl.program_id(1) * D]
         _wait(free, i - STAGES, i >= STAGES)
-        pause(i // 2, PAUSE)
+        pause(i // 2 + 1, PAUSE)
         mbarrier.expect(k_full.index(i % STAGES), k_tma.block_type.nbytes)
         tma.async_copy_global_to_shared(k_tma, at, k_full.index(i % STAGES), ks.index(i % STAGES))
         pause(i, PAUSE)

@@ -236,51 +236,58 @@ def edges(session) -> list[Row]:
         rows += _edges(s) + _edges(s, "edges, huge scores", HUGE) + _padded_edges(s, "edges, padded")
         with attention_controls.fold(FEW=0):
             rows += _edges(s, "edges, as prefill", backward=False) + _padded_edges(s, "edges, padded, as prefill")
+        s.forget()
     broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
     return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
 
+def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
+    """q, k and v of the edges, and what fp64 makes of them."""
+    key = "edges", large
+    if key not in s.memo:
+        queries, keys = map(sum, zip(*EDGES))
+        tokens, _ = s.problem.inputs("normal", max(queries, keys))
+        given = {"q": tokens["q"][:queries] * large, "k": tokens["k"][:keys] * large, "v": tokens["v"][:keys]}
+        s.memo[key] = given, reference.attention(*given.values(), lengths=EDGES, **s.problem.op.constants)
+    return s.memo[key]
+
+
 def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
-    p, (queries, keys), constants = s.problem, map(sum, zip(*EDGES)), s.problem.op.constants
-    step = gradients.Step(s, "normal", (max(queries, keys), ))
-    q, k, v = (t[:queries if name == "q" else keys] for name, t in step.tokens.items())
-    given = {name: t.clone().requires_grad_() for name, t in {"q": q * large, "k": k * large, "v": v}.items()}
+    p, constants = s.problem, s.problem.op.constants
     ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device) for name, column in zip("qk", zip(*EDGES))}
     try:
+        inputs, exact = _edge_inputs(s, large)
+        given = {name: t.clone().requires_grad_() for name, t in inputs.items()}
         found = s.function(*given.values(), **ends, **constants)
-        exact = reference.attention(*(t.detach() for t in given.values()), lengths=EDGES, **constants)
         rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
             p.returned.items(), found, exact, strict=True)]
-        if not backward:
-            return rows
-        step.upstream(found, 1)
-        upstream = [dy[:queries] for dy in step.dy]
-        exact = gradient("attention", {k: t.detach() for k, t in given.items()}, constants, upstream, EDGES)
-        for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], upstream)):
-            rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", gradient=name))
+        if backward:
+            step = gradients.Step(s, "normal", (len(given["q"]), ))
+            step.upstream(found, 1)
+            exact = gradient("attention", inputs, constants, step.dy, EDGES)
+            for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
+                rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", gradient=name))
         return rows
     except Exception as error:
-        return [s.row("accuracy", layout, None, "fp64", "normal", queries, detail=sentence(error))]
+        return [s.row("accuracy", layout, None, "fp64", "normal", detail=sentence(error))]
 
 
 def _padded_edges(s: Subject, layout: str) -> list[Row]:
     """The edges in a batch, whose padding gives 0 and −inf."""
     p, counts = s.problem, dict(zip("qk", zip(*EDGES)))
-    tokens, _ = p.inputs("normal", max(map(sum, counts.values())))
-    given = {name: tokens[name][:sum(counts["q" if name == "q" else "k"])] for name in tokens}
     try:
+        given, exact = _edge_inputs(s)
         wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
         found = s.function(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}, **p.op.constants)
         real = torch.arange(wide[0].shape[1], device=p.device) < torch.tensor(counts["q"], device=p.device)[:, None]
         rows = []
-        for (name, dtype), y, (exact, magnitude), nothing in zip(
-                p.returned.items(), found, reference.attention(*given.values(), lengths=EDGES, **p.op.constants), (0.0, -torch.inf), strict=True):
+        for (name, dtype), y, parts, nothing in zip(p.returned.items(), found, exact, (0.0, -torch.inf), strict=True):
             every, size = torch.full_like(y, nothing, dtype=torch.float64), torch.zeros_like(y, dtype=torch.float64)
-            every[real], size[real] = exact, magnitude
+            every[real], size[real] = parts
             rows.append(_bounded(s, y, every, size, dtype=dtype, layout=layout, tensor=name))
         return rows
     except Exception as error:
-        return [s.row("accuracy", layout, None, "fp64", "normal", len(given["q"]), detail=sentence(error))]
+        return [s.row("accuracy", layout, None, "fp64", "normal", detail=sentence(error))]
 
 
 def captured(session) -> list[Row]:

@@ -26,11 +26,11 @@ LENGTHS = (2049, 300)
 
 
 def late(session) -> list[Row]:
-    """Out, LSE and gradients with late copies against those without, and the control that does not wait for V."""
+    """Out, LSE and gradients with late copies against those without, and the control that does not wait for K."""
     if not applies(session):
         return []
     rows = [r for s in session.make() if s.problem.op.name == "attention" and s.problem.dtype.itemsize == 2 for r in _late(s)]
-    broken = session.subject("attention", "bf16" if "bf16" in session.dtypes else session.dtypes[0], _no_wait_for_v, "V not waited for")
+    broken = session.subject("attention", "bf16" if "bf16" in session.dtypes else session.dtypes[0], _no_wait_for_k, "K not waited for")
     return [*rows, *(r.as_control() for r in _late(broken)[:1])]
 
 
@@ -64,11 +64,11 @@ def _late_copies() -> Iterator[None]:
 
 @cache
 def _unwaited() -> ModuleType:
-    """The module of sm_90's prefill, from its source without the wait for V."""
+    """The module of sm_90's prefill, from its source without the wait for K."""
     source = Path(sys.modules[MODULE].__file__).read_text(encoding="utf-8")
-    changed = source.replace("_wait(v_full, i)\n", "_wait(v_full, i, i < 0)\n")
+    changed = source.replace("_wait(k_full, i + 2, i + 2 <= last)", "_wait(k_full, i + 2, i < 0)")
     if changed == source:
-        raise ValueError(f"{MODULE} has no wait for V that this control could leave out")
+        raise ValueError(f"{MODULE} has no wait for K that this control could leave out")
     folder = TemporaryDirectory()
     path = Path(folder.name, "attention_hopper_unwaited.py")
     path.write_text(changed, encoding="utf-8")
@@ -79,7 +79,7 @@ def _unwaited() -> ModuleType:
     return module
 
 
-def _no_wait_for_v(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **told) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_wait_for_k(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **told) -> tuple[torch.Tensor, torch.Tensor]:
     own, broken = sys.modules[MODULE], _unwaited()
     broken.PAUSE, sys.modules[MODULE] = own.PAUSE, broken
     try:
