@@ -34,10 +34,11 @@ INVARIANCE, ACCURACY, DETERMINISM, STATIC = "gradient invariance", "gradient acc
 
 
 def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
-    """The layout of a call's whole sequences, in logical order."""
+    """The layout of a call's whole sequences."""
     sample = np.repeat(np.arange(len(lengths)), lengths)
     flat = call.index.reshape(-1)
     found = {s: np.flatnonzero((flat >= 0) & (sample[np.maximum(flat, 0)] == s)) for s in np.unique(sample[flat[flat >= 0]])}
+    found = dict(sorted(found.items(), key=lambda item: item[1][0]))  # as they lie in memory
     return TokenLayout([int(at[0]) for at in found.values()], [len(at) for at in found.values()], flat.size,
                        [int(s) for s in found])
 
