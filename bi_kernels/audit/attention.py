@@ -222,7 +222,7 @@ def _first(drifts: Iterator[Drift]) -> Drift:
     return Drift(0, seen)
 
 
-EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (66, 97), (70, 132)]  # queries, keys
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]  # queries, keys
 
 
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
