@@ -15,7 +15,7 @@ from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit import anyones
-from bi_kernels.audit.runner import audits, write_rows
+from bi_kernels.audit.runner import audits, read_rows, write_rows
 from bi_kernels.audit.session import PARAMETERS
 from bi_kernels.audit.show import MIME
 from bi_kernels.audit.subject import Row
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's `&` has it ignored
     try:
-        wait_for(tmp_path / "out" / ".gemm.partial" / "provenance.json", child)
+        wait_for(tmp_path / "out" / ".gemm.partial" / "verdicts.json", child)
         os.killpg(child.pid, signal.SIGINT)
         said = child.communicate(timeout=60)[1]
     finally:
@@ -170,3 +170,4 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     assert child.returncode == 130 and "interrupted; finished documents are whole" in said and "Traceback" not in said, said
     assert finished.read_text() == "finished before"
     assert not (tmp_path / "out" / ".gemm.partial").exists()
+    assert "gemm: what it had recorded is in out/.gemm.interrupted" in said and read_rows(tmp_path / "out" / ".gemm.interrupted")

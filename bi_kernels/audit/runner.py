@@ -1,6 +1,7 @@
 """Runs audit notebooks through papermill and turns each into a document: Markdown, figures, verdicts, notebook.
 
-A document is built beside its place and moved there whole, so an interrupted run leaves the finished ones intact.
+A document is built beside its place and moved there whole, so an interrupted run leaves the finished ones intact;
+what an unfinished one had recorded stays beside it, hidden.
 """
 
 import json
@@ -141,13 +142,28 @@ def publish(audit: Audit, parameters: dict, folder: Path, body: str, error: str 
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    for done in (old, _interrupted(folder)):
+        shutil.rmtree(done, ignore_errors=True)
     return not error and not needs_fix(rows)
 
 
 def _partial(folder: Path) -> Path:
     """Where the document that will be `folder` is built."""
     return folder.with_name(f".{folder.name}.partial")
+
+
+def _interrupted(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.interrupted")
+
+
+def _keep(folder: Path, console: Console) -> None:
+    """Of an audit that is interrupted, what it had recorded stays, hidden beside its document."""
+    partial, kept = _partial(folder), _interrupted(folder)
+    if read_rows(partial):
+        shutil.rmtree(kept, ignore_errors=True)
+        partial.rename(kept)
+        console.print(f"{folder.name}: what it had recorded is in {kept}", markup=False, highlight=False, soft_wrap=True)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -222,7 +238,7 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
                     child.send_signal(signal.SIGTERM)
                     child.wait()
                 for name in names:
-                    shutil.rmtree(_partial(out / name), ignore_errors=True)
+                    _keep(out / name, console)
                 raise
 
 
