@@ -278,6 +278,15 @@ def test_one_id_everywhere(count):
     assert not weight.main_grad[[i for i in range(VOCAB) if i != 9]].any()
 
 
+def test_an_id_that_nobody_has_checked_gives_nan_and_not_a_strangers_row(monkeypatch):
+    """As in a captured graph, which is replayed with other ids."""
+    monkeypatch.setattr(embed, "can_wait", lambda t: False)
+    weight = torch.randn(VOCAB, 20, generator=torch.Generator().manual_seed(0))
+    y = bi_kernels.embedding(torch.tensor([0, VOCAB, -1, VOCAB - 1]), weight)
+    assert y[1:3].isnan().all()
+    assert_same_bits(y[[0, 3]], weight[[0, -1]])
+
+
 def test_the_embedding_of_a_tied_table_has_a_buffer_of_its_own():
     given, dy = arguments("embedding", torch.bfloat16), upstream("embedding", torch.bfloat16)
     weight = trained(given["weight"])

@@ -203,9 +203,9 @@ def starts(session) -> list[Row]:
 
         with _fold_in_small(session):
             try:
-                whole = run(0)
+                whole, found = run(0), {i: run(i) for i in places}
                 for relation, part, more in (("invariance", 0, {}), (gradients.INVARIANCE, 1, {"tensor": "dq"})):
-                    drift = _first(compare(run(i)[part], tuple(t[i:] for t in whole[part])) for i in places)
+                    drift = _first(compare(found[i][part], tuple(t[i:] for t in whole[part])) for i in places)
                     rows.append(s.row(relation, name, drift, "one call", SHARPEST, n, detail=f"{len(places)} places", **more))
             except Exception as error:
                 rows.append(s.row("invariance", name, None, "one call", SHARPEST, n, detail=sentence(error)))
@@ -223,8 +223,6 @@ def _first(drifts: Iterator[Drift]) -> Drift:
 
 
 EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]  # queries, keys
-
-
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 
 

@@ -221,7 +221,7 @@ ATTENTION_CONTROLS = (
     _control("scores rounded to bf16", "accuracy", scores_in_bf16),
     _control("an element left unwritten", "determinism", leaves_one_element),
     _control("dk and dv over the group in completion order", "gradient invariance", group_in_completion_order, gpu=True),
-    _control("the same, in fp32, where no rounding hides it", "gradient invariance", group_in_completion_order, dtype="fp32"),
+    _control("dk and dv over the group in completion order, in fp32", "gradient invariance", group_in_completion_order, dtype="fp32"),
     _control("dk without a head of the group", "gradient accuracy", dk_without_a_head),
     *(_control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
       for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))),
