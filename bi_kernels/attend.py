@@ -73,12 +73,10 @@ def _spans(op: str, name: str, lengths: torch.Tensor | None, count: int, width: 
         lengths = torch.full((count, ), width, dtype=torch.int32, device=q.device)
     elif tuple(lengths.shape) != (count, ) or not integers(lengths):
         raise ValueError(f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers")
-    elif not can_wait(lengths):  # nobody looks at them
-        lengths = lengths.to(torch.int32).clamp(0, width)
-    elif all(0 <= n <= width for n in lengths.tolist()):
-        lengths = lengths.to(torch.int32)
-    else:
+    elif can_wait(lengths) and not all(0 <= n <= width for n in lengths.tolist()):
         raise ValueError(f"{op}: {name} is {lengths.tolist()}, expected 0 to {width}")
+    else:
+        lengths = lengths.to(torch.int32).clamp(0, width)  # dense, and not the caller's
     step = max(width, 1)
     first = torch.arange(0, count * step, step, dtype=torch.int32, device=q.device)
     return first + (width - lengths) if left else first, lengths
@@ -143,7 +141,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, longest, False, q)
         known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
         if can_wait(block_table):
-            used = torch.arange(0, longest, max(page, 1), device=q.device) < length_k[:, None]
+            used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
             if bool((used & (known != block_table)).any()):
                 raise ValueError(f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
                                  f"expected 0 to {len(k) - 1}")

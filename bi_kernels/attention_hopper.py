@@ -30,7 +30,7 @@ def uniform(x):
 
 @gluon.jit
 def pause(turn, PAUSE: gl.constexpr):
-    """Every other time."""
+    """Sleeps for PAUSE nanoseconds where `turn` is odd."""
     if PAUSE > 0:
         gl.inline_asm_elementwise("nanosleep.u32 $1; mov.b32 $0, $1;", "=r,r", [turn % 2 * PAUSE], gl.int32, False, 1)
 

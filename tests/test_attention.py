@@ -250,6 +250,21 @@ def test_a_view_gives_the_bits_of_its_copy(few, monkeypatch):
         assert_same(results(given, calls, "qkv", view), expected, what)
 
 
+@EITHER_SCHEDULE
+def test_lengths_may_be_any_view_and_stay_the_callers(few, monkeypatch):
+    monkeypatch.setattr(attention_forward, "FEW", few)
+    q, k, v = (torch.randn(3, n, heads, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n, heads in ((2, 2), (20, 1), (20, 1)))
+    for lengths, view in ((torch.tensor([9, 20, 4]), torch.tensor([[9, 1], [20, 1], [4, 1]], dtype=torch.int32)[:, 0]),
+                          (torch.tensor([9, 9, 9]), torch.tensor([9], dtype=torch.int32).expand(3))):
+        expected = bi_kernels.attention(q, k, v, lengths_k=lengths)
+        for y, e in zip(bi_kernels.attention(q, k, v, lengths_k=view), expected):
+            assert_same_bits(y, e)
+    leaf, own = q.clone().requires_grad_(), torch.tensor([9, 20, 4], dtype=torch.int32)
+    out, _ = bi_kernels.attention(leaf, k, v, lengths_k=own)
+    own += 1
+    out.sum().backward()
+
+
 # What it computes
 
 def bounds(given: dict, spans: list, **options) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -55,6 +55,9 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
     found = {r.layout: r.verdict for r in judge.by_view(subject("linear", weight_first, case="o"))}
     assert found == {"unaligned view": PASS, "strided view": PASS, "transposed view": NEEDS_FIX}
+    bias_last = lambda x, bias: bi_kernels.bias_add(x, bias) * (1 + (bias.stride(0) != 1))
+    found = {r.layout: r.verdict for r in judge.by_view(subject("bias_add", bias_last))}
+    assert found == {"unaligned view": PASS, "strided view": NEEDS_FIX, "transposed view": NEEDS_FIX}
 
 
 # Controls

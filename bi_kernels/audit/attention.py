@@ -87,7 +87,7 @@ def last_queries(s: Subject) -> list[Row]:
     q, k, v = s.inputs("normal", n)[0].values()
     for suffix, large in SCORES.items():
         last, layout = q[n - LAST:] * large, f"last {LAST} of {n}{suffix}"
-        ours = lambda last=last: s.function(last[None], k[None], v[None], **p.op.constants)
+        ours = lambda last=last: s.called(last[None], k[None], v[None], **p.op.constants)
         try:
             found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **p.op.constants)
             rows += [_bounded(s, y[0], *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
@@ -100,10 +100,11 @@ def last_queries(s: Subject) -> list[Row]:
     return rows
 
 
-def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, *n, dtype: torch.dtype, layout: str,
-             tensor: str, gradient: str | None = None) -> Row:
-    limit = contract.bound("attention", dtype, exact, magnitude, *(n or [s.problem.reduction]), gradient=gradient, inputs=s.problem.dtype)
-    relation = gradients.ACCURACY if gradient else "accuracy"
+def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, n: int | None = None, *, dtype: torch.dtype,
+             layout: str, tensor: str, of: str | None = None) -> Row:
+    """of: the input whose gradient y is."""
+    limit = contract.bound("attention", dtype, exact, magnitude, n or s.problem.reduction, gradient=of, inputs=s.problem.dtype)
+    relation = gradients.ACCURACY if of else "accuracy"
     return replace(against_bound(s, relation, y, exact, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
 
 
@@ -194,19 +195,23 @@ def starts(session) -> list[Row]:
         step = gradients.Step(s, SHARPEST, (n, ))
         q, k, v = step.tokens.values()
 
-        def run(start: int) -> tuple[tuple, tuple]:
+        def run(start: int) -> tuple[tuple, torch.Tensor | None]:
             last = q[start:].clone().requires_grad_()
-            found = s.function(last[None], k[None], v[None], **s.problem.op.constants)
+            found = s.called(last[None], k[None], v[None], **s.problem.op.constants)
             if not start:
                 step.upstream(found, 2)
-            return tuple(t[0].detach() for t in found), torch.autograd.grad(found, last, [dy[None, start:] for dy in step.dy])
+            trained = {t: dy[None, start:] for t, dy in zip(found, step.dy) if t.requires_grad}
+            dq = torch.autograd.grad([*trained], last, [*trained.values()])[0] if trained else None
+            return tuple(t[0].detach() for t in found), dq
 
-        with _fold_in_small(session):
+        with _fold_in_small(session), attention_controls.fold(FEW=0):
             try:
                 whole, found = run(0), {i: run(i) for i in places}
-                for relation, part, more in (("invariance", 0, {}), (gradients.INVARIANCE, 1, {"tensor": "dq"})):
-                    drift = _first(compare(found[i][part], tuple(t[i:] for t in whole[part])) for i in places)
-                    rows.append(s.row(relation, name, drift, "one call", SHARPEST, n, detail=f"{len(places)} places", **more))
+                drift = _first(compare(found[i][0], tuple(t[i:] for t in whole[0])) for i in places)
+                rows.append(s.row("invariance", name, drift, "one call", SHARPEST, n, detail=f"{len(places)} places"))
+                if whole[1] is not None:
+                    drift = _first(compare(found[i][1], whole[1][i:]) for i in places)
+                    rows.append(s.row(gradients.INVARIANCE, name, drift, "one call", SHARPEST, n, tensor="dq"))
             except Exception as error:
                 rows.append(s.row("invariance", name, None, "one call", SHARPEST, n, detail=sentence(error)))
     return rows
@@ -231,7 +236,10 @@ def edges(session) -> list[Row]:
     fp64; with the control that answers NaN where there is no key."""
     rows = []
     for s in _subjects(session):
-        rows += _edges(s) + _edges(s, "edges, huge scores", HUGE) + _padded_edges(s, "edges, padded")
+        if session.candidate.spec != "bi_kernels":  # others need not take all of their arguments
+            break
+        with attention_controls.fold(FEW=10**9, SPLIT=64):  # decode, several splits
+            rows += _edges(s) + _edges(s, "edges, huge scores", HUGE) + _padded_edges(s, "edges, padded")
         with attention_controls.fold(FEW=0):
             rows += _edges(s, "edges, as prefill", backward=False) + _padded_edges(s, "edges, padded, as prefill")
         s.forget()
@@ -256,7 +264,7 @@ def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = T
     try:
         inputs, exact = _edge_inputs(s, large)
         given = {name: t.clone().requires_grad_() for name, t in inputs.items()}
-        found = s.function(*given.values(), **ends, **constants)
+        found = s.called(*given.values(), **ends, **constants)
         rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
             p.returned.items(), found, exact, strict=True)]
         if backward:
@@ -264,7 +272,7 @@ def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = T
             step.upstream(found, 1)
             exact = gradient("attention", inputs, constants, step.dy, EDGES)
             for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
-                rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", gradient=name))
+                rows.append(_bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", of=name))
         return rows
     except Exception as error:
         return [s.row("accuracy", layout, None, "fp64", "normal", detail=sentence(error))]
@@ -276,7 +284,7 @@ def _padded_edges(s: Subject, layout: str) -> list[Row]:
     try:
         given, exact = _edge_inputs(s)
         wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
-        found = s.function(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}, **p.op.constants)
+        found = s.called(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}, **p.op.constants)
         real = torch.arange(wide[0].shape[1], device=p.device) < torch.tensor(counts["q"], device=p.device)[:, None]
         rows = []
         for (name, dtype), y, parts, nothing in zip(p.returned.items(), found, exact, (0.0, -torch.inf), strict=True):
@@ -321,7 +329,7 @@ def captured(session) -> list[Row]:
 def missing(session) -> list[Row]:
     """A needs-fix row for every experiment that is not in the rows."""
     out, first = [], DTYPES[session.dtypes[0]]
-    met = {(r.op, r.case, r.dtype, r.layout) for r in session.rows if not r.control}
+    met = {(r.op, r.case, r.dtype, r.layout, tensor) for r in session.rows if not r.control for tensor in ("", r.tensor)}
     for s in _subjects(session):
         p, ways = s.problem, _ways(session, s)
         required = {name for *_, name in ways} | {f"last {LAST} of {n}{x}" for n, *_ in ways for x in SCORES}
@@ -332,11 +340,13 @@ def missing(session) -> list[Row]:
             required |= {"cuda_graph", "torch.compile"}
         if p.op.name == "attention" and p.dtype.itemsize == 2 and attention_late.applies(session):
             required |= {attention_late.LAYOUT}
-        wanted = [(p.case, layout) for layout in sorted(required)]
-        wanted += [(f"{w} wide", layout) for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows")
+        wanted = [(p.case, layout, "") for layout in sorted(required)]
+        wanted += [(p.case, layout, f"d{k}") for layout in ("edges", "edges, huge scores", attention_late.LAYOUT, _from(session))
+                   if layout in required for k in ("q" if layout == _from(session) else "qkv")]
+        wanted += [(f"{w} wide", layout, "") for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows")
                    if p.op.name == "attention" and p.dtype == first]
-        out += [s.row("invariance", layout, None, detail=f"{case}: required, not run") for case, layout in wanted
-                if (p.op.name, case, contract.dtype_name(p.dtype), layout) not in met]
+        out += [s.row("invariance", layout, None, detail=f"{case} {tensor}: required, not run") for case, layout, tensor in wanted
+                if (p.op.name, case, contract.dtype_name(p.dtype), layout, tensor) not in met]
     return out
 
 

@@ -35,21 +35,23 @@ def late(session) -> list[Row]:
 
 
 def applies(session) -> bool:
-    return session.on_gpu and is_hopper(session.device) and bool({"bf16", "fp16"} & {*session.dtypes})
+    """Heads of the tiny shapes are too narrow for these kernels."""
+    return (session.on_gpu and is_hopper(session.device) and session.parameters["shapes"] != "tiny"
+            and bool({"bf16", "fp16"} & {*session.dtypes}))
 
 
 def _late(s: Subject) -> list[Row]:
     s = replace(s, own_lengths=LENGTHS, memo={})
     step, calls = gradients.Step(s, SHARPEST, LENGTHS), [pack(spans(LENGTHS))]
-    row = lambda relation, drift, tensor, **more: s.row(relation, LAYOUT, drift, "prompt copies", SHARPEST, sum(LENGTHS), tensor=tensor, **more)
+    row = lambda relation, drift, **more: s.row(relation, LAYOUT, drift, "prompt copies", SHARPEST, sum(LENGTHS), **more)
     try:
         out, grads = s.compute(calls), step.gradients(calls)
         with _late_copies():
             late_out, late_grads = s.compute(calls), step.gradients(calls)
-        return [row("invariance", compare(late_out, out), "out"),
-                *(row(gradients.INVARIANCE, compare(late_grads[k], grads[k]), f"d{k}") for k in grads)]
+        return [row("invariance", compare(late_out, out)),
+                *(row(gradients.INVARIANCE, compare(late_grads[k], grads[k]), tensor=f"d{k}") for k in grads)]
     except Exception as error:
-        return [row("invariance", None, "out", detail=sentence(error))]
+        return [row("invariance", None, detail=sentence(error))]
 
 
 @contextmanager

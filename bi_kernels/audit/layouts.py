@@ -17,6 +17,8 @@ from bi_kernels.contract import SWEEP
 
 def _part(t: torch.Tensor) -> torch.Tensor:
     """Of rows twice as wide, as q is of a fused q, k and v."""
+    if t.dim() == 1:
+        return torch.stack((t, t.detach()), 1)[:, 0]
     dim = -2 if t.dim() > 2 else -1
     return torch.cat((t, t.detach()), dim).narrow(dim, 0, t.shape[dim])  # else a gradient of −0 would meet another's +0
 
@@ -24,7 +26,7 @@ def _part(t: torch.Tensor) -> torch.Tensor:
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory
     "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
     "strided view": _part,
-    "transposed view": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t,  # heads first, columns first
+    "transposed view": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else _part(t),  # heads first, columns first
 }
 
 

@@ -167,8 +167,11 @@ def _keep(folder: Path, console: Console) -> None:
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
+    """Whole or not at all: an interrupted audit keeps what it had."""
     text = ",\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-    path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def read_rows(folder: Path) -> list[dict]:

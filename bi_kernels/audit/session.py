@@ -176,8 +176,8 @@ class Session:
             row.audit = self.audit
         self.rows += rows
         if self.out:
-            text = ",\n".join(json.dumps(r.json(), ensure_ascii=False) for r in self.rows)
-            (self.out / "verdicts.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
+            from bi_kernels.audit.runner import write_rows
+            write_rows(self.out / "verdicts.json", [r.json() for r in self.rows])
 
     def controls(self) -> list:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""

@@ -129,9 +129,13 @@ class Subject:
                 arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
             else:
                 arguments["positions"] = positions.reshape(lead)
+        return self.called(*self.problem.arguments(tokens, shared), **arguments)
+
+    def called(self, *tensors: torch.Tensor, **told):
+        """What the candidate returns where fresh memory holds ones and zeros by turns."""
         self.calls += 1
         with poisoned_memory(0xFF if self.calls % 2 else 0x00):
-            return self.function(*self.problem.arguments(tokens, shared), **arguments)
+            return self.function(*tensors, **told)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
         """Every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
