@@ -18,7 +18,8 @@ from conftest import wait_for
 
 from bi_kernels.audit import ci, digests
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.runner import stopped, write_rows
+from bi_kernels.audit.rows import write_rows
+from bi_kernels.audit.runner import stopped
 from bi_kernels.audit.subject import Row
 
 ROOT = Path(__file__).parents[1]

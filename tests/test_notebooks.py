@@ -15,7 +15,8 @@ from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit import anyones
-from bi_kernels.audit.runner import audits, read_rows, write_rows
+from bi_kernels.audit.rows import read_rows, write_rows
+from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import PARAMETERS
 from bi_kernels.audit.show import MIME
 from bi_kernels.audit.subject import Row

@@ -63,7 +63,8 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     Exit status: 0 all verdicts pass, 1 something needs a fix (see --fail-on), 2 the command was wrong.
     """
     from bi_kernels.audit.report import report as index
-    from bi_kernels.audit.runner import collect, read_rows, stopped
+    from bi_kernels.audit.rows import read_rows
+    from bi_kernels.audit.runner import collect, stopped
     from bi_kernels.audit.runner import run as run_audits
     names, parameters = _parameters(names, extra, options)
     sessions = _checked(names, parameters)
@@ -131,7 +132,7 @@ def digest(file, names, extra, check, **options) -> None:
     for warning in warnings:
         _warn(warning)
     if not check:
-        from bi_kernels.audit.runner import write_rows
+        from bi_kernels.audit.rows import write_rows
         write_rows(file, merged(recorded, found))
         click.echo(f"recorded {len(found)} digests in {file}")
     elif not warnings:

@@ -21,6 +21,8 @@ from nbformat import from_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bi_kernels.audit.rows import read_rows, write_rows
+
 KERNEL = "python3"
 
 
@@ -164,22 +166,6 @@ def _keep(folder: Path, console: Console) -> None:
         partial.rename(kept)
         console.print(f"{folder.name}: what it had recorded is in {kept}", markup=False, highlight=False, soft_wrap=True)
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Whole or not at all: an interrupted audit keeps what it had."""
-    text = ",\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-    fresh = path.with_name(f".{path.name}")
-    fresh.write_text(f"[\n{text}\n]\n", encoding="utf-8")
-    fresh.replace(path)
-
-
-def read_rows(folder: Path) -> list[dict]:
-    """The verdicts of one document; none if it has none, or if they were cut short."""
-    try:
-        return json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
 
 
 def needs_fix(rows: list[dict]) -> list[dict]:

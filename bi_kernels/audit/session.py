@@ -176,7 +176,7 @@ class Session:
             row.audit = self.audit
         self.rows += rows
         if self.out:
-            from bi_kernels.audit.runner import write_rows
+            from bi_kernels.audit.rows import write_rows
             write_rows(self.out / "verdicts.json", [r.json() for r in self.rows])
 
     def controls(self) -> list:
