@@ -18,7 +18,7 @@ from hypothesis import settings  # noqa: E402
 
 from bi_kernels import contract  # noqa: E402
 from bi_kernels.audit import cli  # noqa: E402
-from bi_kernels.audit.drift import compare  # noqa: E402
+from bi_kernels.audit.evidence.drift import compare  # noqa: E402
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 settings.register_profile("tests", deadline=None, max_examples=50)

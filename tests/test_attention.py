@@ -9,11 +9,14 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels import attend, attention_backward, attention_forward, contract, reference
-from bi_kernels.attention_forward import Tiling
-from bi_kernels.audit.drift import compare
-from bi_kernels.audit.inputs import draw, generator
-from bi_kernels.audit.subject import poisoned_memory
+from bi_kernels import contract, reference
+from bi_kernels.ops.attention import attention as attend
+from bi_kernels.ops.attention import backward as attention_backward
+from bi_kernels.ops.attention import forward as attention_forward
+from bi_kernels.ops.attention.forward import Tiling
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

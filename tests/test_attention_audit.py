@@ -11,15 +11,17 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels import attend
-from bi_kernels.audit import attention, gradients, judge
-from bi_kernels.audit.attention_controls import ATTENTION_CONTROLS, nan_without_keys
-from bi_kernels.audit.cache import keys
-from bi_kernels.audit.drift import compare
-from bi_kernels.audit.layouts import Call, chunks, decode, layouts, pack, pad, spans
-from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.ops.attention import attention as attend
+from bi_kernels.audit.experiments import attention
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
+from bi_kernels.audit.problem.attention_keys import keys
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
+from bi_kernels.audit.problem.registry import OPS, Problem
 from bi_kernels.audit.session import start
-from bi_kernels.audit.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 
 LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
@@ -193,8 +195,10 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-from bi_kernels import attention_hopper, attention_hopper_backward
-from bi_kernels.audit import attention_late, static
+from bi_kernels.ops.attention import hopper_forward as attention_hopper
+from bi_kernels.ops.attention import hopper_backward as attention_hopper_backward
+from bi_kernels.audit.experiments import late_copies as attention_late
+from bi_kernels.audit.static import binary as static
 for width, group, causal, many in {cases}:
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with static.recorded(run=False) as launches:

@@ -13,19 +13,22 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit import controls, gemm, golden, judge
-from bi_kernels.audit.candidates import resolve
-from bi_kernels.audit.controls import CONTROLS
-from bi_kernels.audit.gradient_repro import Split
-from bi_kernels.audit.inputs import KINDS
-from bi_kernels.audit.layouts import layouts
-from bi_kernels.audit.ops import OPS, Problem
-from bi_kernels.audit.repro import export
+from bi_kernels.audit.broken import forward as controls
+from bi_kernels.audit.experiments import gemm
+from bi_kernels.audit.digests import golden
+from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.problem.candidates import resolve
+from bi_kernels.audit.broken.forward import CONTROLS
+from bi_kernels.audit.reproduce.gradient import Split
+from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.reproduce.forward import export
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import start
-from bi_kernels.audit.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 from bi_kernels.contract import DTYPES, SHAPES, rows
-from bi_kernels.gemm import tiles
+from bi_kernels.ops.gemm import tiles
 
 ROOT = Path(__file__).parents[1]
 

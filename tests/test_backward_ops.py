@@ -11,10 +11,14 @@ from conftest import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
-from bi_kernels import contract, embed, interpreter, lm_head, logprob, norm
-from bi_kernels.audit.drift import compare
-from bi_kernels.audit.inputs import draw, draw_ids, generator
-from bi_kernels.audit.subject import poisoned_memory
+from bi_kernels import contract, interpreter
+from bi_kernels.ops import embedding as embed
+from bi_kernels.ops import lm_head
+from bi_kernels.ops import logprob
+from bi_kernels.ops import norm
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
+from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for

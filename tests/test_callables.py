@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 import bi_kernels
-from bi_kernels.audit import audit, target
-from bi_kernels.audit.callable_repro import Pair
-from bi_kernels.audit.callables import SINGLES, plan
-from bi_kernels.audit.subject import NEEDS_FIX, PASS
-from bi_kernels.audit.target import Target
+from bi_kernels.audit import audit
+from bi_kernels.audit.callables import target
+from bi_kernels.audit.reproduce.callable import Pair
+from bi_kernels.audit.callables.audit import SINGLES, plan
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.callables.target import Target
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
@@ -371,7 +372,7 @@ def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi
 
 
 def test_inputs_are_what_was_asked_for(tmp_path):
-    from bi_kernels.audit.anyones import read_inputs
+    from bi_kernels.audit.callables.session import read_inputs
     found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:0.5 mean:None", "cpu", 0)
     assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 0.5 and found["mean"] is None
     assert (found["x"].dtype, found["x"].shape) == (torch.bfloat16, (3, 4)) and int(found["ids"].max()) < 5

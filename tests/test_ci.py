@@ -16,11 +16,12 @@ import pytest
 import yaml
 from conftest import wait_for
 
-from bi_kernels.audit import ci, digests
+from bi_kernels.audit import ci
+from bi_kernels.audit.digests import candidate as digests
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.rows import write_rows
+from bi_kernels.audit.evidence.verdicts import write_rows
 from bi_kernels.audit.runner import stopped
-from bi_kernels.audit.subject import Row
+from bi_kernels.audit.problem.subject import Row
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())

@@ -10,7 +10,7 @@ import pytest
 
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.runner import audits
-from bi_kernels.audit.subject import Row
+from bi_kernels.audit.problem.subject import Row
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels import attention_forward, contract, reference
-from bi_kernels.audit.controls import bf16_accumulation
-from bi_kernels.audit.inputs import KINDS, draw, generator
-from bi_kernels.audit.layouts import layouts
-from bi_kernels.audit.ops import OPS
+from bi_kernels import contract, reference
+from bi_kernels.ops.attention import forward as attention_forward
+from bi_kernels.audit.broken.forward import bf16_accumulation
+from bi_kernels.audit.problem.inputs import KINDS, draw, generator
+from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
 from bi_kernels.reference_attention import changes
 from bi_kernels.reference_gradients import gradient

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.audit import fold as folds
-from bi_kernels.audit.fold import Tree, draw, first_parting, fold, over_k, over_tokens
+from bi_kernels.audit.workbench import summation_order as folds
+from bi_kernels.audit.workbench.summation_order import Tree, draw, first_parting, fold, over_k, over_tokens
 
 FP16 = {"big": 2.0**15, "unit": 2.0**-24}
 

@@ -12,14 +12,19 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit import backward, gradient_controls, gradients, static, syntax, training
-from bi_kernels.audit.drift import compare
-from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
-from bi_kernels.audit.gradients import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
-from bi_kernels.audit.layouts import VIEWS, Call, layouts
-from bi_kernels.audit.ops import OPS, Problem
+from bi_kernels.audit.experiments import backward
+from bi_kernels.audit.broken import gradient as gradient_controls
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.experiments import training
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
+from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
+from bi_kernels.audit.problem.registry import OPS, Problem
 from bi_kernels.audit.session import start
-from bi_kernels.audit.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB

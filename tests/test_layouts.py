@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.audit.layouts import Call, layouts, random_layout, spans
-from bi_kernels.audit.ops import OPS, Problem
-from bi_kernels.audit.subject import Subject
+from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans
+from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.contract import SHAPES, SWEEP
 
 LENGTHS = SHAPES["tiny"]["lengths"]

@@ -14,12 +14,12 @@ import pytest
 from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
-from bi_kernels.audit import anyones
-from bi_kernels.audit.rows import read_rows, write_rows
+from bi_kernels.audit.callables import session as anyones
+from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import PARAMETERS
-from bi_kernels.audit.show import MIME
-from bi_kernels.audit.subject import Row
+from bi_kernels.audit.evidence.tables import MIME
+from bi_kernels.audit.problem.subject import Row
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 

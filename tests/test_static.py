@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 import bi_kernels
-from bi_kernels import gemm
-from bi_kernels.audit import candidates, static, syntax
+from bi_kernels.ops import gemm
+from bi_kernels.audit.problem import candidates
+from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import source as syntax
 
 MODULES = [m.name for m in pkgutil.iter_modules(bi_kernels.__path__) if not m.ispkg]
 
@@ -253,7 +255,7 @@ import torch, bad_kernels as bad
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from bi_kernels.audit import static
+from bi_kernels.audit.static import binary as static
 
 driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                   get_current_target=lambda: GPUTarget("cuda", 90, 32)))

@@ -12,9 +12,10 @@ import triton.language as tl
 from jupyter_client.manager import start_new_kernel
 
 import bi_kernels
-from bi_kernels.audit import gradients, workbench
-from bi_kernels.audit.drift import compare
-from bi_kernels.audit.subject import NEEDS_FIX
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.workbench import kernel as workbench
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.subject import NEEDS_FIX
 from bi_kernels.contract import SWEEP
 
 SCALE = tl.constexpr(3)

@@ -2,8 +2,8 @@
 
 import torch
 
-from bi_kernels.audit import zoo
-from bi_kernels.audit.subject import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.zoo import judge as zoo
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED
 
 SOME = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training", "SDPA, math",
         "Hugging Face LlamaMLP")

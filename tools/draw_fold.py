@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch.nn.functional as F  # noqa: E402
 
 import bi_kernels  # noqa: E402
-from bi_kernels.audit import fold  # noqa: E402
+from bi_kernels.audit.workbench import summation_order as fold  # noqa: E402
 
 LENGTHS = [20, 28]
 STEPS = {"one call": [LENGTHS], "a call each": [[n] for n in LENGTHS]}

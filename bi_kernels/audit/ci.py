@@ -168,7 +168,7 @@ def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequenc
 
 def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
     """The Markdown of a job's summary: verdict, status matrix, what needs a fix, documents. `file`: where it will stand."""
-    from bi_kernels.audit.report import MARK, matrix, table
+    from bi_kernels.audit.evidence.index import MARK, matrix, table
     mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
     bad, failed = needs_fix(rows), fails(rows, warnings, level)
     verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"

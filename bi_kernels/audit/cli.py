@@ -62,8 +62,8 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
 
     Exit status: 0 all verdicts pass, 1 something needs a fix (see --fail-on), 2 the command was wrong.
     """
-    from bi_kernels.audit.report import report as index
-    from bi_kernels.audit.rows import read_rows
+    from bi_kernels.audit.evidence.index import report as index
+    from bi_kernels.audit.evidence.verdicts import read_rows
     from bi_kernels.audit.runner import collect, stopped
     from bi_kernels.audit.runner import run as run_audits
     names, parameters = _parameters(names, extra, options)
@@ -87,7 +87,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
         for folder in (out, out.parent) if out.parent.name == "audits" else (out, ):
             (folder / "README.md").write_text(index(folder), encoding="utf-8")
         if digests:
-            from bi_kernels.audit.digests import changes, measure
+            from bi_kernels.audit.digests.candidate import changes, measure
             warnings = changes(recorded, *measure(names, parameters), digests)
     finally:  # interrupted or not, what is known is written
         candidate = first.candidate.spec
@@ -119,7 +119,7 @@ def digest(file, names, extra, check, **options) -> None:
     `bi-audit run --digests FILE` warns where the bits are others, and names the versions that changed. One FILE holds any
     number of candidates and architectures.
     """
-    from bi_kernels.audit.digests import changes, compute, merged
+    from bi_kernels.audit.digests.candidate import changes, compute, merged
     names, parameters = _parameters(names, extra, options)
     _checked(names, parameters)
     recorded = _recorded(file) if check or file.exists() else []
@@ -132,7 +132,7 @@ def digest(file, names, extra, check, **options) -> None:
     for warning in warnings:
         _warn(warning)
     if not check:
-        from bi_kernels.audit.rows import write_rows
+        from bi_kernels.audit.evidence.verdicts import write_rows
         write_rows(file, merged(recorded, found))
         click.echo(f"recorded {len(found)} digests in {file}")
     elif not warnings:
@@ -174,7 +174,7 @@ def _writable(option: str, file: Path) -> None:
 
 def _recorded(file: Path) -> list[dict]:
     """The digests in a file of `bi-audit digest`."""
-    from bi_kernels.audit.digests import read
+    from bi_kernels.audit.digests.candidate import read
     try:
         return read(file)
     except ValueError as error:
@@ -189,7 +189,7 @@ def _warn(text: str) -> None:
 
 def _checked(names: list[str], parameters: dict) -> list:
     """The sessions that the notebooks will start, made here first so that a wrong parameter is one line, at once."""
-    from bi_kernels.audit import anyones
+    from bi_kernels.audit.callables import session as anyones
     from bi_kernels.audit.runner import of_audit
     from bi_kernels.audit.session import start
     try:
@@ -204,7 +204,7 @@ def _checked(names: list[str], parameters: dict) -> list:
 
 
 def _device_name(session) -> str:
-    from bi_kernels.audit.provenance import device_name
+    from bi_kernels.audit.evidence.provenance import device_name
     return device_name(session.device)
 
 
@@ -212,7 +212,7 @@ def _device_name(session) -> str:
 @click.argument("folder", default="audits", type=click.Path(path_type=Path), metavar="[DIR]")
 def report(folder: Path) -> None:
     """Writes DIR/README.md, the index with the status matrix, from the verdicts below DIR (audits unless given)."""
-    from bi_kernels.audit.report import report as index
+    from bi_kernels.audit.evidence.index import report as index
     if not folder.is_dir():
         raise click.UsageError(f"DIR is {str(folder)!r}, which is not a folder")
     (folder / "README.md").write_text(index(folder), encoding="utf-8")

@@ -21,7 +21,7 @@ from nbformat import from_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.rows import read_rows, write_rows
+from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
 
 KERNEL = "python3"
 
@@ -49,7 +49,7 @@ def audits() -> dict[str, Audit]:
 
 def of_audit(name: str, parameters: dict) -> dict:
     """The parameters that an audit has: `any` and `zoo` have neither dtype nor shapes."""
-    from bi_kernels.audit.anyones import PARAMETERS
+    from bi_kernels.audit.callables.session import PARAMETERS
     return {k: v for k, v in parameters.items() if k in PARAMETERS.get(name, parameters)}
 
 
@@ -121,7 +121,7 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
 
 def stopped(audit: str, why: str, candidate: str = "") -> dict:
     """The row of an audit that did not run to its end; it names neither an op nor a relation."""
-    from bi_kernels.audit.subject import NEEDS_FIX, Row
+    from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
     return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
 
 

@@ -28,7 +28,7 @@ def start(audit: str, namespace: dict) -> "Session":
     p = PARAMETERS | given
 
     device = choose(p["device"])
-    from bi_kernels.audit.candidates import resolve
+    from bi_kernels.audit.problem.candidates import resolve
     from bi_kernels.contract import DTYPES, SHAPES
 
     if p["dtype"] not in ("all", *DTYPES):
@@ -98,7 +98,7 @@ class Session:
     @property
     def device_label(self) -> str:
         """The device of a row: a GPU's name, 'interpreter' for kernels on a CPU, 'cpu' for stock operators there."""
-        from bi_kernels.audit.provenance import device_name
+        from bi_kernels.audit.evidence.provenance import device_name
         return "cpu" if not self.on_gpu and self.candidate.spec == "torch" else device_name(self.device)
 
     @property
@@ -109,8 +109,8 @@ class Session:
 
     def provenance(self):
         """A table of commit, device, versions and parameters."""
-        from bi_kernels.audit import show
-        from bi_kernels.audit.provenance import provenance
+        from bi_kernels.audit.evidence import tables as show
+        from bi_kernels.audit.evidence.provenance import provenance
         fields = provenance(self.device, self.parameters) | {"command": f"`{self.command}`"}
         if self.out:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
@@ -118,8 +118,8 @@ class Session:
 
     def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: "Candidate | None" = None) -> list:
         """The subjects of an audit: the candidate's functions at every case and dtype."""
-        from bi_kernels.audit.ops import problems
-        from bi_kernels.audit.subject import Subject
+        from bi_kernels.audit.problem.registry import problems
+        from bi_kernels.audit.problem.subject import Subject
         chosen = candidate or self.candidate
         return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command)
                 for p in problems(audit or self.audit, list(dtypes) or self.dtypes, self.parameters["shapes"],
@@ -129,8 +129,8 @@ class Session:
                 ) -> "Subject":
         """One op at its first case: this package's, or another's function."""
         import bi_kernels
-        from bi_kernels.audit.ops import OPS, Problem
-        from bi_kernels.audit.subject import Subject
+        from bi_kernels.audit.problem.registry import OPS, Problem
+        from bi_kernels.audit.problem.subject import Subject
         from bi_kernels.contract import DTYPES
         case = next(iter(OPS[op].cases(self.parameters["shapes"])))
         problem = Problem(OPS[op], case, DTYPES[dtype], self.parameters["shapes"], self.device, self.parameters["seed"])
@@ -141,11 +141,12 @@ class Session:
 
         backward: gradients too, and the static audit of all that was launched.
         """
-        from bi_kernels.audit import gradients, static
-        from bi_kernels.audit.gradient_repro import export_gradient
-        from bi_kernels.audit.judge import coverage, judge
-        from bi_kernels.audit.repro import export
-        from bi_kernels.audit.subject import UNSUPPORTED
+        from bi_kernels.audit.relations import gradient as gradients
+        from bi_kernels.audit.static import binary as static
+        from bi_kernels.audit.reproduce.gradient import export_gradient
+        from bi_kernels.audit.relations.forward import coverage, judge
+        from bi_kernels.audit.reproduce.forward import export
+        from bi_kernels.audit.problem.subject import UNSUPPORTED
         added, launched = [], []
         for subject in self.make():
             self.subjects.append(subject)
@@ -176,19 +177,20 @@ class Session:
             row.audit = self.audit
         self.rows += rows
         if self.out:
-            from bi_kernels.audit.rows import write_rows
+            from bi_kernels.audit.evidence.verdicts import write_rows
             write_rows(self.out / "verdicts.json", [r.json() for r in self.rows])
 
     def controls(self) -> list:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
-        from bi_kernels.audit import gradients, static
-        from bi_kernels.audit import judge as j
-        from bi_kernels.audit.attention_controls import ATTENTION_CONTROLS
-        from bi_kernels.audit.controls import CONTROLS
-        from bi_kernels.audit.gradient_controls import GRADIENT_CONTROLS
-        from bi_kernels.audit.ops import OPS, Problem
-        from bi_kernels.audit.provenance import device_name
-        from bi_kernels.audit.subject import NEEDS_FIX, Subject
+        from bi_kernels.audit.relations import gradient as gradients
+        from bi_kernels.audit.static import binary as static
+        from bi_kernels.audit.relations import forward as j
+        from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
+        from bi_kernels.audit.broken.forward import CONTROLS
+        from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
+        from bi_kernels.audit.problem.registry import OPS, Problem
+        from bi_kernels.audit.evidence.provenance import device_name
+        from bi_kernels.audit.problem.subject import NEEDS_FIX, Subject
         from bi_kernels.contract import DTYPES
         rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
         for control in every:
@@ -239,7 +241,7 @@ class Session:
 
     def verdict(self):
         """The verdict bundle: a table for people, JSON for programs, the same on every run."""
-        from bi_kernels.audit import show
+        from bi_kernels.audit.evidence import tables as show
         return show.verdict(self)
 
     def failure(self) -> str:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bi_kernels.rotary import RopeTable, packed_positions
+from bi_kernels.ops.rope import RopeTable, packed_positions
 
 silu = F.silu
 gelu = F.gelu

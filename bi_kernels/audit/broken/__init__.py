@@ -1,0 +1,1 @@
+"""Controls: candidates broken on purpose, each of which an audit must flag."""

@@ -1,0 +1,69 @@
+"""What a document must name: commit, device, driver, versions, parameters, command. No path, no host."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import triton
+
+from bi_kernels import contract
+
+
+def commit() -> str:
+    """The commit of the code, '+changes' if the tree is not clean; BI_COMMIT where there is no git."""
+    given = os.environ.get("BI_COMMIT")
+    if given:
+        return given
+    git = lambda *arguments: subprocess.run(["git", "-C", str(Path(__file__).parents[2]), *arguments], capture_output=True,
+                                            text=True, check=True).stdout.strip()
+    try:
+        git("ls-files", "--error-unmatch", "contract.toml")  # installed into somebody else's repository, it is not ours
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def architecture(device: torch.device) -> str:
+    """'sm_90', or 'interpreter' on a CPU."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "interpreter"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+def driver() -> str:
+    try:
+        out = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+                             text=True, check=True).stdout
+        return out.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "none"
+
+
+def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
+    """Field name to value, in the order in which a reader wants them."""
+    def package(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "none"
+
+    arch = architecture(device)
+    promised = contract.CONTRACT["architectures"]["promised"]
+    return {
+        "commit": commit(),
+        "device": device_name(device),
+        "architecture": arch + ("" if arch in promised else f" (bits are promised on {', '.join(promised)} only)"),
+        "driver": driver() if device.type == "cuda" else "none",
+        "CUDA": torch.version.cuda or "none" if device.type == "cuda" else "none",
+        "torch": torch.__version__,
+        "Triton": triton.__version__,
+        "numpy": package("numpy"),
+        "Python": platform.python_version(),
+        "contract": contract.VERSION,
+        "parameters": ", ".join(f"{k}={v}" for k, v in parameters.items()),
+    }

@@ -1,0 +1,257 @@
+"""The experiments of the GEMM audit."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+import bi_kernels
+from bi_kernels import contract
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject
+from bi_kernels.contract import CONTRACT, DTYPES, linears
+from bi_kernels.ops.gemm import FP32_TILE, Tile, launch, tile_for
+from bi_kernels.ops.gemm import tiles as table_tiles
+
+FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
+FLUSH = 2**30  # bytes, a third of a millisecond
+TURN_MS = 40.0  # that a call is timed before it is the next one's turn
+
+
+@triton.jit
+def _fixed_kernel(x, w, y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """y = x wᵀ with one tile for every shape, loaded through pointers."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows, columns = (m < M)[:, None], (n < N)[:, None]
+    x_at, w_at = x + m.to(tl.int64)[:, None] * K + k[None, :], w + n.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = (start + k < K)[None, :]
+        acc = tl.dot(tl.load(x_at + start, mask=rows & inside, other=0.0),
+                     tl.load(w_at + start, mask=columns & inside, other=0.0).T, acc, input_precision="ieee")
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=rows & (n < N)[None, :])
+
+
+def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
+    (M, K), N = x.shape, w.shape[0]
+    y = x.new_empty(M, N)
+    _fixed_kernel[(triton.cdiv(M, 128), triton.cdiv(N, 128))](x, w, y, M, N, K, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64,
+                                                             num_warps=8, num_stages=3)
+    return y
+
+
+def _problem(session, case: str, dtype: str) -> Problem:
+    return Problem(OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device,
+                   session.parameters["seed"])
+
+
+def _name(tile: Tile) -> str:
+    width = f"{tile.n}+{tile.extra_n}" if tile.extra_n else str(tile.n)
+    return (f"{tile.m}×{width}×{tile.k}, {tile.warps} warps, {tile.stages} stages, groups of {tile.group}"
+            + ", swapped" * tile.swap + ", persistent" * tile.persistent + ", in halves" * tile.halves)
+
+
+def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Every tile of the table at every row count against one fixed tile at the largest; and a split-K for contrast.
+
+    Each tile runs plain, and with a bias and both operands stored transposed. Returns the rows, and
+    {tile: {M: elements that differ}}.
+    """
+    rows, seen = [], {}
+    for dtype in session.dtypes:
+        subject = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+        tokens, shared = subject.inputs(SHARPEST, subject.largest)
+        x, w = tokens["x"], shared["weight"]
+        bias = x[0, :1] * torch.ones_like(w[:, 0])
+        stored_transposed = lambda t: t.t().contiguous().t()
+        variants = {"": (x, w, None), ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias)}
+        fixed = FP32_TILE if dtype == "fp32" else FIXED
+        whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
+        for tile in table_tiles(DTYPES[dtype]):
+            line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
+            for m in _tile_rows(subject):
+                drifts = {name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()}
+                line[str(m)] = sum(d.mismatches for d in drifts.values())
+                rows += [subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
+                         for name, d in drifts.items()]
+        half = x.shape[1] // 2
+        line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
+        for m in _tile_rows(subject):
+            parts = [launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))]
+            whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
+            line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
+    return rows, seen
+
+
+def _tile_rows(subject: Subject) -> list[int]:
+    on_gpu = subject.problem.device.type == "cuda"
+    return contract.rows(subject.largest) if on_gpu else [17]  # the interpreter's tl.dot knows no tile
+
+
+def slabs(session) -> tuple[list[Row], list[dict]]:
+    """What moves the bits of a sum over K: orders of the same products. The first three must not; they are the rows."""
+    m, n, k = 64, 64, 256
+    g = torch.Generator().manual_seed(session.parameters["seed"])
+    x, w = (torch.randn(rows, k, generator=g).bfloat16().to(session.device) for rows in (m, n))
+    tile = Tile(64, 64, 64, 4, 3)
+    fp32 = lambda a, b: launch(a, b, None, tile, torch.float32)
+    whole = fp32(x, w)
+    index = torch.arange(k).reshape(-1, 16)
+    inside = torch.stack([row[torch.randperm(16, generator=g)] for row in index]).flatten()
+    swapped = index[torch.arange(k // 16).reshape(-1, 2).flip(1).flatten()].flatten()
+    shifted = torch.roll(torch.arange(k), 8)
+    zeros = lambda t, at, width: torch.cat((t[:, :at], t.new_zeros(t.shape[0], width), t[:, at:]), 1)
+    orders = {
+        "the same order again": (x, w),
+        "permuted inside each slab of 16": (x[:, inside], w[:, inside]),
+        "a slab of zeros put in at k = 64": (zeros(x, 64, 16), zeros(w, 64, 16)),
+        "neighbouring slabs exchanged": (x[:, swapped], w[:, swapped]),
+        "rotated by 8: every slab cut in two": (x[:, shifted], w[:, shifted]),
+        "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
+        "reversed": (x.flip(1), w.flip(1)),
+    }
+    subject = Subject(_problem(session, "o", "bf16"), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+    rows, out = [], []
+    for name, (a, b) in orders.items():
+        drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
+        if len(rows) < 3:
+            rows.append(subject.row("invariance", "slabs", drift, "ascending k", "normal", m, detail=name))
+        out.append({"order of k": name, "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
+                    "max ULP": drift.max_ulp})
+    return rows, out
+
+
+def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
+    """torch's own linear: {shape: {M: elements of the M rows that differ from the same rows in the largest call}}."""
+    out = {}
+    for case, (n, k) in linears(session.parameters["shapes"]).items():
+        s = Subject(_problem(session, case, dtype), F.linear, "torch", session.device_label)
+        largest = 8192 if session.on_gpu else s.largest
+        tokens, shared = s.inputs("normal", largest)
+        x, w = tokens["x"], shared["weight"]
+        whole = F.linear(x, w)
+        out[f"{case} {k}→{n}"] = {str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)}
+        s.forget()
+    return out
+
+
+def captured(session) -> list[Row]:
+    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call, so
+    every tile of the table is met. GPU only.
+
+    With static shapes every M is compiled anew, so there the sweep takes every eighth M.
+    """
+    rows = []
+    torch._dynamo.config.recompile_limit = 64
+    static = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=False)
+    dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
+    for dtype in session.dtypes:
+        for case in linears(session.parameters["shapes"]):
+            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+            tokens, shared = s.inputs(SHARPEST, s.largest)
+            x, w = tokens["x"], shared["weight"]
+            whole = bi_kernels.linear(x, w)
+            for number, m in enumerate(contract.rows(s.largest)):
+                part = torch.zeros_like(x[:m])
+                bi_kernels.linear(part, w)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = bi_kernels.linear(part, w)
+                part.copy_(x[:m])  # the graph must read what is there when it runs
+                graph.replay()
+                found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
+                if number % 8 == 0:
+                    found["torch.compile:static"] = static(part, w)
+                rows += [s.row("invariance", name, compare(y, whole[:m]), f"{s.largest} rows, eager", SHARPEST, m,
+                               detail=_name(tile_for(m, len(w), x.dtype))) for name, y in found.items()]
+    return rows
+
+
+def missing(session) -> list[Row]:
+    """A needs-fix row for every tile × M, and on a GPU every layer × M captured and compiled, that is not in the rows."""
+    out = []
+    for dtype in session.dtypes:
+        for case in linears(session.parameters["shapes"]):
+            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+            met = {(r.layout, r.rows, r.detail) for r in session.rows if (r.op, r.case, r.dtype) == ("linear", case, dtype)}
+            names = [_name(t) for t in table_tiles(DTYPES[dtype])]
+            required = {("tiles", m, name) for m in _tile_rows(s) for name in names} if case == "o" else set()
+            if session.on_gpu:
+                n, k = linears(session.parameters["shapes"])[case]
+                required |= {(layout, m, _name(tile_for(m, n, DTYPES[dtype]))) for m in contract.rows(s.largest)
+                             for layout in ("cuda_graph", "torch.compile")}
+            out += [s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
+                    for layout, m, name in sorted(required - met)]
+    return out
+
+
+def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
+    """Median milliseconds of each call on the device, the L2 cache flushed before every run; the flush takes so long that
+    the CPU has queued the call by its end.
+
+    The calls take turns: a product that runs long heats the GPU and lowers its clocks, and so is paid for by all alike.
+    """
+    flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
+
+    def median(call: Callable, runs: int) -> float:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+    runs = [max(5, min(200, int(TURN_MS / median(call, 5)))) for call in calls]
+    turns = [[median(call, n) for call, n in zip(calls, runs)] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*turns)]
+
+
+def launch_us(call: Callable, runs: int = 300) -> float:
+    """Microseconds of the CPU that a call takes before it returns; the device must be the faster of the two."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    took = (time.perf_counter() - start) / runs * 1e6
+    torch.cuda.synchronize()
+    return took
+
+
+def launches(session) -> dict[str, float]:
+    """launch_us of an eager linear of one row, by who makes it."""
+    n, k = linears(session.parameters["shapes"])["o"]
+    w, x = (torch.randn(rows, k, device=session.device, dtype=torch.bfloat16) for rows in (n, 1))
+    return {"bi_kernels": launch_us(lambda: bi_kernels.linear(x, w)), "torch": launch_us(lambda: F.linear(x, w))}
+
+
+def benchmark(session) -> list[dict]:
+    """linear against cuBLAS (F.linear) and against one fixed tile, bf16, in one run: milliseconds and ratios."""
+    out = []
+    for case, (n, k) in linears(session.parameters["shapes"]).items():
+        w = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+        for m in CONTRACT["benchmark"]["rows"]:
+            x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
+            cublas, ours, fixed, again = times_ms(lambda: F.linear(x, w), lambda: bi_kernels.linear(x, w),
+                                                  lambda: fixed_tile(x, w), lambda: F.linear(x, w))
+            cublas, spread = (cublas + again) / 2, cublas / again
+            out.append({"shape": case, "N": n, "K": k, "M": m, "cuBLAS ms": cublas, "ours ms": ours,
+                        "ratio": cublas / ours, "fixed tile": cublas / fixed, "cuBLAS against itself": spread,
+                        "TFLOP/s": 2 * m * n * k / ours / 1e9})
+    return out
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,0 +1,115 @@
+"""The experiments of the embedding and LM-head audit."""
+
+import torch
+
+import bi_kernels
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.relations.gradient import Step, token_layout
+from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
+from bi_kernels.contract import DTYPES
+from bi_kernels.grads import MainGrads
+
+SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
+
+
+def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
+    """Every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
+    s = session.subject("embedding", dtype)
+    rows, lines = [], []
+    for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
+        tokens, shared = s.inputs("normal", sum(s.lengths))
+        drift = compare(s.compute(layouts(s.lengths, session.parameters["seed"])[name], "normal"),
+                        shared["weight"][tokens["ids"]])
+        rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", sum(s.lengths)))
+        lines.append({"layout": name, "tokens": sum(s.lengths), "different ids": len(tokens["ids"].unique()),
+                      "against the table's rows": str(drift)})
+    return rows, lines
+
+
+def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[list[Row], list[dict]]:
+    """lm_head_logprob against the ops that it fuses, and with its logits kept or not: the same bits, gradients too.
+
+    A vocabulary of several blocks, whatever the shapes are.
+    """
+    s = session.subject("lm_head_logprob", dtype)
+    device, hidden_size = session.device, 64
+    g = generator(device, session.parameters["seed"], "handoff", dtype)
+    make = lambda *shape: torch.randn(shape, generator=g, device=device)
+    hidden, weight = make(tokens, hidden_size).to(DTYPES[dtype]), make(vocab, hidden_size).to(DTYPES[dtype])
+    targets = torch.randint(0, vocab, (tokens, ), generator=g, device=device)
+    targets[::7] = -100
+    d_logprob, d_entropy = make(tokens), make(tokens)
+
+    def results(call) -> list[torch.Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+        outputs = call(h, w)
+        torch.autograd.backward(outputs, (d_logprob, d_entropy))
+        return [*(y.detach() for y in outputs), h.grad, w.main_grad]
+
+    fused = results(lambda h, w: bi_kernels.lm_head_logprob(h, w, targets, temperature=0.7))
+    ways = {
+        "logits kept": lambda h, w: bi_kernels.lm_head_logprob(h, w, targets, temperature=0.7, keep_bytes=1e9),
+        "4096 columns kept": lambda h, w: bi_kernels.lm_head_logprob(
+            h, w, targets, temperature=0.7, keep_bytes=4096 * tokens * hidden.element_size()),
+        "linear, then token_logprob": lambda h, w: bi_kernels.token_logprob(
+            bi_kernels.linear(h, w), targets, temperature=0.7),
+    }
+    rows, lines = [], []
+    for name, call in ways.items():
+        line = {"against lm_head_logprob": name}
+        for tensor, y, expected in zip(("logprob", "entropy", "dhidden", "dweight"), results(call), fused):
+            drift = compare(y, expected)
+            rows.append(s.row("parity", name, drift, "lm_head_logprob", "normal", tokens, tensor=tensor))
+            line[tensor] = f"{drift.mismatches} of {drift.elements} differ"
+        lines.append(line)
+    return rows, lines
+
+
+def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: bool = True) -> torch.Tensor:
+    """The fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
+    s = session.subject("embedding", dtype)
+    step = Step(s, "normal")
+    table = torch.nn.Parameter(step.shared["weight"].clone())
+    grads = MainGrads([table], tied=[table] if two else [])
+    g = generator(session.device, session.parameters["seed"], "tied")
+    make = lambda draw: draw((step.count, ), generator=g, device=session.device)
+    upstream = make(torch.randn) * torch.exp2(12 * make(torch.rand) - 6)
+    ids, (vocab, hidden) = step.tokens["ids"], table.shape
+    targets = (ids * 7 + 1) % vocab
+    for call in step.layouts[layout]:
+        index = torch.from_numpy(call.index).to(session.device)
+        real, at = index >= 0, index.clamp(min=0)
+        with token_layout(call, step.lengths):
+            x = bi_kernels.embedding(ids[at], table if path != "head" else table.detach())
+            logprob, _ = bi_kernels.lm_head_logprob(x, table if path != "embedding" else table.detach(),
+                                                    targets[at].masked_fill(~real, -100), temperature=hidden**0.5)
+        if logprob.requires_grad:
+            logprob.backward(upstream[at].masked_fill(~real, 0))
+    grads.join()
+    return table.main_grad
+
+
+def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
+    """A tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator for both
+    paths, for contrast, is the control of the last row."""
+    s = session.subject("embedding", dtype)
+    whole = _tied_gradients(session, "packed", dtype)
+    apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")
+    one = _tied_gradients(session, "packed", dtype, two=False)
+    rows = [s.row("gradient invariance", "tied=untied", compare(whole, apart), "each path untied, added once", "normal",
+                  tensor="dweight")]
+    lines = [{"layout": "each path untied, added once", "two accumulators": str(compare(whole, apart)), "one, for contrast": "–"}]
+    caught = None
+    for name in SPLITS[1:]:
+        drift = compare(_tied_gradients(session, name, dtype), whole)
+        contrast = compare(_tied_gradients(session, name, dtype, two=False), one)
+        rows.append(s.row("gradient invariance", f"tied {name}", drift, "packed", "normal", tensor="dweight"))
+        lines.append({"layout": name, "two accumulators": str(drift), "one, for contrast": str(contrast)})
+        if contrast.mismatches and caught is None:
+            caught = s.row("gradient invariance", f"tied {name}", contrast, "packed", "normal", tensor="dweight")
+    control = caught or s.row("gradient invariance", "tied", compare(one, one), "packed", "normal", tensor="dweight")
+    control.candidate, control.control, control.caught = "tied weight with one accumulator", True, control.verdict == NEEDS_FIX
+    return [*rows, control], lines

@@ -1,0 +1,109 @@
+"""What is audited: `bi_kernels`, `torch`, `package.module:function` or `path/to/file.py:function`."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import bi_kernels
+from bi_kernels.audit.problem.registry import Op, audited
+
+REGISTERED = ("bi_kernels", "torch")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    spec: str
+    functions: dict[str, Callable]  # by op name
+
+    def imports(self, op: Op, folder: Path) -> str:
+        """The lines that bring its function for `op` into a script in `folder` as `fn`."""
+        name = op.function or op.name
+        if self.spec == "bi_kernels":
+            return f"from bi_kernels import {name} as fn"
+        if self.spec == "torch" and name in ("silu", "gelu", "linear"):
+            return f"from torch.nn.functional import {name} as fn"
+        if self.spec == "torch":
+            return f"from bi_kernels.audit.stock import {name} as fn"
+        return file_or_module_import(self.spec, folder)
+
+
+def file_or_module_import(spec: str, folder: Path) -> str:
+    """The lines that bring the function of `package.module:function` or `file.py:function` into a script in `folder` as `fn`,
+    wherever the script is run from."""
+    module, _, function = spec.rpartition(":")
+    if module.endswith(".py"):
+        beside = Path(os.path.relpath(module, folder)).as_posix()
+        return "\n".join(["import runpy", "from pathlib import Path", "",
+                          f'fn = runpy.run_path(str(Path(__file__).parent / "{beside}"))["{function}"]'])
+    return "\n".join([*reached(module, folder), f"from {module} import {function} as fn"])
+
+
+def reached(module: str, folder: Path) -> list[str]:
+    """The lines after which a script in `folder` can import a module that is not installed; none where it is."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not file or module.partition(".")[0] == "bi_kernels":
+        return []
+    top = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
+    if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
+        return []
+    beside = Path(os.path.relpath(top, folder.resolve())).as_posix()
+    return ["import sys", "from pathlib import Path", "", f'sys.path.insert(0, str(Path(__file__).parent / "{beside}"))', ""]
+
+
+def load(spec: str, what: str = "candidate") -> Callable:
+    module, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
+    if not module or not name:
+        raise ValueError(f"{what} is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
+                         "path/to/file.py:function")
+    if module.endswith(".py") and not Path(module).is_file():
+        raise ValueError(f"{what} {spec!r}: no file {module}")
+    try:
+        if module.endswith(".py"):
+            found = importlib.util.spec_from_file_location(f"candidate_{Path(module).stem}", module)
+            loaded = importlib.util.module_from_spec(found)
+            sys.modules[found.name] = loaded  # Triton and inspect look a kernel's module up by name
+            found.loader.exec_module(loaded)
+        else:
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            loaded = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ValueError(f"{what} {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        raise ValueError(f"{what} {spec!r}: {module} has no function {name}")
+    if isinstance(function, type):
+        raise ValueError(f"{what} {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
+                         "in its file")
+    return function
+
+
+def resolve(spec: str, audit: str, op: str = "") -> Candidate:
+    """The candidate's function for each op of the audit that it stands for.
+
+    A single function stands for the op named by `op`, else for the op of the function's own name, else for `linear` in
+    the GEMM audit. Raises ValueError with one sentence if that leaves nothing.
+    """
+    ops = audited(audit)
+    if op and op not in [o.name for o in ops]:
+        raise ValueError(f"op is {op!r}, expected one of {', '.join(o.name for o in ops)} in the {audit} audit")
+    if spec in REGISTERED:
+        if spec == "torch":
+            from bi_kernels.audit import stock as source
+        else:
+            source = bi_kernels
+        return Candidate(spec, {o.name: getattr(source, o.function or o.name) for o in ops if op in ("", o.name)})
+    function = load(spec)
+    name = op or spec.rpartition(":")[2]
+    if name not in [o.name for o in ops]:
+        if audit != "gemm":
+            raise ValueError(f"candidate {spec!r}: which op it is must be said with -p op NAME; the {audit} audit has "
+                             f"{', '.join(o.name for o in ops)}")
+        name = "linear"
+    return Candidate(spec, {name: function})

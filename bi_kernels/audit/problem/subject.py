@@ -1,0 +1,225 @@
+"""What is judged, and a row of what is said of it: a candidate's function for one problem, called in any layout."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+import torch
+
+from bi_kernels.audit.problem.attention_keys import Keys, keys
+from bi_kernels.audit.evidence.drift import Drift, Tensors
+from bi_kernels.audit.problem.call_layouts import Call, layouts
+from bi_kernels.audit.problem.registry import Problem, joined
+from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
+
+PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
+SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
+
+
+@dataclass
+class Row:
+    """One verdict with its evidence; the fields of verdicts.json."""
+
+    audit: str
+    op: str
+    case: str
+    candidate: str
+    dtype: str
+    device: str
+    relation: str
+    layout: str
+    against: str
+    inputs: str
+    rows: int
+    verdict: str
+    mismatches: int | None = None
+    elements: int | None = None
+    max_abs: float | str | None = None
+    max_rel: float | str | None = None
+    max_ulp: int | str | None = None
+    tensor: str = "out"
+    first_index: list[int] | None = None
+    first_failing_op: str | None = None
+    threshold_share: float | str | None = None
+    detail: str = ""
+    repro: str = ""
+    control: bool = False
+    caught: bool | None = None
+
+    def json(self) -> dict:
+        return asdict(self)
+
+    def as_control(self) -> "Row":
+        """This row of a candidate that is broken on purpose: caught by drifting, not by an error."""
+        return replace(self, control=True, caught=self.verdict == NEEDS_FIX and bool(self.mismatches))
+
+
+@dataclass
+class Subject:
+    """A candidate's function for one problem."""
+
+    problem: Problem
+    function: Callable
+    candidate: str
+    device: str
+    command: str = ""
+    memo: dict = field(default_factory=dict, repr=False)
+    calls: int = 0
+    own_lengths: Sequence[int] = ()
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.own_lengths or SHAPES[self.problem.shapes]["lengths"]
+
+    @property
+    def largest(self) -> int:
+        return SWEEP["interpreter_rows"] if self.problem.device.type == "cpu" else max(SWEEP["rows"])
+
+    def row(self, relation: str, layout: str, drift: Drift | None = None, against: str = "", inputs: str = "normal",
+            rows: int = 0, verdict: str = "", **more) -> Row:
+        p = self.problem
+        verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
+        evidence = {} if drift is None else drift.json()
+        more = {"tensor": [*p.returned][drift.part if drift else 0]} | more
+        return Row(p.op.audit, p.op.name, p.case, self.candidate, dtype_name(p.dtype), self.device, relation, layout,
+                   against, inputs, rows, verdict, first_failing_op=p.op.name if verdict == NEEDS_FIX else None,
+                   repro=self.command if verdict == NEEDS_FIX else "", **evidence, **more)
+
+    def inputs(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
+        key = ("inputs", kind, count, None if poisoned is None else tuple(poisoned.nonzero().flatten().tolist()))
+        if key not in self.memo:
+            self.memo[key] = self.problem.inputs(kind, count, poisoned)
+        return self.memo[key]
+
+    def constants(self) -> dict:
+        if "constants" not in self.memo:
+            self.memo["constants"] = self.problem.constants(max(*self.lengths, self.largest))
+        return self.memo["constants"]
+
+    def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
+             cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None) -> Tensors:
+        """What the candidate returns for tokens of the leading shape `lead`, a row a token.
+
+        Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
+        are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
+        leaves unwritten differs from call to call.
+        """
+        tokens = {k: t.clone() for k, t in tokens.items()}
+        out = self.forward(tokens, shared, lead, positions, cu_seqlens, cached)
+        returned, expected = out if isinstance(out, (tuple, list)) else [out], list(self.problem.returned)
+        if len(expected) > 1 and len(returned) != len(expected):
+            raise ValueError(f"the candidate returned {len(returned)} of the outputs {', '.join(expected)}")
+        for t in returned:
+            if not isinstance(t, torch.Tensor) or tuple(t.shape[:len(lead)]) != tuple(lead):
+                got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+                raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
+        return each(lambda t: t.reshape(-1, *t.shape[len(lead):]), joined(out))
+
+    def forward(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
+                cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None):
+        """What the candidate itself returns, on tokens of the leading shape `lead`."""
+        arguments = dict(self.constants())
+        if self.problem.op.cache:
+            cached = cached or keys(Call(np.empty(lead), cu_seqlens and tuple(cu_seqlens)), self.lengths)
+            arguments |= cached.arguments(self.problem.device)
+        if self.problem.op.positions:
+            if cu_seqlens is not None:
+                arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
+            else:
+                arguments["positions"] = positions.reshape(lead)
+        return self.called(*self.problem.arguments(tokens, shared), **arguments)
+
+    def called(self, *tensors: torch.Tensor, **told):
+        """What the candidate returns where fresh memory holds ones and zeros by turns."""
+        self.calls += 1
+        with poisoned_memory(0xFF if self.calls % 2 else 0x00):
+            return self.function(*tensors, **told)
+
+    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
+        """Every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
+        device, lengths = self.problem.device, self.lengths
+        count = sum(lengths)
+        sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        tokens, shared = self.inputs(kind, count, sample == poisoned_sample)
+        at = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
+        result = None
+        for call in calls:
+            index = torch.from_numpy(call.index.reshape(-1)).to(device)
+            real = index >= 0
+            rows = index.clamp(min=0)
+            cached = keys(call, lengths, page) if self.problem.op.cache else None
+            gathered = {k: gather(t, cached.index if k in self.problem.op.cache else call.index, kind == "nonfinite")
+                        for k, t in tokens.items()}
+            out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens, cached)
+            if result is None:
+                result = each(lambda y: y.new_zeros(count, *y.shape[1:]), out)
+            each(lambda into, y, rows=rows, real=real: fill(into, rows, real, y), result, out)
+        return result
+
+    def layout(self, name: str, kind: str = SHARPEST) -> Tensors:
+        key = ("layout", name, kind)
+        if key not in self.memo:
+            self.memo[key] = self.compute(layouts(self.lengths, self.problem.seed)[name], kind)
+        return self.memo[key]
+
+    def forget(self) -> None:
+        self.memo.clear()
+
+
+def each(function: Callable, *outputs: Tensors):
+    """The function of a tensor, or of each of a tuple of them."""
+    return function(*outputs) if isinstance(outputs[0], torch.Tensor) else tuple(map(function, *outputs))
+
+
+def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
+    """Tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside others' NaN."""
+    at = torch.from_numpy(index).to(t.device)
+    found = t[at.clamp(min=0)]
+    if (index < 0).any():
+        found[at < 0] = (float("nan") if nonfinite else 7.0) if t.dtype.is_floating_point else 0
+    return found
+
+
+def fill(result: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, out: torch.Tensor) -> None:
+    if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
+        raise ValueError(f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
+                         f"{result.dtype} {tuple(result.shape[1:])}")
+    result[rows[real]] = out[real]
+
+
+@contextlib.contextmanager
+def poisoned_memory(byte: int) -> Iterator[None]:
+    """Fills what torch.empty, empty_like and new_empty return, so that an element left unwritten is seen."""
+    def wrap(make):
+        def filled(*args, **kwargs):
+            t = make(*args, **kwargs)
+            if t.device.type != "meta" and t.is_contiguous():
+                t.view(-1).view(torch.uint8).fill_(byte)
+            return t
+        return filled
+
+    places = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals):
+        setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        for (owner, name), original in zip(places, originals):
+            setattr(owner, name, original)
+
+
+def sentence(error: Exception) -> str:
+    """The first line of an error, without object addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+
+
+def refusal(subject: Subject, error: Exception) -> str:
+    """The verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError that names
+    the dtype, where the contract does not demand it; else it needs a fix."""
+    name = dtype_name(subject.problem.dtype)
+    said = re.search(rf"\b({name}|{str(subject.problem.dtype).removeprefix('torch.')})\b", str(error))
+    clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and said
+    return UNSUPPORTED if clear and name not in CONTRACT["dtypes"]["mandatory"] else NEEDS_FIX

@@ -1,0 +1,1 @@
+"""The questions, each judged on its own: invariance, determinism, accuracy and parity, forward and of every gradient."""

@@ -1,0 +1,1 @@
+"""Reproducers: standalone scripts that show a drift, as small as the drift allows."""

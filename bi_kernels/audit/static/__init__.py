@@ -1,0 +1,1 @@
+"""The static audit: no atomics and no order that the device decides, in source, PTX and SASS."""

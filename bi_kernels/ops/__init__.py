@@ -1,0 +1,1 @@
+"""Kernels, one file an op: kernel → launcher → autograd.Function → public function."""
