@@ -7,14 +7,30 @@ kernels run on a CPU, on Triton's interpreter as `bi_kernels.interpreter` mends 
 import importlib
 
 _OPS = {
-    "silu": "ops.elementwise", "gelu": "ops.elementwise", "swiglu": "ops.elementwise", "add": "ops.elementwise",
-    "scale": "ops.elementwise", "bias_add": "ops.elementwise", "mask_fill": "ops.elementwise", "cast": "ops.elementwise",
-    "rope": "ops.rope", "rope_table": "ops.rope", "RopeTable": "ops.rope", "packed_positions": "ops.rope",
-    "linear": "ops.gemm", "matmul": "ops.gemm",
-    "rms_norm": "ops.norm", "qk_norm": "ops.norm", "add_rms_norm": "ops.norm", "embedding": "ops.embedding",
-    "lm_head_logprob": "ops.lm_head", "token_logprob": "ops.logprob", "log_softmax": "ops.logprob",
+    "silu": "ops.elementwise",
+    "gelu": "ops.elementwise",
+    "swiglu": "ops.elementwise",
+    "add": "ops.elementwise",
+    "scale": "ops.elementwise",
+    "bias_add": "ops.elementwise",
+    "mask_fill": "ops.elementwise",
+    "cast": "ops.elementwise",
+    "rope": "ops.rope",
+    "rope_table": "ops.rope",
+    "RopeTable": "ops.rope",
+    "packed_positions": "ops.rope",
+    "linear": "ops.gemm",
+    "matmul": "ops.gemm",
+    "rms_norm": "ops.norm",
+    "qk_norm": "ops.norm",
+    "add_rms_norm": "ops.norm",
+    "embedding": "ops.embedding",
+    "lm_head_logprob": "ops.lm_head",
+    "token_logprob": "ops.logprob",
+    "log_softmax": "ops.logprob",
     "attention": "ops.attention.attention",
-    "TokenLayout": "tokens", "MainGrads": "grads",
+    "TokenLayout": "tokens",
+    "MainGrads": "grads",
 }
 __all__ = list(_OPS)
 

@@ -31,8 +31,10 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
         if same_dtype and t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} has dtype {t.dtype} but {first} has {x.dtype}; they must be equal")
     if x.device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError(f"{op}: {first} is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before "
-                           "Python starts, or move it to a CUDA device")
+        raise RuntimeError(
+            f"{op}: {first} is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before "
+            "Python starts, or move it to a CUDA device"
+        )
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{op}: {first} is on {x.device.type}; supported are cuda, and cpu under TRITON_INTERPRET=1")
 

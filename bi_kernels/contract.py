@@ -44,7 +44,7 @@ def row(op: str, gradient: str | None = None) -> dict:
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
     """(u, tiny): one rounding of x to `dtype` errs by at most u |x| + tiny."""
     found = CONTRACT["dtypes"][dtype_name(dtype)]
-    return 2.0**-found["p"], evaluate(found["tiny"])
+    return 2.0 ** -found["p"], evaluate(found["tiny"])
 
 
 def factor(op: str, inputs: torch.dtype, n: int | Mapping[str, int] = 1, gradient: str | None = None) -> float:
@@ -53,9 +53,15 @@ def factor(op: str, inputs: torch.dtype, n: int | Mapping[str, int] = 1, gradien
     return evaluate(c.get(dtype_name(inputs), c.get("any")), **n if isinstance(n, Mapping) else {"n": n})
 
 
-def bound(op: str, dtype: torch.dtype, reference: torch.Tensor, magnitude: torch.Tensor,
-          n: int | Mapping[str, int] = 1, gradient: str | None = None, inputs: torch.dtype | None = None
-          ) -> torch.Tensor:
+def bound(
+    op: str,
+    dtype: torch.dtype,
+    reference: torch.Tensor,
+    magnitude: torch.Tensor,
+    n: int | Mapping[str, int] = 1,
+    gradient: str | None = None,
+    inputs: torch.dtype | None = None,
+) -> torch.Tensor:
     """The elementwise bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like `reference`).
 
     magnitude: the op's S of the contract; n: the length of the reduction, or several by name; gradient: the input
@@ -68,8 +74,10 @@ def bound(op: str, dtype: torch.dtype, reference: torch.Tensor, magnitude: torch
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:
     """The (N, K) of the model's linear layers at a shape set."""
-    return {name: tuple(int(evaluate(d, **{k: v for k, v in SHAPES[shapes].items() if k != "lengths"})) for d in dims)
-            for name, dims in CONTRACT["linears"].items()}
+    return {
+        name: tuple(int(evaluate(d, **{k: v for k, v in SHAPES[shapes].items() if k != "lengths"})) for d in dims)
+        for name, dims in CONTRACT["linears"].items()
+    }
 
 
 def rows(largest: int) -> list[int]:

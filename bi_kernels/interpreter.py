@@ -23,7 +23,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-CHECKED_TRITON = ("3.7.1", )
+CHECKED_TRITON = ("3.7.1",)
 FP32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 FP16_NAN = np.uint16(0x7FFF).view(np.float16)
 SLAB = 16
@@ -43,8 +43,10 @@ def install() -> None:
     if isinstance(stock.interpreter_builder, Builder):
         return
     if triton.__version__ not in CHECKED_TRITON:
-        raise RuntimeError(f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
-                           f"but this is Triton {triton.__version__}")
+        raise RuntimeError(
+            f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
+            f"but this is Triton {triton.__version__}"
+        )
     stock.interpreter_builder.__class__ = Builder
     # as compiled kernels have it; the check of every integer addition costs a quarter of the time
     stock.interpreter_builder.options = replace(stock.interpreter_builder.options, sanitize_overflow=False)
@@ -66,11 +68,17 @@ def _argument(value, convert=stock._implicit_cvt):
 
 # What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the interpreter's time.
 
+
 @cache
 def _shape(shape: tuple[int, ...]) -> tuple:
     """A shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
     numel = tl.core.validate_block_shape(shape)
-    return tl.core.tuple([tl.constexpr(n) for n in shape]), tl.core.tuple(shape), tl.constexpr(numel), str(tl.core.tuple(shape))
+    return (
+        tl.core.tuple([tl.constexpr(n) for n in shape]),
+        tl.core.tuple(shape),
+        tl.constexpr(numel),
+        str(tl.core.tuple(shape)),
+    )
 
 
 def _tensor(self, handle, type):
@@ -351,8 +359,10 @@ class Builder(InterpreterBuilder):
             dot = partial(mma, lowest=-126 if dtype == tl.bfloat16 else -14)
         elif dtype == tl.float32:
             if input_precision != ir.INPUT_PRECISION.IEEE:
-                raise NotImplementedError('tl.dot on fp32 uses TF32 unless told otherwise, and the interpreter has no '
-                                          'TF32: pass input_precision="ieee"')
+                raise NotImplementedError(
+                    "tl.dot on fp32 uses TF32 unless told otherwise, and the interpreter has no "
+                    'TF32: pass input_precision="ieee"'
+                )
             dot = fma_dot
         elif dtype.is_fp8():
             _refuse(f"tl.dot on {dtype}")
@@ -363,7 +373,6 @@ class Builder(InterpreterBuilder):
 
 
 class Checked:
-
     def check_tensor(self, inputs):
         if any(getattr(t, "dtype", None) == tl.bfloat16 for t in inputs):
             _refuse("a reduction or scan of bf16")
@@ -375,7 +384,6 @@ class Scan(Checked, stock.ScanOps):
 
 
 class Reduce(Checked, stock.ReduceOps):
-
     def min_max(self, input, val_reduce_op, idx_reduce_op=None):
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # the others warn of a row of NaN
         return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)

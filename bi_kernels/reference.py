@@ -40,8 +40,10 @@ def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> Pair
     x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if interleaved else (lambda a, b: torch.cat((a, b), -1))
     cos_, sin_ = cos.abs(), sin.abs()
-    return (join(x1 * cos - x2 * sin, x2 * cos + x1 * sin),
-            join(x1.abs() * cos_ + x2.abs() * sin_, x2.abs() * cos_ + x1.abs() * sin_))
+    return (
+        join(x1 * cos - x2 * sin, x2 * cos + x1 * sin),
+        join(x1.abs() * cos_ + x2.abs() * sin_, x2.abs() * cos_ + x1.abs() * sin_),
+    )
 
 
 def silu(x: Tensor) -> Pair:
@@ -180,8 +182,9 @@ def tempered(logits: Tensor, temperature: float) -> Pair:
     return z, torch.zeros_like(z) if temperature == 1 else 2 * UNIT * z.abs()
 
 
-def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
-                  ) -> tuple[Pair, Pair]:
+def token_logprob(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Pair, Pair]:
     return _logprob(*tempered(logits, temperature), targets, ignore_index)
 
 
@@ -205,6 +208,7 @@ def overflown(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x + torch.where(x.detach().to(dtype).isinf(), x.detach().sign() * torch.inf, 0.0)
 
 
-def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
-                    ) -> tuple[Pair, Pair]:
+def lm_head_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Pair, Pair]:
     return _logprob(*lm_head_logits(hidden, weight, temperature), targets, ignore_index)

@@ -22,8 +22,9 @@ def _seen(queries: int, keys: int, causal: bool, window: int | None, device: tor
     return seen & (key > position - window) if window else seen
 
 
-def _sequences(q: Tensor, k: Tensor, causal: bool, window: int | None, lengths: Lengths
-               ) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def _sequences(
+    q: Tensor, k: Tensor, causal: bool, window: int | None, lengths: Lengths
+) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """(rows of q that see a key, rows of k, which of these they see) of each sequence of which some query sees one."""
     first = last = 0
     for pair in [(len(q), len(k))] if lengths is None else lengths:
@@ -35,11 +36,18 @@ def _sequences(q: Tensor, k: Tensor, causal: bool, window: int | None, lengths: 
         first, last = first + queries, last + keys
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, window: int | None = None,
-             lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Lengths = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64, differentiable."""
     q, k, v = q.double(), k.double(), v.double()
-    scale, group = q.shape[-1]**-0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
     for rows, keys, seen in _sequences(q, k, causal, window, lengths):
         own_k, own_v = (t[keys].repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
@@ -138,14 +146,23 @@ class _Softmax:
     def again(self) -> Tensor:
         """Errors of p as the backward computes it from the lse."""
         lse, top = self.lse, self.top.abs()
-        own = UNIT * (4 - (lse - self.top) + 2 * lse.abs() - top + 2 * self.logp.abs())  # scale's own rounding is in both
+        own = UNIT * (
+            4 - (lse - self.top) + 2 * lse.abs() - top + 2 * self.logp.abs()
+        )  # scale's own rounding is in both
         error = _errors(self.logp, changes(self.logp, self.d + self.f, self.d) + self.of_log_sum() + own)
         return error + (self.p + error).clamp(max=LEAST)
 
 
 @torch.no_grad()
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, window: int | None = None,
-              lengths: Lengths = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Lengths = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """((out, S), (lse, S)) of packed sequences: q (tokens, heads, D), k and v (rows, key heads, D).
 
     lengths: of each sequence, or pairs of its queries and its keys, of which the last belong together; one of all rows
@@ -153,7 +170,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float
     """
     out, lse = attended(q, k, v, causal, scale, window, lengths)
     of_out, of_lse = torch.zeros_like(out), torch.zeros_like(lse)
-    scale, group = q.shape[-1]**-0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     for rows, keys, seen in _sequences(q, k, causal, window, lengths):
         for head in range(q.shape[1]):
             own_k, own_v = (t[keys, head // group].double() for t in (k, v))
@@ -172,16 +189,26 @@ def _beyond(ds: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     return ds.sign() * infinite(ds.abs() + error).double().masked_fill(infinite(ds.abs() - error), torch.inf)
 
 
-def gradients(dtype: torch.dtype, d_out: Tensor, d_lse: Tensor, exact: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor,
-              causal: bool = True, scale: float | None = None, window: int | None = None, lengths: Lengths = None
-              ) -> dict[str, tuple[Tensor, Tensor]]:
+def gradients(
+    dtype: torch.dtype,
+    d_out: Tensor,
+    d_lse: Tensor,
+    exact: dict[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    lengths: Lengths = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
     """(gradient, S) of q, k and v, inputs in fp64 that were of `dtype`; exact: the gradients without dS beyond its range.
 
     Such a dS makes infinities and NaN; where it is so close to the range's end that it may, or may not, S is infinite.
     """
     (u, tiny), width = rounding(dtype), q.shape[-1]
     scale, group = width**-0.5 if scale is None else scale, q.shape[1] // k.shape[1]
-    dot, tree = factor("linear", dtype, width, "x"), 2 * (2 * width)**0.5 + 9
+    dot, tree = factor("linear", dtype, width, "x"), 2 * (2 * width) ** 0.5 + 9
     found = {name: torch.zeros_like(t) for name, t in (("q", q), ("k", k), ("v", v))}
     beyond = {name: torch.zeros_like(t) for name, t in found.items()}
     for rows, keys, seen in _sequences(q, k, causal, window, lengths):
@@ -208,7 +235,9 @@ def gradients(dtype: torch.dtype, d_out: Tensor, d_lse: Tensor, exact: dict[str,
             rounds = u * ds + ds.clamp(max=tiny)
             common = of_delta * ((s.p @ own_k).abs() + of_p @ own_k.abs())  # of delta, for all keys alike
             found["q"][rows, head] = scale * ((own + rounds + s.fold * ds) @ own_k.abs() + common + s.fold * LEAST)
-            found["k"][keys, of] += scale * ((of_ds + rounds + over_queries.T * ds).T @ own_q.abs() + over_queries * LEAST)
+            found["k"][keys, of] += scale * (
+                (of_ds + rounds + over_queries.T * ds).T @ own_q.abs() + over_queries * LEAST
+            )
             of_p += (u + over_queries.T) * most + most.clamp(max=tiny)
             found["v"][keys, of] += of_p.T @ do.abs() + over_queries * LEAST
     for name in ("q", "k"):

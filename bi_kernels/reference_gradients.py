@@ -66,8 +66,11 @@ def _bias_add(call: _Call, x: Tensor, bias: Tensor) -> dict:
 
 def _linear(call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
     dy = call.dy[0].abs()
-    return {"x": (dy @ weight.abs(), len(weight)), "weight": (_rows(dy).T @ _rows(x), call.slots),
-            "bias": (_rows(dy).sum(0), call.slots)}
+    return {
+        "x": (dy @ weight.abs(), len(weight)),
+        "weight": (_rows(dy).T @ _rows(x), call.slots),
+        "bias": (_rows(dy).sum(0), call.slots),
+    }
 
 
 def _matmul(call: _Call, a: Tensor, b: Tensor) -> dict:
@@ -79,9 +82,13 @@ def _rms_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS, heads: i
     (normed, rstd), dy = reference.normalise(x, eps), call.dy[0].abs()
     weighted, mean = dy * weight.abs(), lambda t: t.mean(-1, keepdim=True)
     inner = mean(weighted * normed.abs()) + 2.0**-126 * (1 + mean(weighted))
-    return {"x": (rstd * (weighted + 2.0**-126 + normed.abs() * inner), x.shape[-1]),
-            "weight": (_rows(dy * normed).sum(0) + 2.0**-126 * (1 + _rows(dy)).sum(0),
-                       {"n": call.slots, "features": x.shape[-1], "heads": heads})}
+    return {
+        "x": (rstd * (weighted + 2.0**-126 + normed.abs() * inner), x.shape[-1]),
+        "weight": (
+            _rows(dy * normed).sum(0) + 2.0**-126 * (1 + _rows(dy)).sum(0),
+            {"n": call.slots, "features": x.shape[-1], "heads": heads},
+        ),
+    }
 
 
 def _qk_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS) -> dict:
@@ -97,15 +104,16 @@ def _add_rms_norm(call: _Call, x: Tensor, residual: Tensor, weight: Tensor, eps:
 def _embedded(call: _Call, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> dict:
     table = torch.zeros_like(weight, requires_grad=True)
     with torch.enable_grad():
-        magnitude, = torch.autograd.grad(_embedding(ids, table, padding_id), table, call.dy[0].abs())
+        (magnitude,) = torch.autograd.grad(_embedding(ids, table, padding_id), table, call.dy[0].abs())
     counts = ids.flatten().bincount(minlength=len(weight))
     if padding_id is not None:
         counts[padding_id] = 0
     return {"weight": (magnitude, int(counts.max()))}
 
 
-def _dlogits(call: _Call, z: Tensor, d: Tensor, targets: Tensor, temperature: float, ignore_index: int
-             ) -> tuple[Tensor, Tensor]:
+def _dlogits(
+    call: _Call, z: Tensor, d: Tensor, targets: Tensor, temperature: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """(dlogits, their error), absolute, where each z errs by d: the contract's token_logprob.gradient.logits."""
     (g, g_entropy), ignored = ([t[..., None] for t in call.dy], (targets == ignore_index)[..., None])
     logp = reference.log_probabilities(z)
@@ -126,8 +134,9 @@ def _dlogits(call: _Call, z: Tensor, d: Tensor, targets: Tensor, temperature: fl
     return dlogits.masked_fill(ignored, 0.0), error.masked_fill(ignored, 0.0)
 
 
-def _token_logprob(call: _Call, logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
-                   ) -> dict:
+def _token_logprob(
+    call: _Call, logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> dict:
     _, error = _dlogits(call, *reference.tempered(logits, temperature), targets, temperature, ignore_index)
     return {"logits": error / UNIT}
 
@@ -142,8 +151,9 @@ def _log_softmax(call: _Call, logits: Tensor) -> dict:
     return {"logits": error / UNIT + call.exact["logits"].abs()}
 
 
-def _lm_head_logprob(call: _Call, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0,
-                     ignore_index: int = -100) -> dict:
+def _lm_head_logprob(
+    call: _Call, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> dict:
     u, tiny = rounding(call.dtype)
     z, d = reference.lm_head_logits(hidden.to(call.dtype), weight.to(call.dtype), temperature)
     dlogits, error = (_rows(t) for t in _dlogits(call, z, d, targets, temperature, ignore_index))
@@ -162,10 +172,25 @@ def _attention(call: _Call, **given) -> dict:
 
 
 _MAGNITUDES: dict[str, Callable[..., dict]] = {
-    "silu": _silu, "gelu": _gelu, "swiglu": _swiglu, "add": _copied, "scale": _scale, "bias_add": _bias_add,
-    "mask_fill": _copied, "cast": _copied, "rope": _rope, "linear": _linear, "matmul": _matmul, "rms_norm": _rms_norm,
-    "qk_norm": _qk_norm, "add_rms_norm": _add_rms_norm, "embedding": _embedded, "token_logprob": _token_logprob,
-    "log_softmax": _log_softmax, "lm_head_logprob": _lm_head_logprob, "attention": _attention,
+    "silu": _silu,
+    "gelu": _gelu,
+    "swiglu": _swiglu,
+    "add": _copied,
+    "scale": _scale,
+    "bias_add": _bias_add,
+    "mask_fill": _copied,
+    "cast": _copied,
+    "rope": _rope,
+    "linear": _linear,
+    "matmul": _matmul,
+    "rms_norm": _rms_norm,
+    "qk_norm": _qk_norm,
+    "add_rms_norm": _add_rms_norm,
+    "embedding": _embedded,
+    "token_logprob": _token_logprob,
+    "log_softmax": _log_softmax,
+    "lm_head_logprob": _lm_head_logprob,
+    "attention": _attention,
 }
 
 
@@ -185,13 +210,18 @@ def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tens
 
 def _slots(lengths: Sequence[int] | None, lead: Sequence[int]) -> int:
     """Of the fold over the tokens of `lengths`, or of a (..., length) batch, each sequence filled up to a slab."""
-    (*outer, length), slab = lead or (1, ), CONTRACT["arithmetic"]["slab"]
+    (*outer, length), slab = lead or (1,), CONTRACT["arithmetic"]["slab"]
     lengths = [length] * torch.Size(outer).numel() if lengths is None else lengths
     return sum(-(-n // slab) * slab for n in lengths)
 
 
-def gradient(op: str, inputs: Mapping[str, Tensor], constants: Mapping[str, Any],
-             upstream: Tensor | Sequence[Tensor | None], lengths: Sequence[int] | None = None) -> dict[str, Gradient]:
+def gradient(
+    op: str,
+    inputs: Mapping[str, Tensor],
+    constants: Mapping[str, Any],
+    upstream: Tensor | Sequence[Tensor | None],
+    lengths: Sequence[int] | None = None,
+) -> dict[str, Gradient]:
     """The gradient of every floating-point input by name, in fp64 on its device, as `contract.bound` wants it:
 
         for name, found in gradient("linear", {"x": x, "weight": weight}, {}, dy).items():
@@ -217,4 +247,4 @@ def gradient(op: str, inputs: Mapping[str, Tensor], constants: Mapping[str, Any]
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}
         rows = _MAGNITUDES[op](call, **{**tensors, **plain, **constants})
-    return {k: Gradient(g, *(rows[k] if isinstance(rows[k], tuple) else (rows[k], ))) for k, g in exact.items()}
+    return {k: Gradient(g, *(rows[k] if isinstance(rows[k], tuple) else (rows[k],))) for k, g in exact.items()}

@@ -41,8 +41,10 @@ def _gather_kernel(x, slots, y, count, columns, stride, ROWS: tl.constexpr, BLOC
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> list[int]:
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise ValueError(f"TokenLayout: {name} has shape {tuple(values.shape)} and dtype {values.dtype}, expected one "
-                             "dimension of integers")
+            raise ValueError(
+                f"TokenLayout: {name} has shape {tuple(values.shape)} and dtype {values.dtype}, expected one "
+                "dimension of integers"
+            )
         return values.tolist()
     try:
         return [index(v) for v in values]
@@ -64,24 +66,34 @@ class TokenLayout:
         starts, lengths = _integers("starts", starts), _integers("lengths", lengths)
         count = len(starts)
         if len(lengths) != count:
-            raise ValueError(f"TokenLayout: starts is {starts} and lengths is {lengths}, expected one of each a sequence")
+            raise ValueError(
+                f"TokenLayout: starts is {starts} and lengths is {lengths}, expected one of each a sequence"
+            )
         if not count:
             raise ValueError("TokenLayout: lengths is empty, expected at least one sequence")
         order = list(range(count)) if order is None else _integers("order", order)
         if len(set(order)) != count or len(order) != count:
             raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
         spans = sorted(zip(starts, lengths))
-        if min(lengths) < 0 or spans[0][0] < 0 or max(s + n for s, n in spans) > rows or any(
-                s + n > following for (s, n), (following, _) in zip(spans, spans[1:])):
-            raise ValueError(f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
-                             f"to lie in {rows} rows and not to overlap")
+        if (
+            min(lengths) < 0
+            or spans[0][0] < 0
+            or max(s + n for s, n in spans) > rows
+            or any(s + n > following for (s, n), (following, _) in zip(spans, spans[1:]))
+        ):
+            raise ValueError(
+                f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
+                f"to lie in {rows} rows and not to overlap"
+            )
         slots: list[int] = []
         for _, start, length in sorted(zip(order, starts, lengths)):
             slots += range(start, start + length)
             slots += [-1] * (-length % SLAB)
         self.rows, self.tokens = rows, sum(lengths)
         self.slots = torch.tensor(slots, dtype=torch.int32)
-        self.identity = bool((self.slots[:rows] == torch.arange(rows)[:len(slots)]).all()) and len(slots) - rows in range(SLAB)
+        self.identity = bool((self.slots[:rows] == torch.arange(rows)[: len(slots)]).all()) and len(
+            slots
+        ) - rows in range(SLAB)
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._outer: list = []
 
@@ -94,8 +106,9 @@ class TokenLayout:
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
 
     @classmethod
-    def padded(cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False,
-               order: Sequence[int] | None = None) -> "TokenLayout":
+    def padded(
+        cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False, order: Sequence[int] | None = None
+    ) -> "TokenLayout":
         """A (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
         lengths = _integers("lengths", lengths)
         if lengths and max(lengths) > width:
@@ -113,10 +126,12 @@ class TokenLayout:
 
     def within(self, function: Callable) -> Callable:
         """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""
+
         @wraps(function)
         def call(*args, **kwargs):
             with self:
                 return function(*args, **kwargs)
+
         return call
 
     @property
@@ -146,8 +161,16 @@ class TokenLayout:
         if y.numel():
             block = min(ELEMENTS, triton.next_power_of_2(x.shape[1]))
             _gather_kernel[(triton.cdiv(len(y), ELEMENTS // block), triton.cdiv(x.shape[1], block))](
-                x, self.slots_on(x.device), y, len(y), x.shape[1], x.stride(0), ROWS=ELEMENTS // block, BLOCK=block,
-                num_warps=WARPS)
+                x,
+                self.slots_on(x.device),
+                y,
+                len(y),
+                x.shape[1],
+                x.stride(0),
+                ROWS=ELEMENTS // block,
+                BLOCK=block,
+                num_warps=WARPS,
+            )
         return y
 
 
@@ -159,8 +182,10 @@ class _Unset:
         self._op = op
 
     def __getattr__(self, name: str):
-        raise ValueError(f"{self._op}: called inside a backward, as activation checkpointing does, without its token layout; "
-                         "checkpoint layout.within(function) instead of function")
+        raise ValueError(
+            f"{self._op}: called inside a backward, as activation checkpointing does, without its token layout; "
+            "checkpoint layout.within(function) instead of function"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -173,7 +198,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 
     trains: whether a parameter's gradient is wanted; else no layout is asked for.
     """
-    *outer, length = lead or (1, )
+    *outer, length = lead or (1,)
     sequences = torch.Size(outer).numel()
     layout = _current.get() if trains else None
     again = trains and TokenLayout.entered and torch._C._current_graph_task_id() != -1  # called inside a backward
@@ -182,8 +207,10 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     if layout is None:
         return _dense(max(sequences, 1), length if sequences else 0)
     if layout.rows != sequences * length:
-        raise ValueError(f"{op}: x has {sequences * length} tokens, shape {tuple(lead)}, but the token layout has "
-                         f"{layout.rows} rows; enter the layout of this very call")
+        raise ValueError(
+            f"{op}: x has {sequences * length} tokens, shape {tuple(lead)}, but the token layout has "
+            f"{layout.rows} rows; enter the layout of this very call"
+        )
     return layout
 
 
@@ -196,6 +223,8 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
     if buffer.shape != weight.shape or buffer.device != weight.device or not buffer.is_contiguous():
-        raise ValueError(f"{op}: {name}.{attribute} has shape {tuple(buffer.shape)} on {buffer.device}, expected it "
-                         f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}")
+        raise ValueError(
+            f"{op}: {name}.{attribute} has shape {tuple(buffer.shape)} on {buffer.device}, expected it "
+            f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}"
+        )
     return buffer

@@ -41,8 +41,14 @@ def in_a_helper(x, y, BLOCK: tl.constexpr):
 @triton.jit
 def inline_red(x, y, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    zero = tl.inline_asm_elementwise("{ red.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f",
-                                     [(y + 0 * at).to(tl.int64), tl.load(x + at)], tl.int32, False, 1)
+    zero = tl.inline_asm_elementwise(
+        "{ red.global.add.f32 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,f",
+        [(y + 0 * at).to(tl.int64), tl.load(x + at)],
+        tl.int32,
+        False,
+        1,
+    )
     tl.store(y + 1 + at, zero.to(tl.float32))
 
 
@@ -83,8 +89,9 @@ def in_registers(x, y, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     whole = tl.load(x + at).to(tl.int32)
     warp = tl.inline_asm_elementwise("redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", [whole], tl.int32, False, 1)
-    block = tl.inline_asm_elementwise("{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.popc.u32 $0, 1, p; }", "=r,r",
-                                      [whole], tl.int32, False, 1)
+    block = tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.popc.u32 $0, 1, p; }", "=r,r", [whole], tl.int32, False, 1
+    )
     tl.store(y + at, (warp + block + tl.max(whole, 0)).to(tl.float32))
 
 
@@ -112,17 +119,17 @@ def heuristic(x, y, n, BLOCK: tl.constexpr):
 
 
 def launch_autotuned(x, y):
-    autotuned[(1, )](x, y, len(x))
+    autotuned[(1,)](x, y, len(x))
 
 
 def tunes_when_called(x, y):
-    Choice(atomic_named, ["x"], [], ["x"], None, None)[(1, )](x, y)
+    Choice(atomic_named, ["x"], [], ["x"], None, None)[(1,)](x, y)
 
 
 # dweight: every program sums rows of x (M, N) into its row of partial.
 @triton.jit
 def grid_stride(x, partial, M, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
         total += tl.load(x + row * N + tl.arange(0, N))
     tl.store(partial + tl.program_id(0) * N + tl.arange(0, N), total)
@@ -130,7 +137,7 @@ def grid_stride(x, partial, M, N: tl.constexpr):
 
 @triton.jit
 def _sum_rows(x, first, M, step, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     for row in range(first, M, step):
         total = total + tl.load(x + row * N + tl.arange(0, N))
     return total
@@ -144,7 +151,7 @@ def grid_stride_in_a_helper(x, partial, M, N: tl.constexpr):
 
 @triton.jit
 def grid_stride_while(x, partial, M, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     row = tl.program_id(0)
     while row < M:
         total += tl.load(x + row * N + tl.arange(0, N))
@@ -154,7 +161,7 @@ def grid_stride_while(x, partial, M, N: tl.constexpr):
 
 @triton.jit
 def grid_stride_counted(x, partial, M, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     row = tl.program_id(0)
     for _ in range(tl.cdiv(M, tl.num_programs(0))):
         own = tl.load(x + row * N + tl.arange(0, N), mask=row < M, other=0.0)
@@ -166,17 +173,17 @@ def grid_stride_counted(x, partial, M, N: tl.constexpr):
 
 @triton.jit
 def grid_stride_sometimes_reset(x, partial, M, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     for row in range(tl.program_id(0), M, tl.num_programs(0)):
         if row == tl.program_id(0):
-            total = tl.zeros((N, ), dtype=tl.float32)
+            total = tl.zeros((N,), dtype=tl.float32)
         total += tl.load(x + row * N + tl.arange(0, N))
     tl.store(partial + tl.program_id(0) * N + tl.arange(0, N), total)
 
 
 @triton.jit
 def fixed_slabs(x, partial, M, N: tl.constexpr, SLAB: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     first = tl.program_id(0) * SLAB
     for row in range(first, tl.minimum(first + SLAB, M)):
         total += tl.load(x + row * N + tl.arange(0, N))
@@ -187,7 +194,7 @@ def fixed_slabs(x, partial, M, N: tl.constexpr, SLAB: tl.constexpr):
 def persistent(x, out, M, N: tl.constexpr, SLAB: tl.constexpr):
     """Programs share the slabs out among themselves, but each slab's sum starts anew: no order depends on the grid."""
     for slab in range(tl.program_id(0), tl.cdiv(M, SLAB), tl.num_programs(0)):
-        total = tl.zeros((N, ), dtype=tl.float32)
+        total = tl.zeros((N,), dtype=tl.float32)
         for row in range(slab * SLAB, slab * SLAB + SLAB):
             total += tl.load(x + row * N + tl.arange(0, N), mask=row < M, other=0.0)
         tl.store(out + slab * N + tl.arange(0, N), total)
@@ -195,7 +202,7 @@ def persistent(x, out, M, N: tl.constexpr, SLAB: tl.constexpr):
 
 @triton.jit
 def part_of_rows(x, partial, M, rows_per_program, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
+    total = tl.zeros((N,), dtype=tl.float32)
     first = tl.program_id(0) * rows_per_program
     for row in range(first, tl.minimum(first + rows_per_program, M)):
         total += tl.load(x + row * N + tl.arange(0, N))
@@ -204,8 +211,8 @@ def part_of_rows(x, partial, M, rows_per_program, N: tl.constexpr):
 
 @triton.jit
 def fold(partial, out, slabs, N: tl.constexpr):
-    total = tl.zeros((N, ), dtype=tl.float32)
-    for slab in range(0, slabs):
+    total = tl.zeros((N,), dtype=tl.float32)
+    for slab in range(slabs):
         total += tl.load(partial + slab * N + tl.arange(0, N))
     tl.store(out + tl.arange(0, N), total)
 
@@ -218,7 +225,7 @@ def _processors():
 def dweight_by_multiprocessors(x):
     programs = _processors()
     partial = x.new_empty(programs, x.shape[1])
-    part_of_rows[(programs, )](x, partial, x.shape[0], triton.cdiv(x.shape[0], programs), N=x.shape[1])
+    part_of_rows[(programs,)](x, partial, x.shape[0], triton.cdiv(x.shape[0], programs), N=x.shape[1])
     return partial.sum(0)
 
 
@@ -226,7 +233,7 @@ def dweight_by_some_multiprocessors(x):
     programs = 64
     programs = min(programs, _processors())
     programs -= programs % 2
-    part_of_rows[(programs, )](x, x, x.shape[0], -(-x.shape[0] // programs), N=x.shape[1])
+    part_of_rows[(programs,)](x, x, x.shape[0], -(-x.shape[0] // programs), N=x.shape[1])
 
 
 def _ceil(a, b):
@@ -236,27 +243,28 @@ def _ceil(a, b):
 def dweight_by_rows(x):
     M, N = x.shape
     partial = x.new_empty(8, N)
-    part_of_rows[(8, )](x, partial, M, triton.cdiv(M, 8), N=N)
+    part_of_rows[(8,)](x, partial, M, triton.cdiv(M, 8), N=N)
     return partial.sum(0)
 
 
 def dweight_by_slabs(x):
     (M, N), rows_per_program = x.shape, 16
     partial = x.new_empty(_ceil(M, 16), N)
-    part_of_rows[(_ceil(M, 16), )](x, partial, M, rows_per_program, N=N)
+    part_of_rows[(_ceil(M, 16),)](x, partial, M, rows_per_program, N=N)
     total = x.new_empty(N)
-    fold[(1, )](partial, total, _ceil(M, 16), N=N)
+    fold[(1,)](partial, total, _ceil(M, 16), N=N)
     return total, _ceil(1000, M)  # what one call of a helper divides by says nothing about another
 
 
 # Split-K of x (M, K) w (K, N), partial products into y (splits, M, N)
 @triton.jit
-def split_k(x, w, y, M, N, K, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr):
+def split_k(
+    x, w, y, M, N, K, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     m, n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in range(0, tl.cdiv(K, BLOCK_K * SPLIT_K)):
+    for _ in range(tl.cdiv(K, BLOCK_K * SPLIT_K)):
         a = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         b = tl.load(w + k[:, None] * N + n[None, :], mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
         acc = tl.dot(a, b, acc)
@@ -272,8 +280,9 @@ def _blocks(rows):
 def _product(x, w, splits, block_k=64):
     (M, K), N = x.shape, w.shape[1]
     y, block = x.new_empty(splits, M, N, dtype=torch.float32), _blocks(M)
-    split_k[(triton.cdiv(M, block), triton.cdiv(N, 64), splits)](x, w, y, M, N, K, SPLIT_K=splits, BLOCK_M=block,
-                                                                 BLOCK_N=64, BLOCK_K=block_k)
+    split_k[(triton.cdiv(M, block), triton.cdiv(N, 64), splits)](
+        x, w, y, M, N, K, SPLIT_K=splits, BLOCK_M=block, BLOCK_N=64, BLOCK_K=block_k
+    )
     return y.sum(0)
 
 
@@ -292,14 +301,15 @@ def split_k_by_a_table(x, w):
 def split_k_by_multiprocessors(x, w):
     properties = torch.cuda.get_device_properties(x.device)
     tiles = triton.cdiv(x.shape[0], 64) * triton.cdiv(w.shape[1], 64)
-    return _product(x, w, splits=max(1, getattr(properties, "multi_processor_count") // tiles))
+    return _product(x, w, splits=max(1, properties.multi_processor_count // tiles))
 
 
 def _fixed_product(x, w, tile):
     (M, K), N = x.shape, w.shape[1]
     y = x.new_empty(4, M, N, dtype=torch.float32)
-    split_k[(triton.cdiv(M, tile[0]), triton.cdiv(N, 64), 4)](x, w, y, M, N, K, SPLIT_K=4, BLOCK_M=tile[0], BLOCK_N=64,
-                                                              BLOCK_K=tile[1])
+    split_k[(triton.cdiv(M, tile[0]), triton.cdiv(N, 64), 4)](
+        x, w, y, M, N, K, SPLIT_K=4, BLOCK_M=tile[0], BLOCK_N=64, BLOCK_K=tile[1]
+    )
     return y.sum(0)
 
 
@@ -326,7 +336,7 @@ class other:
 
 @triton.jit
 def no_dot(x, y, N, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK, ), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, N, BLOCK):
         a = tl.load(x + first + tl.arange(0, BLOCK))
         total = other.dot(a, a, total)
@@ -334,20 +344,20 @@ def no_dot(x, y, N, BLOCK: tl.constexpr):
 
 
 def no_dot_by_rows(x, y):
-    no_dot[(1, )](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
+    no_dot[(1,)](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
 
 
 def row_sum_by_rows(x, y):
-    row_sum[(x.shape[0], )](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
+    row_sum[(x.shape[0],)](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
 
 
 def row_sum_by_vocabulary(weight, y):
     """Fixed for a model: no rows of a batch, if the auditor says what `weight` is."""
-    row_sum[(1, )](weight, y, weight.shape[1], BLOCK=min(1024, triton.next_power_of_2(len(weight))))
+    row_sum[(1,)](weight, y, weight.shape[1], BLOCK=min(1024, triton.next_power_of_2(len(weight))))
 
 
 def row_sum_by_width(x, y):
-    row_sum[(x.shape[0], )](x, y, x.shape[1], BLOCK=min(1024, triton.next_power_of_2(x.shape[1])))
+    row_sum[(x.shape[0],)](x, y, x.shape[1], BLOCK=min(1024, triton.next_power_of_2(x.shape[1])))
 
 
 # Scatters in torch
@@ -365,7 +375,7 @@ def scatter_by_another_name(x, at, y):
 
 
 def scatter_by_string(x, at, y):
-    return getattr(x, "scatter_add_")(0, at, y)
+    return x.scatter_add_(0, at, y)
 
 
 def scatter_spelled_apart(x, at, y):  # only what is dispatched shows it
@@ -373,7 +383,7 @@ def scatter_spelled_apart(x, at, y):  # only what is dispatched shows it
 
 
 def index_put(x, at, y):
-    return x.index_put_((at, ), y, accumulate=True)
+    return x.index_put_((at,), y, accumulate=True)
 
 
 def put(x, at, y):
@@ -395,5 +405,5 @@ def gather_backward(x, at, y):  # nor is this in any source
 
 
 def writes(x, at, y):
-    x.index_copy_(0, at, y).index_put_((at, ), y, accumulate=False)
+    x.index_copy_(0, at, y).index_put_((at,), y, accumulate=False)
     return x.put_(at, y, accumulate=False).scatter_(0, at, y) + torch.bincount(at)[0]

@@ -12,23 +12,41 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the kernels and processes that tests start, as in here
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import settings
 
-from bi_kernels import contract  # noqa: E402
-from bi_kernels.audit import cli  # noqa: E402
-from bi_kernels.audit.evidence.drift import compare  # noqa: E402
+from bi_kernels import contract
+from bi_kernels.audit import cli
+from bi_kernels.audit.evidence.drift import compare
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
 # A file is one worker's. The longest come first, so that no worker is left alone with one of them at the end.
-LONGEST = ("9_attention.ipynb", "3_gemm.ipynb", "5_vocabulary.ipynb", "6_backward.ipynb", "test_attention_audit.py",
-           "test_attention.py", "2_elementwise.ipynb", "test_notebooks.py", "test_ci.py", "8_zoo.ipynb", "test_gradients.py",
-           "test_audit.py", "4_rms_norm.ipynb", "test_backward_ops.py", "test_callables.py", "workbench.ipynb", "test_workbench.py",
-           "test_static.py", "1_dtype.ipynb", "7_any.ipynb")
+LONGEST = (
+    "9_attention.ipynb",
+    "3_gemm.ipynb",
+    "5_vocabulary.ipynb",
+    "6_backward.ipynb",
+    "test_attention_audit.py",
+    "test_attention.py",
+    "2_elementwise.ipynb",
+    "test_notebooks.py",
+    "test_ci.py",
+    "8_zoo.ipynb",
+    "test_gradients.py",
+    "test_audit.py",
+    "4_rms_norm.ipynb",
+    "test_backward_ops.py",
+    "test_callables.py",
+    "workbench.ipynb",
+    "test_workbench.py",
+    "test_static.py",
+    "1_dtype.ipynb",
+    "7_any.ipynb",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,12 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def bi_audit(monkeypatch, capsys):
     """`bi-audit` with the arguments given, in this process: its exit status and what it printed."""
+
     def call(*arguments: object) -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["bi-audit", *map(str, arguments)])
         monkeypatch.setattr(signal, "signal", lambda *handler: None)  # the handlers here are pytest's
         with pytest.raises(SystemExit) as end:
             cli.main()
         return SimpleNamespace(returncode=end.value.code, **capsys.readouterr()._asdict())
+
     return call
 
 
@@ -72,5 +92,7 @@ def assert_within(row: str, y: torch.Tensor, reference: tuple[torch.Tensor, torc
     if len(wrong):
         at = tuple(wrong[0].tolist())
         share = (y[at].double() - exact[at]).abs() / limit[at]
-        raise AssertionError(f"{row} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} "
-                             f"instead of {exact[at]}, {share:.3g} × the bound")
+        raise AssertionError(
+            f"{row} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} "
+            f"instead of {exact[at]}, {share:.3g} × the bound"
+        )

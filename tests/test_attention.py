@@ -10,13 +10,13 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels import contract, reference
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.ops.attention import attention as attend
 from bi_kernels.ops.attention import backward as attention_backward
 from bi_kernels.ops.attention import forward as attention_forward
 from bi_kernels.ops.attention.forward import Tiling
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.inputs import draw, generator
-from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,13 +38,17 @@ def numbers(name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return draw("normal", shape, dtype, generator("cpu", name, *shape, dtype))
 
 
-def arguments(count: int, dtype: torch.dtype = BF16, heads: tuple[int, int] = (4, 2), width: int = 32) -> dict[str, torch.Tensor]:
+def arguments(
+    count: int, dtype: torch.dtype = BF16, heads: tuple[int, int] = (4, 2), width: int = 32
+) -> dict[str, torch.Tensor]:
     of_head = {"q": heads[0], "k": heads[1], "v": heads[1], "d_out": heads[0]}
     return {name: numbers(name, count, h, width, dtype=dtype) for name, h in of_head.items()} | {
-        "d_lse": numbers("d_lse", count, heads[0], dtype=FP32)}
+        "d_lse": numbers("d_lse", count, heads[0], dtype=FP32)
+    }
 
 
 # Layouts: calls of (which token each row of q is, which token each row of k and v is, −1 for none, what the op is told)
+
 
 def sequences(lengths: tuple[int, ...]) -> list[list[int]]:
     return [list(range(end - n, end)) for n, end in zip(lengths, accumulate(lengths))]
@@ -52,18 +56,22 @@ def sequences(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def span(sequence: list[int], begin: int = 0, end: int | None = None):
     """Queries from `begin` to `end` and all keys up to there."""
-    return sequence[:end][max(begin, 0):], sequence[:end]
+    return sequence[:end][max(begin, 0) :], sequence[:end]
 
 
 def packed(*spans):
     queries, keys = zip(*spans)
-    ends = {f"cu_seqlens_{name}": torch.tensor([0, *accumulate(map(len, s))]) for name, s in (("q", queries), ("k", keys))}
+    ends = {
+        f"cu_seqlens_{name}": torch.tensor([0, *accumulate(map(len, s))]) for name, s in (("q", queries), ("k", keys))
+    }
     return torch.tensor(sum(queries, []), dtype=torch.long), torch.tensor(sum(keys, []), dtype=torch.long), ends
 
 
 def padded(*spans, room=0, left=False):
     def filled(rows, width):
-        return torch.tensor([[-1] * (width - len(r)) + r if left else r + [-1] * (width - len(r)) for r in rows], dtype=torch.long)
+        return torch.tensor(
+            [[-1] * (width - len(r)) + r if left else r + [-1] * (width - len(r)) for r in rows], dtype=torch.long
+        )
 
     queries, keys = zip(*spans)
     lengths = {f"lengths_{name}": torch.tensor([*map(len, s)]) for name, s in (("q", queries), ("k", keys))}
@@ -79,8 +87,8 @@ def paged(*spans, page, pack=False):
     pages, table = torch.full((len(places), page), -1), torch.full((len(spans), max(needed) + 1), -1)
     for i, (_, keys) in enumerate(spans):
         for j in range(needed[i]):
-            table[i, j], some = places.pop(), keys[j * page:][:page]
-            pages[table[i, j], :len(some)] = torch.tensor(some)
+            table[i, j], some = places.pop(), keys[j * page :][:page]
+            pages[table[i, j], : len(some)] = torch.tensor(some)
     told = {k: t for k, t in told.items() if k in ("cu_seqlens_q", "lengths_q")}
     return at_q, pages, told | {"lengths_k": torch.tensor([len(keys) for _, keys in spans]), "block_table": table}
 
@@ -99,7 +107,9 @@ def whole_layouts(spans: list) -> dict[str, list]:
 def layouts_in_parts(every: list[list[int]], size: int = 100) -> dict[str, list]:
     """As a server calls it: some of the queries against all keys so far."""
     chunks = [[span(s, begin, begin + size) for s in every] for begin in range(0, max(map(len, every)), size)]
-    steps = [[span(s, len(s) - back, len(s) - back + 1) for s in every if len(s) >= back] for back in range(LAST, 0, -1)]
+    steps = [
+        [span(s, len(s) - back, len(s) - back + 1) for s in every if len(s) >= back] for back in range(LAST, 0, -1)
+    ]
     return {
         "chunks against a cache": [padded(*c) for c in chunks],
         "chunks, left-padded": [padded(*c, left=True) for c in chunks],
@@ -137,7 +147,9 @@ def results(given: dict, calls: list, trained: str = "", view=lambda t: t, **opt
         for name, t in (y | {f"d{name}": inputs[name].grad for name in trained}).items():
             t, there = t.detach(), at[name] >= 0
             found[name][at[name][there]] = t[there]
-            assert_same_bits(t[~there], torch.full_like(t[~there], -torch.inf if name == "lse" else 0.0), f"{name} in no sequence")
+            assert_same_bits(
+                t[~there], torch.full_like(t[~there], -torch.inf if name == "lse" else 0.0), f"{name} in no sequence"
+            )
     return found
 
 
@@ -149,14 +161,20 @@ def assert_same(found: dict, expected: dict, what: str, rows: slice | list | tor
 # Where the tokens lie, and in which call
 
 PLACES = {  # dtype, heads, width, lengths, options, schedules
-    "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]), "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS]),
-    "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE]), "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE]),
+    "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]),
+    "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS]),
+    "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE]),
+    "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE]),
     "three splits": (BF16, (1, 1), 20, (3, 270), {"scale": 0.5}, [SPLITS, WHOLE]),
-    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE]), "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE])}
+    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE]),
+    "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE]),
+}
 
 
 @pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
-def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules, monkeypatch):
+def test_a_result_does_not_depend_on_where_and_when_it_is_computed(
+    dtype, heads, width, lengths, options, schedules, monkeypatch
+):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
     spans = [span(s) for s in every]
     expected = results(given, [packed(*spans)], **options)
@@ -168,13 +186,19 @@ def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads,
 
 
 TRAINED = {  # dtype, heads, width, lengths, which queries, options
-    "GQA": (BF16, (4, 2), 32, SHORT, 0, {}), "not causal": (BF16, (2, 2), 32, SHORT, 0, {"causal": False}),
-    "edges": (BF16, (1, 1), 16, EDGES, 0, {}), "last 70, window": (BF16, (3, 1), 20, SHORT, 70, {"window": 40}),
-    "last 70": (FP16, (2, 1), 64, SHORT, 70, {}), "fp32": (FP32, (2, 1), 16, (3, 70, 20), 0, {})}
+    "GQA": (BF16, (4, 2), 32, SHORT, 0, {}),
+    "not causal": (BF16, (2, 2), 32, SHORT, 0, {"causal": False}),
+    "edges": (BF16, (1, 1), 16, EDGES, 0, {}),
+    "last 70, window": (BF16, (3, 1), 20, SHORT, 70, {"window": 40}),
+    "last 70": (FP16, (2, 1), 64, SHORT, 70, {}),
+    "fp32": (FP32, (2, 1), 16, (3, 70, 20), 0, {}),
+}
 
 
 @pytest.mark.parametrize("dtype, heads, width, lengths, last, options", TRAINED.values(), ids=TRAINED)
-def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads, width, lengths, last, options, monkeypatch):
+def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(
+    dtype, heads, width, lengths, last, options, monkeypatch
+):
     given = arguments(sum(lengths), dtype, heads, width)
     spans = [span(s, len(s) - last if last else 0) for s in sequences(lengths)]
     expected = results(given, [packed(*spans)], "qkv", **options)
@@ -199,6 +223,7 @@ def test_nan_in_another_sequence_is_nobodys_business(few, monkeypatch):
 
 # How it is computed
 
+
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("few, most", [(WHOLE, 0), (SPLITS, 0), (SPLITS, 10**9)])
 def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows, monkeypatch):
@@ -207,7 +232,13 @@ def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows, monkeypatch):
         expected = results(given, calls, **options)
         with monkeypatch.context() as patch:
             tiling = Tiling(rows, 64, 4, 2)
-            for name, value in (("FEW", few), ("MOST", most), ("MERGE_ROWS", 16), ("PREFILL", tiling), ("DECODE", tiling)):
+            for name, value in (
+                ("FEW", few),
+                ("MOST", most),
+                ("MERGE_ROWS", 16),
+                ("PREFILL", tiling),
+                ("DECODE", tiling),
+            ):
                 patch.setattr(attention_forward, name, value)
             assert_same(results(given, calls, **options), expected, f"{options}")
 
@@ -238,8 +269,8 @@ VIEWS = {
     "the same, again": lambda t: t,
     "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "every other": lambda t: torch.stack((t, t), -1)[..., 0],
-    "among other heads": lambda t: torch.cat((t, t), -2)[..., :t.shape[-2], :],
-    "of wider heads": lambda t: torch.cat((t, t), -1)[..., :t.shape[-1]],
+    "among other heads": lambda t: torch.cat((t, t), -2)[..., : t.shape[-2], :],
+    "of wider heads": lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]],
     "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
 }
 
@@ -256,9 +287,14 @@ def test_a_view_gives_the_bits_of_its_copy(few, monkeypatch):
 @EITHER_SCHEDULE
 def test_lengths_may_be_any_view_and_stay_the_callers(few, monkeypatch):
     monkeypatch.setattr(attention_forward, "FEW", few)
-    q, k, v = (torch.randn(3, n, heads, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n, heads in ((2, 2), (20, 1), (20, 1)))
-    for lengths, view in ((torch.tensor([9, 20, 4]), torch.tensor([[9, 1], [20, 1], [4, 1]], dtype=torch.int32)[:, 0]),
-                          (torch.tensor([9, 9, 9]), torch.tensor([9], dtype=torch.int32).expand(3))):
+    q, k, v = (
+        torch.randn(3, n, heads, 16, generator=torch.Generator().manual_seed(n)).bfloat16()
+        for n, heads in ((2, 2), (20, 1), (20, 1))
+    )
+    for lengths, view in (
+        (torch.tensor([9, 20, 4]), torch.tensor([[9, 1], [20, 1], [4, 1]], dtype=torch.int32)[:, 0]),
+        (torch.tensor([9, 9, 9]), torch.tensor([9], dtype=torch.int32).expand(3)),
+    ):
         expected = bi_kernels.attention(q, k, v, lengths_k=lengths)
         for y, e in zip(bi_kernels.attention(q, k, v, lengths_k=view), expected):
             assert_same_bits(y, e)
@@ -270,17 +306,22 @@ def test_lengths_may_be_any_view_and_stay_the_callers(few, monkeypatch):
 
 # What it computes
 
+
 def bounds(given: dict, spans: list, **options) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The fp64 results and gradients of packed sequences, and how far the contract lets each of them be off."""
     at_q, at_k, _ = packed(*spans)
     inputs = {name: given[name][at_q if name == "q" else at_k] for name in "qkv"}
     upstream = [given[name][at_q] for name in ("d_out", "d_lse")]
     lengths, dtype = [tuple(map(len, s)) for s in spans], given["q"].dtype
-    limit = lambda out, *expected, **more: (expected[0], contract.bound("attention", out, *expected, **more, inputs=dtype))
+    limit = lambda out, *expected, **more: (
+        expected[0],
+        contract.bound("attention", out, *expected, **more, inputs=dtype),
+    )
     out, lse = reference.attention(**inputs, lengths=lengths, **options)
     return {"out": limit(dtype, *out), "lse": limit(FP32, *lse)} | {
         f"d{name}": limit(dtype, *found, gradient=name)
-        for name, found in gradient("attention", inputs, options, upstream, lengths).items()}
+        for name, found in gradient("attention", inputs, options, upstream, lengths).items()
+    }
 
 
 def share(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
@@ -314,15 +355,17 @@ def test_results_and_gradients_are_within_the_contract_s_bounds(dtype, heads, wi
     spans = [(s[:n], s[:m]) for s, (n, m) in zip(every, lengths)]
     given = arguments(sum(map(len, every)), dtype, heads, width)
     found, (at_q, at_k, _) = results(given, [packed(*spans)], "qkv", **options), packed(*spans)
-    shares = {name: share(found[name][at_k if name in ("dk", "dv") else at_q], *limit)
-              for name, limit in bounds(given, spans, **options).items()}
+    shares = {
+        name: share(found[name][at_k if name in ("dk", "dv") else at_q], *limit)
+        for name, limit in bounds(given, spans, **options).items()
+    }
     assert max(shares.values()) <= 1, shares
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("size", [1e12, 1e30])
 def test_scores_may_be_large(size, dtype):
-    given, spans = arguments(150, dtype, (2, 1), 16), [span(*sequences((150, )))]
+    given, spans = arguments(150, dtype, (2, 1), 16), [span(*sequences((150,)))]
     given["q"] *= size
     found = results(given, [packed(*spans)], "qkv")
     for name, limit in bounds(given, spans).items():
@@ -331,7 +374,7 @@ def test_scores_may_be_large(size, dtype):
 
 
 def test_where_the_gradient_of_a_score_is_beyond_fp16_what_follows_is_infinite_and_nothing_else():
-    given, spans = arguments(40, FP16, (2, 1), 16), [span(*sequences((40, )))]
+    given, spans = arguments(40, FP16, (2, 1), 16), [span(*sequences((40,)))]
     given["q"][2, 1] *= 2**-6  # its three keys weigh much the same
     given["d_out"][2, 1] = (given["v"][1, 0] - given["v"][2, 0]).sign() * 6e4
     found, limits = results(given, [packed(*spans)], "qkv"), bounds(given, spans)
@@ -339,8 +382,11 @@ def test_where_the_gradient_of_a_score_is_beyond_fp16_what_follows_is_infinite_a
     for name in ("dq", "dk"):
         exact, limit = limits[name]
         assert not exact[:3].isfinite().all() and exact[3:].isfinite().all() and limit[3:].isfinite().all()
-        for at, wrong in ((torch.argwhere(exact.isfinite())[0], torch.inf), (torch.argwhere(exact.isinf())[0], 6e4),
-                          (torch.argwhere(exact.isinf())[0], torch.nan)):
+        for at, wrong in (
+            (torch.argwhere(exact.isfinite())[0], torch.inf),
+            (torch.argwhere(exact.isinf())[0], 6e4),
+            (torch.argwhere(exact.isinf())[0], torch.nan),
+        ):
             y = found[name].clone()
             y[tuple(at)] = wrong
             assert share(y, exact, limit) > 1, (name, wrong)
@@ -354,7 +400,7 @@ def test_the_gradient_of_a_score_that_is_at_the_end_of_fp16_s_range_may_be_infin
     spans = [([0], [0, 1, 2])]  # dS is 65536, −32768 and −32768
     found = results(given, [packed(*spans)], "qkv")
     for name, (exact, limit) in bounds(given, spans).items():
-        y = found[name][:len(exact)]
+        y = found[name][: len(exact)]
         assert share(y, exact, limit) <= 1 and (name in ("dq", "dk")) == bool(limit.isinf().any()), name
         for value, expected in ((6e4, True), (torch.inf, True), (-torch.inf, False), (torch.nan, False)):
             assert name != "dq" or (share(torch.full_like(y, value), exact, limit) <= 1) == expected, value
@@ -387,14 +433,21 @@ def emulated(given: dict, broken: str) -> dict[str, torch.Tensor]:
     return {name: t.transpose(0, 1).to(BF16) for name, t in found.items()} | {"lse": lse[..., 0].T}
 
 
-@pytest.mark.parametrize("broken, exceeded", [
-    ("nothing", ""), ("P V accumulated in bf16", "out"), ("scores in bf16", "out lse dq dk"), ("a key is dropped", "out lse dq dk"),
-    ("dk without a head", "dk")])
+@pytest.mark.parametrize(
+    "broken, exceeded",
+    [
+        ("nothing", ""),
+        ("P V accumulated in bf16", "out"),
+        ("scores in bf16", "out lse dq dk"),
+        ("a key is dropped", "out lse dq dk"),
+        ("dk without a head", "dk"),
+    ],
+)
 def test_the_bounds_catch_what_is_less_accurate(broken, exceeded):
     given = arguments(300)
     given["q"] *= 4
     found = emulated(given, broken)
-    shares = {name: share(found[name], *limit) for name, limit in bounds(given, [span(*sequences((300, )))]).items()}
+    shares = {name: share(found[name], *limit) for name, limit in bounds(given, [span(*sequences((300,)))]).items()}
     assert all(shares[name] > 1 for name in exceeded.split()) and (exceeded or max(shares.values()) <= 1), shares
 
 
@@ -434,10 +487,16 @@ def test_no_sequences_no_queries_or_no_keys(batch, queries, keys):
 BROKEN = {  # what the forward is told or made of instead, where that is seen
     "a block by the length": (lambda call: {"BLOCK": 32 if call["longest"] < 160 else 64}, "each alone", {}),
     "a split by the batch": (lambda call: {"SPLIT": 64 if len(call["length_q"]) < 3 else 128}, "each alone", {}),
-    "padding is seen": (lambda call: {} if call["full_q"] else {"length_k": torch.full_like(call["length_k"], call["longest"])},
-                        "right-padded", {"causal": False}),
-    "few queries are not causal": (lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])},
-                                   "last tokens together", {}),
+    "padding is seen": (
+        lambda call: {} if call["full_q"] else {"length_k": torch.full_like(call["length_k"], call["longest"])},
+        "right-padded",
+        {"causal": False},
+    ),
+    "few queries are not causal": (
+        lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])},
+        "last tokens together",
+        {},
+    ),
 }
 
 
@@ -463,7 +522,7 @@ def test_a_broken_variant_is_caught(change, layout, options, monkeypatch):
 
 def test_gradients_that_two_calls_add_to_are_caught():
     """So these inputs would show another fold."""
-    given, (s, ) = arguments(130), sequences((130, ))
+    given, (s,) = arguments(130), sequences((130,))
     whole, *parts = (results(given, [packed(c)], "qkv") for c in (span(s), span(s, 0, 70), span(s, 70)))
     assert_same_bits(sum(t["dq"] for t in parts), whole["dq"])
     assert all(compare(sum(t[name] for t in parts), whole[name]).mismatches for name in ("dk", "dv"))
@@ -483,43 +542,141 @@ BAD_INPUT = [  # q, k, v, what else, error, words
     ("key heads", (B, KB[:, :, :0], KB[:, :, :0]), {}, ValueError, ["q has 4 heads", "k 0", "multiple"]),
     ("heads that do not divide", (KB, B, B), {}, ValueError, ["q has 2 heads", "k 4", "multiple"]),
     ("widths", (B, KB[..., :8], KB[..., :8]), {}, ValueError, ["heads of 16", "of 8", "equal widths"]),
-    *[(f"width {n}", (torch.zeros(1, 1, 1, n), ) * 3, {}, ValueError, [f"width {n}", "1 to 256"]) for n in (0, 257)],
+    *[(f"width {n}", (torch.zeros(1, 1, 1, n),) * 3, {}, ValueError, [f"width {n}", "1 to 256"]) for n in (0, 257)],
     ("batch of k", (B, KB[:1], KB[:1]), {}, ValueError, ["k holds 1 sequences", "2, as q"]),
     ("rows of k", (Q, K[:5], K[:5]), CU, ValueError, ["k has 5 rows", "q 6", "cu_seqlens_k"]),
-    *[(f"{name} {n}", (B, KB, KB), {name: torch.tensor(n)}, ValueError, [f"{name} is {n}", "0 to 3"])
-      for name in ("lengths_q", "lengths_k") for n in ([3, 4], [-1, 3])],
-    ("lengths_k of pages", (B, P, P), TABLE | {"lengths_k": torch.tensor([17, 1])}, ValueError, ["is [17, 1]", "0 to 16"]),
-    ("lengths_k of one", (B, KB, KB), {"lengths_k": torch.tensor([3])}, ValueError, ["lengths_k has shape (1,)", "(2,) integers"]),
-    ("lengths_q float", (B, KB, KB), {"lengths_q": torch.ones(2)}, ValueError, ["lengths_q", "torch.float32", "integers"]),
+    *[
+        (f"{name} {n}", (B, KB, KB), {name: torch.tensor(n)}, ValueError, [f"{name} is {n}", "0 to 3"])
+        for name in ("lengths_q", "lengths_k")
+        for n in ([3, 4], [-1, 3])
+    ],
+    (
+        "lengths_k of pages",
+        (B, P, P),
+        TABLE | {"lengths_k": torch.tensor([17, 1])},
+        ValueError,
+        ["is [17, 1]", "0 to 16"],
+    ),
+    (
+        "lengths_k of one",
+        (B, KB, KB),
+        {"lengths_k": torch.tensor([3])},
+        ValueError,
+        ["lengths_k has shape (1,)", "(2,) integers"],
+    ),
+    (
+        "lengths_q float",
+        (B, KB, KB),
+        {"lengths_q": torch.ones(2)},
+        ValueError,
+        ["lengths_q", "torch.float32", "integers"],
+    ),
     ("lengths_q bool", (B, KB, KB), {"lengths_q": torch.tensor([True, False])}, ValueError, ["torch.bool", "integers"]),
-    ("lengths_q alone", (B, KB, KB), {"lengths_q": torch.tensor([3, 2])}, ValueError, ["lengths_q is given", "expected both"]),
-    ("cu_seqlens_k alone", (B, KB, KB), {"cu_seqlens_k": torch.tensor([0, 6])}, ValueError, ["cu_seqlens_k is given without"]),
-    *[(f"{name} with cu_seqlens_q", (Q, K, K), CU | {name: value}, ValueError, [name, "given with cu_seqlens_q"])
-      for name, value in (("lengths_q", torch.tensor([1, 1])), ("lengths_k", torch.tensor([1, 1])), ("left_padded", True))],
+    (
+        "lengths_q alone",
+        (B, KB, KB),
+        {"lengths_q": torch.tensor([3, 2])},
+        ValueError,
+        ["lengths_q is given", "expected both"],
+    ),
+    (
+        "cu_seqlens_k alone",
+        (B, KB, KB),
+        {"cu_seqlens_k": torch.tensor([0, 6])},
+        ValueError,
+        ["cu_seqlens_k is given without"],
+    ),
+    *[
+        (f"{name} with cu_seqlens_q", (Q, K, K), CU | {name: value}, ValueError, [name, "given with cu_seqlens_q"])
+        for name, value in (
+            ("lengths_q", torch.tensor([1, 1])),
+            ("lengths_k", torch.tensor([1, 1])),
+            ("left_padded", True),
+        )
+    ],
     ("lengths_q list", (B, KB, KB), {"lengths_q": [3, 2]}, TypeError, ["lengths_q is a list", "torch.Tensor"]),
-    *[(f"cu_seqlens_q {n}", (Q, K, K), {"cu_seqlens_q": torch.tensor(n)}, ValueError, [f"cu_seqlens_q is {n}", allowed])
-      for n, allowed in (([0, 4, 2, 6], "never decrease"), ([1, 6], "start at 0"), ([0, 5], "end at 6"), ([0, 7], "end at 6"))],
-    ("cu_seqlens_q empty", (Q, K, K), {"cu_seqlens_q": torch.tensor([0])}, ValueError, ["shape (1,)", "(sequences + 1,)"]),
-    *[(f"cu_seqlens_k {n}", (Q, K, K), CU | {"cu_seqlens_k": torch.tensor(n)}, ValueError, ["cu_seqlens_k", allowed])
-      for n, allowed in (([0, 2, 5], "end at 6"), ([0, 6], "expected 3, as cu_seqlens_q"))],
-    *[(f"block_table {page}", (B, P, P), TABLE | {"block_table": torch.tensor([[0, page], [2, 2]])}, ValueError,
-       [f"block_table holds {held}", "0 to 4"]) for page, held in ((-1, "-1 to 2"), (5, "0 to 5"))],
-    ("block_table of one", (B, P, P), TABLE | {"block_table": torch.tensor([[0, 1]])}, ValueError, ["(1, 2)", "(2, pages)"]),
+    *[
+        (
+            f"cu_seqlens_q {n}",
+            (Q, K, K),
+            {"cu_seqlens_q": torch.tensor(n)},
+            ValueError,
+            [f"cu_seqlens_q is {n}", allowed],
+        )
+        for n, allowed in (
+            ([0, 4, 2, 6], "never decrease"),
+            ([1, 6], "start at 0"),
+            ([0, 5], "end at 6"),
+            ([0, 7], "end at 6"),
+        )
+    ],
+    (
+        "cu_seqlens_q empty",
+        (Q, K, K),
+        {"cu_seqlens_q": torch.tensor([0])},
+        ValueError,
+        ["shape (1,)", "(sequences + 1,)"],
+    ),
+    *[
+        (f"cu_seqlens_k {n}", (Q, K, K), CU | {"cu_seqlens_k": torch.tensor(n)}, ValueError, ["cu_seqlens_k", allowed])
+        for n, allowed in (([0, 2, 5], "end at 6"), ([0, 6], "expected 3, as cu_seqlens_q"))
+    ],
+    *[
+        (
+            f"block_table {page}",
+            (B, P, P),
+            TABLE | {"block_table": torch.tensor([[0, page], [2, 2]])},
+            ValueError,
+            [f"block_table holds {held}", "0 to 4"],
+        )
+        for page, held in ((-1, "-1 to 2"), (5, "0 to 5"))
+    ],
+    (
+        "block_table of one",
+        (B, P, P),
+        TABLE | {"block_table": torch.tensor([[0, 1]])},
+        ValueError,
+        ["(1, 2)", "(2, pages)"],
+    ),
     ("block_table alone", (B, P, P), TABLE | {"lengths_k": None}, ValueError, ["block_table", "lengths_k with it"]),
-    ("block_table trained", (B.clone().requires_grad_(), P, P), TABLE, ValueError, ["block_table has no backward", "no_grad"]),
-    ("window, not causal", (B, KB, KB), {"window": 2, "causal": False}, ValueError, ["window is 2 and causal is False"]),
+    (
+        "block_table trained",
+        (B.clone().requires_grad_(), P, P),
+        TABLE,
+        ValueError,
+        ["block_table has no backward", "no_grad"],
+    ),
+    (
+        "window, not causal",
+        (B, KB, KB),
+        {"window": 2, "causal": False},
+        ValueError,
+        ["window is 2 and causal is False"],
+    ),
     ("window 0", (B, KB, KB), {"window": 0}, ValueError, ["window is 0", "at least 1"]),
     ("window 2.0", (B, KB, KB), {"window": 2.0}, TypeError, ["window is 2.0", "integer"]),
-    *[(f"scale {x!r}", (B, KB, KB), {"scale": x}, (TypeError, ValueError), [f"scale is {x!r}", "number"])
-      for x in (0, -1.0, torch.nan, torch.inf, "1")],
-    *[(str(dtype), (B.to(dtype), KB.to(dtype), KB.to(dtype)), {}, TypeError, ["q has dtype", "supported are bf16, fp16, fp32"])
-      for dtype in (torch.float8_e4m3fn, torch.int32, torch.float64)],
+    *[
+        (f"scale {x!r}", (B, KB, KB), {"scale": x}, (TypeError, ValueError), [f"scale is {x!r}", "number"])
+        for x in (0, -1.0, torch.nan, torch.inf, "1")
+    ],
+    *[
+        (
+            str(dtype),
+            (B.to(dtype), KB.to(dtype), KB.to(dtype)),
+            {},
+            TypeError,
+            ["q has dtype", "supported are bf16, fp16, fp32"],
+        )
+        for dtype in (torch.float8_e4m3fn, torch.int32, torch.float64)
+    ],
     ("dtype of k", (B, KB.half(), KB), {}, TypeError, ["k has dtype torch.float16", "q has torch.bfloat16", "equal"]),
     ("dtype of v", (B, KB, KB.float()), {}, TypeError, ["v has dtype torch.float32", "q has torch.bfloat16", "equal"]),
 ]
 
 
-@pytest.mark.parametrize("tensors, more, error, words", [row[1:] for row in BAD_INPUT], ids=[row[0] for row in BAD_INPUT])
+@pytest.mark.parametrize(
+    "tensors, more, error, words", [row[1:] for row in BAD_INPUT], ids=[row[0] for row in BAD_INPUT]
+)
 def test_bad_input_is_one_clear_sentence(tensors, more, error, words):
     with pytest.raises(error, match="^attention: ") as caught:
         bi_kernels.attention(*tensors, **more)

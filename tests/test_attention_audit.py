@@ -11,17 +11,17 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.ops.attention import attention as attend
-from bi_kernels.audit.experiments import attention
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
-from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.experiments import attention
+from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.session import start
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.session import start
+from bi_kernels.ops.attention import attention as attend
 
 LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
@@ -34,6 +34,7 @@ def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) ->
 
 # What a call is given
 
+
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("name", ["singles", "batch:16", "chunked:7", "decode", "neighbours"])
 def test_a_query_is_given_the_keys_up_to_its_own_and_nobody_elses(name, page):
@@ -45,14 +46,18 @@ def test_a_query_is_given_the_keys_up_to_its_own_and_nobody_elses(name, page):
             sample = next(s for s in spans(LENGTHS) if mine[0] in s)
             held = found.index[told["block_table"][row]].reshape(-1) if page else found.index[row]
             count = told["lengths_k"][row] if "lengths_k" in told else found.index.shape[1]
-            held = held[len(held) - count:] if told.get("left_padded") else held[:count]
-            assert list(held) == list(sample[:mine[-1] + 1 - sample[0]])
+            held = held[len(held) - count :] if told.get("left_padded") else held[:count]
+            assert list(held) == list(sample[: mine[-1] + 1 - sample[0]])
 
 
 def test_decode_and_chunks_are_calls_of_their_own_against_a_cache_with_room():
     for calls, queries in ((decode(spans(LENGTHS)), 1), (chunks(spans(LENGTHS), 7)[-1:], 5)):
         found = keys(calls[-1], LENGTHS)
-        assert calls[-1].index.shape[1] == queries and found.index.shape[1] % 16 == 0 and found.told["lengths_k"].max() == 40
+        assert (
+            calls[-1].index.shape[1] == queries
+            and found.index.shape[1] % 16 == 0
+            and found.told["lengths_k"].max() == 40
+        )
     whole = keys(pack(spans(LENGTHS)), LENGTHS)
     assert_same_bits(torch.tensor(whole.told["cu_seqlens_q"]), torch.tensor([0, 5, 6, 46]))
     assert keys(Call(np.arange(5)[None]), LENGTHS).told == {}, "the plain call has no lengths"
@@ -69,28 +74,41 @@ def test_stale_padding_is_what_an_op_must_not_read():
 
 # Controls
 
-@pytest.mark.parametrize("control", [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu], ids=lambda c: c.name)
+
+@pytest.mark.parametrize(
+    "control", [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu], ids=lambda c: c.name
+)
 def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
     monkeypatch.setattr(judge.contract, "rows", lambda largest: [31, 129])
 
     def drifts(**how) -> int:
         s = subject(lambda *x, **told: control.function(*x, **how, **told), control.op, (103, 1, 37))
-        found = judge.row_counts(s) if "multiprocessors" in control.name else judge.invariance(s, only=("singles", "decode"))
+        found = (
+            judge.row_counts(s)
+            if "multiprocessors" in control.name
+            else judge.invariance(s, only=("singles", "decode"))
+        )
         assert not [r for r in found if r.mismatches is None]
         return sum(r.mismatches for r in found)
 
     assert drifts() and not drifts(defect=False)
 
 
-@pytest.mark.parametrize("control", [c for c in ATTENTION_CONTROLS if c.relation != "invariance" and c.level in ("", "AST") and not c.gpu],
-                         ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "control",
+    [c for c in ATTENTION_CONTROLS if c.relation != "invariance" and c.level in ("", "AST") and not c.gpu],
+    ids=lambda c: c.name,
+)
 def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
     how = {"defect": False}
     for options, broken in (({}, True), (how, False)):
         s = subject(lambda *x, **told: control.function(*x, **options, **told))
         if control.relation in ("accuracy", "determinism", gradients.ACCURACY):
-            found = {"accuracy": lambda s: [judge.accuracy(s, "normal")], "determinism": lambda s: [judge.determinism(s)],
-                     gradients.ACCURACY: lambda s: gradients.gradient_accuracy(s, "normal")}[control.relation](s)
+            found = {
+                "accuracy": lambda s: [judge.accuracy(s, "normal")],
+                "determinism": lambda s: [judge.determinism(s)],
+                gradients.ACCURACY: lambda s: gradients.gradient_accuracy(s, "normal"),
+            }[control.relation](s)
             assert any(r.mismatches for r in found) == broken and all(r.mismatches is not None for r in found)
         elif control.relation == gradients.INVARIANCE:
             step = gradients.Step(s, judge.SHARPEST)
@@ -100,7 +118,9 @@ def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
             step = gradients.Step(s, "normal", [20, 5])
             own = gradients.Step(subject(), "normal", [20, 5])
             found, expected = (x.gradients(x.layouts["packed"]) for x in (step, own))
-            assert all((found[k].float() - expected[k].float()).abs().max() < 0.1 for k in found), "wrong in its order alone"
+            assert all((found[k].float() - expected[k].float()).abs().max() < 0.1 for k in found), (
+                "wrong in its order alone"
+            )
             assert bool(sum(compare(found[k], expected[k]).mismatches for k in found)) == broken
 
 
@@ -123,8 +143,10 @@ def test_an_output_that_is_not_returned_is_said_in_a_sentence():
 
 
 def test_a_drift_of_the_lse_names_it():
-    row = judge.invariance(subject(lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))),
-                           only=("singles", ))[0]
+    row = judge.invariance(
+        subject(lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))),
+        only=("singles",),
+    )[0]
     assert row.tensor == "lse" and len(row.first_index) == 2
 
 
@@ -135,7 +157,6 @@ def test_no_gradient_of_zeros_is_within_the_bounds(kind):
 
 
 class _Zero(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, told, *qkv):
         ctx.save_for_backward(*qkv)
@@ -175,6 +196,7 @@ def test_prefill_is_asked_for_from_inside_a_block_of_keys():
 
 
 # A generation
+
 
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
     session = start("attention", {"dtype": "bf16"})
@@ -216,7 +238,9 @@ for width, group, causal, many in {cases}:
 def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     cases = [(128, 4, True, True), (64, 1, False, False)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"_hopper_{name}_kernel sm_90 True True []" for name in ("prefill", "keys")] * len(cases) + [
-        "_hopper_prefill_kernel sm_90 True True []"], (
-        done.stdout + done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        f"_hopper_{name}_kernel sm_90 True True []" for name in ("prefill", "keys")
+    ] * len(cases) + ["_hopper_prefill_kernel sm_90 True True []"], done.stdout + done.stderr

@@ -14,19 +14,19 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit.broken import forward as controls
-from bi_kernels.audit.experiments import gemm
-from bi_kernels.audit.digests import golden
-from bi_kernels.audit.relations import forward as judge
-from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.broken.forward import CONTROLS
-from bi_kernels.audit.reproduce.gradient import Split
-from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.digests import golden
+from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.candidates import resolve
+from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.reproduce.forward import export
+from bi_kernels.audit.reproduce.gradient import Split
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import start
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 from bi_kernels.contract import DTYPES, SHAPES, rows
 from bi_kernels.ops.gemm import tiles
 
@@ -48,12 +48,18 @@ def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judg
 
 
 def report(found: list[judge.Row]) -> str:
-    return "\n".join(f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} M={r.rows}: {r.mismatches} of {r.elements} at "
-                     f"{r.first_index}; {r.detail}" for r in found)
+    return "\n".join(
+        f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} M={r.rows}: {r.mismatches} of {r.elements} at "
+        f"{r.first_index}; {r.detail}"
+        for r in found
+    )
 
 
 def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
-    found = {r.layout: r.verdict for r in judge.by_view(subject("silu", lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))))}
+    found = {
+        r.layout: r.verdict
+        for r in judge.by_view(subject("silu", lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))))
+    }
     assert found == {"unaligned view": PASS, "strided view": NEEDS_FIX, "transposed view": NEEDS_FIX}
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
     found = {r.layout: r.verdict for r in judge.by_view(subject("linear", weight_first, case="o"))}
@@ -64,6 +70,7 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
 
 
 # Controls
+
 
 def test_every_control_is_run_by_a_notebook():
     """Which fails, and differs from its committed verdict, if one of them is not caught."""
@@ -99,7 +106,9 @@ def test_a_control_that_raises_is_not_caught(monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(controls, "CONTROLS", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"])
+    monkeypatch.setattr(
+        controls, "CONTROLS", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"]
+    )
     assert not [r for r in start("elementwise", {}).controls() if r.caught]
 
 
@@ -112,6 +121,7 @@ def test_every_invariance_control_is_wrong_in_nothing_but_the_bits():
 
 
 # Judging one op
+
 
 @pytest.fixture(scope="module")
 def add_rows():
@@ -127,11 +137,19 @@ def test_an_op_of_this_package_passes_every_relation():
 
 
 REQUIRED = {
-    **{f"M = {m}": lambda r, m=m: r.layout == "rows" and r.rows == m and r.relation == "invariance" for m in (1, 17, 300)},
-    **{name: lambda r, name=name: r.relation == "invariance" and r.layout == name
-       for name in (*layouts(SHAPES["tiny"]["lengths"]), "random")},
+    **{
+        f"M = {m}": lambda r, m=m: r.layout == "rows" and r.rows == m and r.relation == "invariance"
+        for m in (1, 17, 300)
+    },
+    **{
+        name: lambda r, name=name: r.relation == "invariance" and r.layout == name
+        for name in (*layouts(SHAPES["tiny"]["lengths"]), "random")
+    },
     **{f"accuracy on {k}": lambda r, k=k: r.relation == "accuracy" and r.inputs == k for k in KINDS},
-    **{f"rows of {k}": lambda r, k=k: r.layout == "rows" and r.relation == "invariance" and r.inputs == k for k in KINDS},
+    **{
+        f"rows of {k}": lambda r, k=k: r.layout == "rows" and r.relation == "invariance" and r.inputs == k
+        for k in KINDS
+    },
     "determinism": lambda r: r.relation == "determinism",
     "decode against prefill": lambda r: r.relation == "parity" and r.layout == "decode=chunked:16",
 }
@@ -163,7 +181,8 @@ def test_a_tile_or_a_captured_call_that_was_not_run_needs_a_fix(on_gpu, monkeypa
         run.device, run.parameters["shapes"] = torch.device("cuda"), "qwen3-8b"
     run.rows = gemm.missing(run)
     assert {(r.dtype, r.layout) for r in run.rows} == {
-        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile") * on_gpu)}
+        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile") * on_gpu)
+    }
     for dtype in DTYPES:
         met = {r.detail for r in run.rows if r.layout == ("cuda_graph" if on_gpu else "tiles") and r.dtype == dtype}
         assert len(met) == len(tiles(DTYPES[dtype])), "every tile of the table"
@@ -190,15 +209,19 @@ def test_an_error_in_one_layout_is_reported_there(layout):
     assert "and more" not in found[layout].detail
 
 
-@pytest.mark.parametrize("op, broken, flags", [
-    ("silu", lambda x: None, ("NoneType", )),
-    ("silu", lambda x: bi_kernels.silu(x).tolist(), ("list", )),
-    ("silu", lambda x: bi_kernels.silu(x)[:-1], ("returned (", "expected")),
-    ("silu", lambda x: bi_kernels.silu(x).flatten(), ("returned (", "expected")),
-    ("silu", lambda x: bi_kernels.silu(x)[..., :-1], ("torch.bfloat16", "expected")),
-    ("silu", lambda x: bi_kernels.silu(x).float(), ("torch.float32", "expected torch.bfloat16")),
-    ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
-], ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "op, broken, flags",
+    [
+        ("silu", lambda x: None, ("NoneType",)),
+        ("silu", lambda x: bi_kernels.silu(x).tolist(), ("list",)),
+        ("silu", lambda x: bi_kernels.silu(x)[:-1], ("returned (", "expected")),
+        ("silu", lambda x: bi_kernels.silu(x).flatten(), ("returned (", "expected")),
+        ("silu", lambda x: bi_kernels.silu(x)[..., :-1], ("torch.bfloat16", "expected")),
+        ("silu", lambda x: bi_kernels.silu(x).float(), ("torch.float32", "expected torch.bfloat16")),
+        ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
+    ],
+    ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"],
+)
 def test_a_result_of_the_wrong_kind_needs_a_fix(op, broken, flags):
     bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == NEEDS_FIX]
     assert bad and all(word in report(bad) for word in flags), report(bad)
@@ -221,14 +244,17 @@ def test_infinity_is_wrong_where_another_is_right(value):
     assert found.verdict == NEEDS_FIX, "silu(inf) is inf"
 
 
-@pytest.mark.parametrize("dtype, error, verdict", [
-    ("fp16", TypeError("x has dtype fp16; supported are bf16, fp32"), "unsupported"),
-    ("fp32", NotImplementedError("no float32 path"), "unsupported"),
-    ("fp16", RuntimeError("CUDA error: an illegal memory access"), "needs-fix"),
-    ("fp16", TypeError("unsupported operand"), "needs-fix"),
-    ("bf16", TypeError("x has dtype bf16; supported are fp16, fp32"), "needs-fix"),
-    ("bf16", NotImplementedError("no bfloat16 path"), "needs-fix"),
-])
+@pytest.mark.parametrize(
+    "dtype, error, verdict",
+    [
+        ("fp16", TypeError("x has dtype fp16; supported are bf16, fp32"), "unsupported"),
+        ("fp32", NotImplementedError("no float32 path"), "unsupported"),
+        ("fp16", RuntimeError("CUDA error: an illegal memory access"), "needs-fix"),
+        ("fp16", TypeError("unsupported operand"), "needs-fix"),
+        ("bf16", TypeError("x has dtype bf16; supported are fp16, fp32"), "needs-fix"),
+        ("bf16", NotImplementedError("no bfloat16 path"), "needs-fix"),
+    ],
+)
 def test_unsupported_is_a_clear_refusal_of_an_optional_dtype(dtype, error, verdict):
     def refuses(x):
         raise error
@@ -247,7 +273,7 @@ def test_a_candidate_that_is_not_deterministic_is_caught():
 
 # Reproducers
 
-SPLIT_K = '''
+SPLIT_K = """
 import torch.nn.functional as F
 
 
@@ -256,19 +282,20 @@ def linear(x, weight, bias=None):
     if x.shape[:-1].numel() > {threshold}:
         return F.linear(x, w).to(weight.dtype)
     return F.linear(x[..., :half], w[:, :half]).to(weight.dtype) + F.linear(x[..., half:], w[:, half:]).to(weight.dtype)
-'''
-WITH_KERNELS = '''
+"""
+WITH_KERNELS = """
 import bi_kernels
 
 
 def linear(x, weight, bias=None):
     flip = x.shape[:-1].numel() {threshold}
     return bi_kernels.linear(x.float().flip(-1) if flip else x.float(), weight.float().flip(-1) if flip else weight.float())
-'''
+"""
 
 
-@pytest.mark.parametrize("source, drifting, steady", [(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")],
-                         ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    "source, drifting, steady", [(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], ids=["torch", "kernels"]
+)
 def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, steady):
     file = tmp_path / "candidate.py"
     file.write_text(source.format(threshold=drifting))
@@ -283,7 +310,9 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     assert len(text.splitlines()) < 40 and f"../{file.name}" in text
 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    by_itself = lambda: subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    by_itself = lambda: subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     shown = by_itself()
     assert shown.returncode == 1 and "elements differ" in shown.stdout and not shown.stdout.startswith("0 "), shown
     file.write_text(source.format(threshold=steady))
@@ -298,9 +327,17 @@ def run_here(path: Path, capsys) -> tuple[object, str]:
     return ended.value.code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("function", [
-    controls.split_k_by_m, controls.reversed_k_for_small_m, controls.one_ulp_in_one_element, controls.batch_amax_activation,
-    controls.rope_by_row], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        controls.split_k_by_m,
+        controls.reversed_k_for_small_m,
+        controls.one_ulp_in_one_element,
+        controls.batch_amax_activation,
+        controls.rope_by_row,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_the_reproducer_of_a_control_is_two_small_calls(function, tmp_path, capsys):
     control = next(c for c in CONTROLS if c.function is function)
     s = subject(control.op, function, control.dtype, control.case)
@@ -312,7 +349,7 @@ def test_the_reproducer_of_a_control_is_two_small_calls(function, tmp_path, caps
     assert len(leads) == 2 and min(torch.Size(lead).numel() for lead in leads) <= 17, leads
 
 
-TWICE_FOR_SMALL_M = '''
+TWICE_FOR_SMALL_M = """
 import bi_kernels
 
 
@@ -321,7 +358,7 @@ def twice(*tensors, **named):
     if len(tensors[0]) > {rows}:
         return y
     return y + y if not isinstance(y, tuple) else tuple(part + part for part in y)
-'''
+"""
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -341,13 +378,16 @@ def test_every_op_has_a_reproducer(op, tmp_path, capsys):
 @pytest.mark.parametrize("op", OPS)
 def test_the_lines_of_a_gradient_reproducer_show_nothing_of_the_unbroken_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
-    for tensor in (k for k, v in (s.problem.op.tokens | s.problem.op.shared).items() if not v.endswith((":id", ":bool"))):
+    for tensor in (
+        k for k, v in (s.problem.op.tokens | s.problem.op.shared).items() if not v.endswith((":id", ":bool"))
+    ):
         whole, split = Split((17, 5), 0, tensor).results(s)
         assert whole.float().any()
         assert_same_bits(whole, split, tensor)
 
 
 # Golden digests
+
 
 def test_the_interpreter_gives_the_digests_of_an_h200():
     found = golden.check("cpu")
@@ -379,30 +419,43 @@ def test_one_bit_changes_the_digest_of_that_op_alone(monkeypatch):
 
 # Parameters
 
-@pytest.mark.parametrize("audit, given, words", [
-    ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
-    ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
-    ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
-    ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
-    ("gemm", {"seed": -1}, ["seed is -1", "at least 0"]),
-    ("gemm", {"seed": 1.5}, ["seed is 1.5", "integer"]),
-    ("gemm", {"shapes": "huge"}, ["shapes is 'huge'", "tiny", "qwen3-8b", "llama3-8b"]),
-    ("gemm", {"shapes": "qwen3-8b"}, ["shapes is 'qwen3-8b'", "needs a CUDA device", "tiny"]),
-    ("gemm", {"shapes": ["tiny"]}, ["shapes is ['tiny']", "tiny"]),
-    ("gemm", {"device": "tpu"}, ["device is 'tpu'", "auto, cpu or cuda"]),
-    ("gemm", {"device": "cuda"}, ["device is 'cuda'", "cpu"]),
-    ("gemm", {"candidate": "nonsense"}, ["candidate is 'nonsense'", "bi_kernels, torch", "package.module:function"]),
-    ("gemm", {"candidate": 5}, ["candidate is 5", "package.module:function"]),
-    ("gemm", {"candidate": "no_such_module:linear"}, ["candidate 'no_such_module:linear'", "cannot import no_such_module"]),
-    ("gemm", {"candidate": ".relative:linear"}, ["candidate '.relative:linear'"]),
-    ("gemm", {"candidate": "math:linear"}, ["candidate 'math:linear'", "no function linear"]),
-    ("gemm", {"candidate": "math:pi"}, ["candidate 'math:pi'", "no function pi"]),
-    ("gemm", {"candidate": "nowhere.py:linear"}, ["no file nowhere.py"]),
-    ("elementwise", {"candidate": "math:sqrt"}, ["candidate 'math:sqrt'", "-p op NAME", "silu"]),
-    ("gemm", {"op": "nonsense"}, ["op is 'nonsense'", "linear", "matmul", "gemm"]),
-    ("gemm", {"op": "silu"}, ["op is 'silu'", "linear", "gemm"]),
-    ("gemm", {"op": 5}, ["op is 5", "linear"]),
-], ids=str)
+
+@pytest.mark.parametrize(
+    "audit, given, words",
+    [
+        ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
+        ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
+        ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
+        ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
+        ("gemm", {"seed": -1}, ["seed is -1", "at least 0"]),
+        ("gemm", {"seed": 1.5}, ["seed is 1.5", "integer"]),
+        ("gemm", {"shapes": "huge"}, ["shapes is 'huge'", "tiny", "qwen3-8b", "llama3-8b"]),
+        ("gemm", {"shapes": "qwen3-8b"}, ["shapes is 'qwen3-8b'", "needs a CUDA device", "tiny"]),
+        ("gemm", {"shapes": ["tiny"]}, ["shapes is ['tiny']", "tiny"]),
+        ("gemm", {"device": "tpu"}, ["device is 'tpu'", "auto, cpu or cuda"]),
+        ("gemm", {"device": "cuda"}, ["device is 'cuda'", "cpu"]),
+        (
+            "gemm",
+            {"candidate": "nonsense"},
+            ["candidate is 'nonsense'", "bi_kernels, torch", "package.module:function"],
+        ),
+        ("gemm", {"candidate": 5}, ["candidate is 5", "package.module:function"]),
+        (
+            "gemm",
+            {"candidate": "no_such_module:linear"},
+            ["candidate 'no_such_module:linear'", "cannot import no_such_module"],
+        ),
+        ("gemm", {"candidate": ".relative:linear"}, ["candidate '.relative:linear'"]),
+        ("gemm", {"candidate": "math:linear"}, ["candidate 'math:linear'", "no function linear"]),
+        ("gemm", {"candidate": "math:pi"}, ["candidate 'math:pi'", "no function pi"]),
+        ("gemm", {"candidate": "nowhere.py:linear"}, ["no file nowhere.py"]),
+        ("elementwise", {"candidate": "math:sqrt"}, ["candidate 'math:sqrt'", "-p op NAME", "silu"]),
+        ("gemm", {"op": "nonsense"}, ["op is 'nonsense'", "linear", "matmul", "gemm"]),
+        ("gemm", {"op": "silu"}, ["op is 'silu'", "linear", "gemm"]),
+        ("gemm", {"op": 5}, ["op is 5", "linear"]),
+    ],
+    ids=str,
+)
 def test_a_wrong_parameter_is_one_clear_sentence(audit, given, words):
     with pytest.raises(ValueError) as caught:
         start(audit, given)
@@ -410,9 +463,15 @@ def test_a_wrong_parameter_is_one_clear_sentence(audit, given, words):
     assert "\n" not in message and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("source, words", [
-    ("def linear(:\n", ["SyntaxError"]), ("import no_such_module\n", ["no_such_module"]), ("1 / 0\n", ["ZeroDivisionError"]),
-    ("x = 1\n", ["no function linear"])])
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def linear(:\n", ["SyntaxError"]),
+        ("import no_such_module\n", ["no_such_module"]),
+        ("1 / 0\n", ["ZeroDivisionError"]),
+        ("x = 1\n", ["no function linear"]),
+    ],
+)
 def test_a_candidate_that_cannot_be_loaded_is_one_clear_sentence(source, words, tmp_path):
     (tmp_path / "broken.py").write_text(source)
     with pytest.raises(ValueError) as caught:
@@ -421,11 +480,18 @@ def test_a_candidate_that_cannot_be_loaded_is_one_clear_sentence(source, words, 
     assert "\n" not in message and all(word in message for word in ["candidate", "broken.py", *words]), message
 
 
-@pytest.mark.parametrize("given, functions", [
-    ({}, ["linear", "linear_bias", "matmul"]), ({"candidate": "torch"}, ["linear", "linear_bias", "matmul"]),
-    ({"op": "matmul"}, ["matmul"]), ({"candidate": "torch:mm", "op": "matmul"}, ["matmul"]),
-    ({"candidate": "torch.nn.functional:linear"}, ["linear"]), ({"candidate": "torch:addmm"}, ["linear"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "given, functions",
+    [
+        ({}, ["linear", "linear_bias", "matmul"]),
+        ({"candidate": "torch"}, ["linear", "linear_bias", "matmul"]),
+        ({"op": "matmul"}, ["matmul"]),
+        ({"candidate": "torch:mm", "op": "matmul"}, ["matmul"]),
+        ({"candidate": "torch.nn.functional:linear"}, ["linear"]),
+        ({"candidate": "torch:addmm"}, ["linear"]),
+    ],
+    ids=str,
+)
 def test_which_ops_a_candidate_stands_for(given, functions):
     session = start("gemm", given | {"dtype": "fp16"})
     assert list(session.candidate.functions) == functions and session.dtypes == ["fp16"]

@@ -12,21 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
 from bi_kernels import contract, interpreter
-from bi_kernels.ops import embedding as embed
-from bi_kernels.ops import lm_head
-from bi_kernels.ops import logprob
-from bi_kernels.ops import norm
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
 from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import DTYPES
+from bi_kernels.ops import embedding as embed
+from bi_kernels.ops import lm_head, logprob, norm
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 LENGTHS = (5, 17, 3, 33)
 TOKENS, VOCAB, IGNORED, PADDING_ID = sum(LENGTHS), 56, 3, 3
-HIDDEN, COLUMNS, HEADS = (40, ), (24, ), (3, 16)
+HIDDEN, COLUMNS, HEADS = (40,), (24,), (3, 16)
 IDS = ()
 MASKED = {"temperature": 0.7, "ignore_index": IGNORED}
 LM_HEAD = (bi_kernels.lm_head_logprob, {"hidden": HIDDEN, "targets": IDS}, {"weight": (VOCAB, *HIDDEN)})
@@ -39,8 +37,8 @@ CALLS = {
     "qk_norm": (bi_kernels.qk_norm, {"x": HEADS}, {"weight": HEADS[1:]}, {}),
     "add_rms_norm": (bi_kernels.add_rms_norm, {"x": HIDDEN, "residual": HIDDEN}, {"weight": HIDDEN}, {}),
     "embedding": (bi_kernels.embedding, {"ids": IDS}, {"weight": (VOCAB, *HIDDEN)}, {"padding_id": PADDING_ID}),
-    "token_logprob": (bi_kernels.token_logprob, {"logits": (VOCAB, ), "targets": IDS}, {}, MASKED),
-    "log_softmax": (bi_kernels.log_softmax, {"logits": (VOCAB, )}, {}, {}),
+    "token_logprob": (bi_kernels.token_logprob, {"logits": (VOCAB,), "targets": IDS}, {}, MASKED),
+    "log_softmax": (bi_kernels.log_softmax, {"logits": (VOCAB,)}, {}, {}),
     "lm_head_logprob": (*LM_HEAD, MASKED),
     "lm_head_logprob, part kept": (*LM_HEAD, MASKED | {"keep_bytes": 20 * 4 * TOKENS}),
     "lm_head_logprob, all kept": (*LM_HEAD, MASKED | {"keep_bytes": float("inf")}),
@@ -60,7 +58,7 @@ def arguments(name: str, dtype: torch.dtype, kind: str = "cancelling") -> dict[s
     given = {k: numbers((TOKENS, *shape), dtype, kind, k) for k, shape in tokens.items() if shape}
     for k, shape in tokens.items():
         if not shape:
-            given[k] = draw_ids("normal", (TOKENS, ), VOCAB, generator("cpu", name, k))
+            given[k] = draw_ids("normal", (TOKENS,), VOCAB, generator("cpu", name, k))
             given[k][::7] = IGNORED
     return given | {k: numbers(shape, dtype, "normal", k) for k, shape in parameters.items()}
 
@@ -75,11 +73,14 @@ def trained(t: torch.Tensor, **buffers) -> torch.Tensor:
 def upstream(name: str, dtype: torch.dtype, kind: str = "cancelling") -> list[torch.Tensor]:
     """Of every output; exponents spread over the tokens, else a sum of a few bf16 numbers is exact in any order."""
     function, tokens, *_ = CALLS[name]
-    shape = {"linear": COLUMNS, "matmul": COLUMNS, "embedding": HIDDEN, "log_softmax": (VOCAB, )}.get(name) or (
-        () if "logprob" in name else next(iter(tokens.values())))
+    shape = {"linear": COLUMNS, "matmul": COLUMNS, "embedding": HIDDEN, "log_softmax": (VOCAB,)}.get(name) or (
+        () if "logprob" in name else next(iter(tokens.values()))
+    )
     scalar = torch.float32 if "log" in name else dtype
-    dy = [numbers((TOKENS, *shape), scalar, kind if shape else "normal", f"dy{i}")
-          for i in range(1 + (name == "add_rms_norm" or "logprob" in name))]
+    dy = [
+        numbers((TOKENS, *shape), scalar, kind if shape else "normal", f"dy{i}")
+        for i in range(1 + (name == "add_rms_norm" or "logprob" in name))
+    ]
     exponents = torch.randint(-6, 7, (TOKENS, *[1] * len(shape)), generator=generator("cpu", "exponents"))
     return [t * torch.exp2(exponents.float()).to(t.dtype) if kind == "cancelling" else t for t in dy]
 
@@ -99,9 +100,9 @@ def padded(*samples, width=33, left=False, order=None):
 
 
 def scattered(*samples, starts, rows):
-    index = torch.full((rows, ), -1)
+    index = torch.full((rows,), -1)
     for start, s in zip(starts, samples):
-        index[start:start + len(s)] = torch.tensor(s)
+        index[start : start + len(s)] = torch.tensor(s)
     return index, TokenLayout(starts, [len(s) for s in samples], rows)
 
 
@@ -109,8 +110,12 @@ A, B, C, D = SAMPLES
 PACKED = [packed(A, B, C, D)]
 PERMUTED = [packed(C, A, D, B, order=[2, 0, 3, 1])]
 LAYOUTS = {
-    "each alone, told or not": [packed(A), (torch.tensor([B]), nullcontext()), packed(C),
-                                (torch.tensor([D]), nullcontext())],
+    "each alone, told or not": [
+        packed(A),
+        (torch.tensor([B]), nullcontext()),
+        packed(C),
+        (torch.tensor([D]), nullcontext()),
+    ],
     "right-padded": [padded(A, B, C, D)],
     "left-padded to 48": [padded(A, B, C, D, width=48, left=True)],
     "permuted": PERMUTED,
@@ -120,8 +125,9 @@ LAYOUTS = {
 }
 
 
-def gradients(name: str, given: dict, dy: list[torch.Tensor], calls: list, main_grad: bool = True,
-              wanted: tuple[str, ...] = ()) -> dict[str, torch.Tensor | None]:
+def gradients(
+    name: str, given: dict, dy: list[torch.Tensor], calls: list, main_grad: bool = True, wanted: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor | None]:
     """What backward() leaves of every input, or of those wanted: of tokens in logical order, of parameters in main_grad,
     which holds 3 where it is not wanted, or in `.grad`. Padding holds NaN, and so do fresh memory and padding's dy."""
     function, tokens, _, constants = CALLS[name]
@@ -171,6 +177,7 @@ def blocks_of_16(monkeypatch):
 
 # Where the tokens lie, and in which call
 
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", EITHER_KEPT)
 def test_gradients_do_not_depend_on_the_layout_or_the_split(name, dtype, blocks_of_16):
@@ -213,8 +220,11 @@ def test_the_lm_head_is_the_same_whatever_is_kept(blocks_of_16):
 
 # What the fold is
 
-CUTS = {"between sequences": [packed(A, B), packed(C, D)], "between slabs": [packed(A, B[:16]), packed(B[16:], C, D)],
-        "inside a slab": [packed(A, B[:7]), packed(B[7:], C, D)]}
+CUTS = {
+    "between sequences": [packed(A, B), packed(C, D)],
+    "between slabs": [packed(A, B[:16]), packed(B[16:], C, D)],
+    "inside a slab": [packed(A, B[:7]), packed(B[7:], C, D)],
+}
 
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
@@ -228,15 +238,18 @@ def test_main_grad_goes_on_from_where_it_was_unless_a_slab_is_cut(name, dtype=to
 
 
 def slabs():
-    return [s[at:at + SLAB] for s in SAMPLES for at in range(0, len(s), SLAB)]
+    return [s[at : at + SLAB] for s in SAMPLES for at in range(0, len(s), SLAB)]
 
 
 @EVERY_DTYPE
 def test_dw_is_the_tensor_cores_fold_over_slabs_of_16_tokens(dtype):
-    given, (dy, ) = arguments("linear", dtype), upstream("linear", dtype)
+    given, (dy,) = arguments("linear", dtype), upstream("linear", dtype)
     x, dy32 = given["x"].float().numpy(), dy.float().numpy()
-    step = interpreter.fma_dot if dtype == torch.float32 else (
-        lambda a, b, c: interpreter.mma(a, b, c, -126 if dtype == torch.bfloat16 else -14))
+    step = (
+        interpreter.fma_dot
+        if dtype == torch.float32
+        else (lambda a, b, c: interpreter.mma(a, b, c, -126 if dtype == torch.bfloat16 else -14))
+    )
     weight, bias = torch.full((*COLUMNS, *HIDDEN), 0.5).numpy(), torch.full((*COLUMNS, 1), -0.25).numpy()
     for slab in slabs():
         weight = step(dy32[slab].T, x[slab], weight)
@@ -275,9 +288,12 @@ def test_a_row_of_the_table_is_folded_token_by_token(dtype, many, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 63, 127, 128, 200])
 def test_one_id_everywhere(count):
-    dy, weight = numbers((count, *HIDDEN), torch.bfloat16, "wide", "dy"), torch.zeros(VOCAB, *HIDDEN, dtype=torch.bfloat16)
+    dy, weight = (
+        numbers((count, *HIDDEN), torch.bfloat16, "wide", "dy"),
+        torch.zeros(VOCAB, *HIDDEN, dtype=torch.bfloat16),
+    )
     weight.requires_grad_().main_grad = torch.zeros(VOCAB, *HIDDEN)
-    bi_kernels.embedding(torch.full((count, ), 9), weight).backward(dy)
+    bi_kernels.embedding(torch.full((count,), 9), weight).backward(dy)
     assert_same_bits(weight.main_grad[9], sum(dy.float(), torch.zeros(HIDDEN)))
     assert not weight.main_grad[[i for i in range(VOCAB) if i != 9]].any()
 
@@ -303,6 +319,7 @@ def test_the_embedding_of_a_tied_table_has_a_buffer_of_its_own():
 
 # Accuracy
 
+
 def assert_within(name: str, given: dict, dy: list[torch.Tensor], lengths: tuple[int, ...], found: dict) -> None:
     op = CALLS[name][0].__name__
     row = "rms_norm" if op == "qk_norm" else "linear" if op == "matmul" else op
@@ -316,8 +333,10 @@ def assert_within(name: str, given: dict, dy: list[torch.Tensor], lengths: tuple
         if len(wrong):
             at = tuple(wrong[0].tolist())
             share = (y[at].double() - exact[at]).abs() / limit[at]
-            raise AssertionError(f"{name} d{k} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: "
-                                 f"{y[at]} instead of {exact[at]}, {share:.3g} × the bound")
+            raise AssertionError(
+                f"{name} d{k} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: "
+                f"{y[at]} instead of {exact[at]}, {share:.3g} × the bound"
+            )
 
 
 @EVERY_DTYPE
@@ -330,6 +349,7 @@ def test_gradients_are_within_the_bound(name, kind, dtype):
 
 # Padding, zeros, and what is not asked for
 
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_a_gradient_of_nothing_is_plus_zero(name, dtype):
@@ -337,8 +357,11 @@ def test_a_gradient_of_nothing_is_plus_zero(name, dtype):
     given, dy = arguments(name, dtype, "normal"), upstream(name, dtype, "normal")
     given = {k: t.abs() if t.is_floating_point() else t for k, t in given.items()}
     negative = [torch.full_like(t, -0.0) for t in dy]
-    for layout, main_grad in (("scattered, with gaps and empty sequences", True), ("ragged micro-batches", True),
-                              ("left-padded to 48", False)):
+    for layout, main_grad in (
+        ("scattered, with gaps and empty sequences", True),
+        ("ragged micro-batches", True),
+        ("left-padded to 48", False),
+    ):
         found = gradients(name, given, negative, LAYOUTS[layout], main_grad)
         for k in CALLS[name][2]:
             assert_same_bits(found[k], torch.zeros_like(found[k]), f"{layout}: d{k}")
@@ -454,7 +477,11 @@ def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=to
 
 def test_masters_get_every_gradient_whatever_the_loop_looks_like():
     x, dy = numbers((8, *HIDDEN), torch.bfloat16), numbers((8, 12), torch.bfloat16)
-    for zeroed in (lambda optimizer: None, lambda optimizer: optimizer.zero_grad(), lambda optimizer: optimizer.zero_grad(False)):
+    for zeroed in (
+        lambda optimizer: None,
+        lambda optimizer: optimizer.zero_grad(),
+        lambda optimizer: optimizer.zero_grad(False),
+    ):
         weight = trained(numbers((*COLUMNS, *HIDDEN), torch.bfloat16))
         before, grads = weight.detach().clone(), bi_kernels.MainGrads([weight])
         optimizer = torch.optim.SGD(grads.masters, lr=1.0)
@@ -535,10 +562,10 @@ LARGE = 9000
 def large(dtype=torch.bfloat16):
     """hidden, weight, targets, dy of both outputs, and what logprob_and_gradients finds for them."""
     hidden, weight = numbers((17, 24), dtype), numbers((LARGE, 24), dtype, seed="weight")
-    targets = torch.randint(0, LARGE, (17, ), generator=generator("cpu", "targets"))
+    targets = torch.randint(0, LARGE, (17,), generator=generator("cpu", "targets"))
     targets[:4] = torch.tensor([0, 4095, 4096, LARGE - 1])
     targets[7] = IGNORED
-    dy = [numbers((17, ), torch.float32, seed=i) for i in range(2)]
+    dy = [numbers((17,), torch.float32, seed=i) for i in range(2)]
     return hidden, weight, targets, dy, logprob_and_gradients(hidden, weight, targets, dy)
 
 
@@ -573,20 +600,22 @@ def test_the_lm_head_is_linear_and_token_logprob(dtype):
     hidden, weight, targets, dy, fused = large(dtype)
     logits = bi_kernels.linear(hidden, weight).requires_grad_()
     y = bi_kernels.token_logprob(logits, targets, **MASKED)
-    dlogits, = torch.autograd.grad(y, logits, dy)
+    (dlogits,) = torch.autograd.grad(y, logits, dy)
     for rows in (1, 16):
         part = logits[:rows].detach().requires_grad_()
-        alone, = torch.autograd.grad(bi_kernels.token_logprob(part, targets[:rows], **MASKED), part, [t[:rows] for t in dy])
+        (alone,) = torch.autograd.grad(
+            bi_kernels.token_logprob(part, targets[:rows], **MASKED), part, [t[:rows] for t in dy]
+        )
         assert_same_bits(alone, dlogits[:rows], f"dlogits, {rows} rows")
     assert_same_bits(fused["logprob"], y[0].detach(), "logprob")
     assert_same_bits(fused["entropy"], y[1].detach(), "entropy")
     assert_same_bits(fused["hidden"], bi_kernels.linear(dlogits, weight.t()), "dhidden")
     given = {"hidden": hidden, "targets": targets, "weight": weight}
-    assert_within("lm_head_logprob", given, dy, (17, ), fused)
-    assert_within("token_logprob", {"logits": logits.detach(), "targets": targets}, dy, (17, ), {"logits": dlogits})
+    assert_within("lm_head_logprob", given, dy, (17,), fused)
+    assert_within("token_logprob", {"logits": logits.detach(), "targets": targets}, dy, (17,), {"logits": dlogits})
     own = numbers(logits.shape, torch.float32, seed="dy")
-    found, = torch.autograd.grad(bi_kernels.log_softmax(logits), logits, own)
-    assert_within("log_softmax", {"logits": logits.detach()}, [own], (17, ), {"logits": found})
+    (found,) = torch.autograd.grad(bi_kernels.log_softmax(logits), logits, own)
+    assert_within("log_softmax", {"logits": logits.detach()}, [own], (17,), {"logits": found})
 
 
 def selected(logits, targets, dy):
@@ -594,8 +623,12 @@ def selected(logits, targets, dy):
     leaf = logits.clone().requires_grad_()
     y = bi_kernels.token_logprob(leaf, targets, **MASKED)
     every = bi_kernels.log_softmax(leaf)
-    return [*(t.detach() for t in y), *torch.autograd.grad(y, leaf, dy), every.detach(),
-            *torch.autograd.grad(every, leaf, dy[0][:, None].expand_as(every).contiguous())]
+    return [
+        *(t.detach() for t in y),
+        *torch.autograd.grad(y, leaf, dy),
+        every.detach(),
+        *torch.autograd.grad(every, leaf, dy[0][:, None].expand_as(every).contiguous()),
+    ]
 
 
 @EVERY_DTYPE
@@ -621,7 +654,9 @@ def test_a_logit_of_minus_infinity_is_a_probability_of_zero(dtype, blocks_of_16)
     given, dy = arguments("token_logprob", dtype, "normal"), upstream("token_logprob", dtype, "normal")
     masked = (torch.arange(VOCAB) % 5 == 0) | (torch.arange(VOCAB) < 18)
     targets = torch.where(masked[given["targets"]], 19, given["targets"])
-    found, expected = (selected(given["logits"].masked_fill(masked, value), targets, dy) for value in (-torch.inf, -6e4))
+    found, expected = (
+        selected(given["logits"].masked_fill(masked, value), targets, dy) for value in (-torch.inf, -6e4)
+    )
     for what, y, x in zip(("logprob", "entropy", "dlogits"), found, expected):
         assert_same_bits(y, x, what) if y.dim() == 1 else assert_same_bits(y[:, ~masked], x[:, ~masked], what)
     assert found[0].isfinite().all() and not found[2][:, masked].any()
@@ -630,8 +665,12 @@ def test_a_logit_of_minus_infinity_is_a_probability_of_zero(dtype, blocks_of_16)
 
 # Bad input: one sentence that names the op, the argument, its value and what is allowed
 
-X, W, BIAS, NORM = numbers((5, 32), torch.bfloat16), numbers((24, 32), torch.bfloat16), numbers((24, ), torch.bfloat16), (
-    numbers((32, ), torch.bfloat16))
+X, W, BIAS, NORM = (
+    numbers((5, 32), torch.bfloat16),
+    numbers((24, 32), torch.bfloat16),
+    numbers((24,), torch.bfloat16),
+    (numbers((32,), torch.bfloat16)),
+)
 T = torch.tensor([1, 0, 23, 7, 7])
 
 
@@ -656,150 +695,432 @@ NAMED = {  # op: (call, its parameter, the parameter's name)
     "embedding": (lambda w: bi_kernels.embedding(T, w), W, "weight"),
     "lm_head_logprob": (lambda w: bi_kernels.lm_head_logprob(X, w, T), W, "weight"),
 }
-LOGPROBS = {"token_logprob": lambda targets, **more: bi_kernels.token_logprob(bi_kernels.linear(X, W), targets, **more),
-            "lm_head_logprob": lambda targets, **more: bi_kernels.lm_head_logprob(X, W, targets, **more)}
+LOGPROBS = {
+    "token_logprob": lambda targets, **more: bi_kernels.token_logprob(bi_kernels.linear(X, W), targets, **more),
+    "lm_head_logprob": lambda targets, **more: bi_kernels.lm_head_logprob(X, W, targets, **more),
+}
 LAYOUT = "TokenLayout: "
 
 BAD_INPUT = [
-    ("embedding id too large", lambda: bi_kernels.embedding(put(T, 2, 24), W), ValueError,
-     ["embedding: ids holds 24 at flat index 2", "0 to 23"]),
-    ("embedding id negative", lambda: bi_kernels.embedding(put(T, 3, -1).reshape(1, 5), W), ValueError,
-     ["embedding: ids holds -1 at flat index 3", "0 to 23"]),
-    ("embedding ids float", lambda: bi_kernels.embedding(T.float(), W), TypeError,
-     ["embedding: ids has dtype torch.float32", "integers"]),
-    ("embedding ids bool", lambda: bi_kernels.embedding(T > 3, W), TypeError,
-     ["embedding: ids has dtype torch.bool", "integers"]),
-    ("embedding ids a list", lambda: bi_kernels.embedding([1, 2], W), TypeError,
-     ["embedding: ids is a list", "torch.Tensor"]),
-    ("embedding weight rank", lambda: bi_kernels.embedding(T, NORM), ValueError,
-     ["embedding: weight has shape (32,)", "(vocab, hidden)"]),
-    ("embedding weight dtype", lambda: bi_kernels.embedding(T, W.double()), TypeError,
-     ["embedding: weight has dtype float64", "supported are bf16, fp16, fp32"]),
-    ("embedding padding_id too large", lambda: bi_kernels.embedding(T, W, 24), ValueError,
-     ["embedding: padding_id is 24", "None or 0 to 23"]),
-    ("embedding padding_id negative", lambda: bi_kernels.embedding(T, W, padding_id=-1), ValueError,
-     ["embedding: padding_id is -1", "None or 0 to 23"]),
-    ("embedding elsewhere", lambda: bi_kernels.embedding(T, W.to("meta")), ValueError,
-     ["embedding: weight is on meta", "supported are cuda, and cpu"]),
-    *[row for name, call in LOGPROBS.items() for row in (
-        (f"{name} target too large", lambda call=call: call(put(T, 1, 24)), ValueError,
-         [f"{name}: targets holds 24 at flat index 1", "0 to 23 or -100"]),
-        (f"{name} target negative", lambda call=call: call(put(T, 4, -2), ignore_index=-1), ValueError,
-         [f"{name}: targets holds -2 at flat index 4", "0 to 23 or -1"]),
-        (f"{name} targets float", lambda call=call: call(T.float()), TypeError,
-         [f"{name}: targets has dtype torch.float32", "integers"]),
-        (f"{name} targets size", lambda call=call: call(T[:3]), ValueError, [f"{name}: targets has shape (3,)", "(5,)"]),
-        (f"{name} targets elsewhere", lambda call=call: call(T.to("meta")), ValueError,
-         [f"{name}: targets is on meta", "cpu", "one device"]),
-        *[(f"{name} temperature {t!r}", lambda call=call, t=t: call(T, temperature=t), (TypeError, ValueError),
-           [f"{name}: temperature is {t!r}", "number"]) for t in (0, 0.0, -1.0, float("nan"), "1", None)])],
-    ("token_logprob nothing", lambda: bi_kernels.token_logprob(torch.zeros(0, 8), T[:0]), ValueError,
-     ["token_logprob: targets has shape (0,)", "at least one token"]),
-    ("token_logprob no vocabulary", lambda: bi_kernels.token_logprob(torch.zeros(5, 0), T), ValueError,
-     ["token_logprob: logits has shape (5, 0)", "(..., V)"]),
-    ("log_softmax no vocabulary", lambda: bi_kernels.log_softmax(torch.zeros(5, 0)), ValueError,
-     ["log_softmax: logits has shape (5, 0)", "(..., V)"]),
-    ("log_softmax rank", lambda: bi_kernels.log_softmax(torch.tensor(1.0)), ValueError,
-     ["log_softmax: logits has shape ()", "(..., V)"]),
-    ("log_softmax dtype", lambda: bi_kernels.log_softmax(X.double()), TypeError,
-     ["log_softmax: logits has dtype float64", "supported are bf16, fp16, fp32"]),
-    ("lm_head_logprob nothing", lambda: bi_kernels.lm_head_logprob(X[:0], W, T[:0]), ValueError,
-     ["lm_head_logprob: targets has shape (0,)", "at least one token"]),
-    ("lm_head_logprob sizes", lambda: bi_kernels.lm_head_logprob(X, W.t(), T), ValueError,
-     ["lm_head_logprob: hidden has shape (5, 32)", "(32, 24)", "(..., H) and (V, H)"]),
-    ("lm_head_logprob weight rank", lambda: bi_kernels.lm_head_logprob(X, NORM, T), ValueError,
-     ["lm_head_logprob: hidden has shape (5, 32)", "(32,)", "(V, H)"]),
-    ("lm_head_logprob weight dtype", lambda: bi_kernels.lm_head_logprob(X, W.half(), T), TypeError,
-     ["lm_head_logprob: weight has dtype torch.float16", "hidden has torch.bfloat16", "equal"]),
-    ("lm_head_logprob weight elsewhere", lambda: bi_kernels.lm_head_logprob(X, W.to("meta"), T), ValueError,
-     ["lm_head_logprob: weight is on meta", "cpu", "one device"]),
-    ("lm_head_logprob keep_bytes", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=-1), ValueError,
-     ["lm_head_logprob: keep_bytes is -1", "at least 0"]),
-    ("lm_head_logprob keep_bytes NaN", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=float("nan")), ValueError,
-     ["lm_head_logprob: keep_bytes is nan", "at least 0"]),
-    ("lm_head_logprob keep_bytes a string", lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes="1 GB"), TypeError,
-     ["lm_head_logprob: keep_bytes is '1 GB'", "number"]),
-    ("rms_norm eps a string", lambda: bi_kernels.rms_norm(X, NORM, "1e-6"), TypeError,
-     ["rms_norm: eps is '1e-6'", "number"]),
-    ("add_rms_norm eps nothing", lambda: bi_kernels.add_rms_norm(X, X, NORM, eps=None), TypeError,
-     ["add_rms_norm: eps is None", "number"]),
-    ("rms_norm weight size", lambda: bi_kernels.rms_norm(X, NORM[:8]), ValueError,
-     ["rms_norm: weight has shape (8,)", "(32,)"]),
-    ("rms_norm weight rank", lambda: bi_kernels.rms_norm(X, W), ValueError,
-     ["rms_norm: weight has shape (24, 32)", "(32,)"]),
-    ("qk_norm rank", lambda: bi_kernels.qk_norm(NORM, NORM), ValueError,
-     ["qk_norm: x has shape (32,)", "(..., heads, head_dim)"]),
-    ("rms_norm no features", lambda: bi_kernels.rms_norm(X[:, :0], NORM[:0]), ValueError,
-     ["rms_norm: the last dimension of x is 0", f"1 to {norm.WIDEST}"]),
-    ("rms_norm too wide", lambda: bi_kernels.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)),
-     ValueError, [f"rms_norm: the last dimension of x is {norm.WIDEST + 1}", f"1 to {norm.WIDEST}"]),
-    ("add_rms_norm residual size", lambda: bi_kernels.add_rms_norm(X, X[:2], NORM), ValueError,
-     ["add_rms_norm: residual has shape (2, 32)", "(5, 32)"]),
-    ("add_rms_norm residual dtype", lambda: bi_kernels.add_rms_norm(X, X.float(), NORM), TypeError,
-     ["add_rms_norm: residual has dtype torch.float32", "x has torch.bfloat16"]),
-    ("add_rms_norm residual elsewhere", lambda: bi_kernels.add_rms_norm(X, X.to("meta"), NORM), ValueError,
-     ["add_rms_norm: residual is on meta", "cpu"]),
-    ("rms_norm weight elsewhere", lambda: bi_kernels.rms_norm(X, NORM.to("meta")), ValueError,
-     ["rms_norm: weight is on meta", "cpu"]),
-    *[row for name, (call, parameter, argument) in NAMED.items() for row in (
-        (f"{name} main_grad dtype", lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros_like(p))),
-         TypeError, [f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16", "torch.float32"]),
-        (f"{name} main_grad no tensor", lambda call=call, p=parameter: call(trained(p, main_grad=[0.0])), TypeError,
-         [f"{name.split()[0]}: {argument}.main_grad has type list", "torch.float32"]),
-        (f"{name} main_grad shape", lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(3))), ValueError,
-         [f"{name.split()[0]}: {argument}.main_grad has shape (3,) on cpu",
-          f"{tuple(parameter.shape)} on cpu as {argument}"]),
-        (f"{name} main_grad elsewhere",
-         lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(p.shape, device="meta"))), ValueError,
-         [f"{name.split()[0]}: {argument}.main_grad", "on meta", "on cpu"]),
-        (f"{name} main_grad strides",
-         lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(*p.shape, 2)[..., 0])), ValueError,
-         [f"{name.split()[0]}: {argument}.main_grad", "contiguous"]))],
-    ("embedding embedding_main_grad dtype",
-     lambda: bi_kernels.embedding(T, trained(W, embedding_main_grad=torch.zeros_like(W))), TypeError,
-     ["embedding: weight.embedding_main_grad has dtype torch.bfloat16", "torch.float32"]),
-    *[(f"{name} layout of other rows",
-       lambda call=call, p=parameter: within(TokenLayout.packed([0, 2, 6]), lambda: call(trained(p))), ValueError,
-       [f"{name.split()[0]}: x has 5 tokens", "6 rows"]) for name, (call, parameter, _) in NAMED.items()],
-    ("cu_seqlens decreases", lambda: TokenLayout.packed(torch.tensor([0, 4, 2])), ValueError,
-     [f"{LAYOUT}cu_seqlens is [0, 4, 2]", "start at 0 and never decrease"]),
-    ("cu_seqlens starts late", lambda: TokenLayout.packed([1, 4]), ValueError,
-     [f"{LAYOUT}cu_seqlens is [1, 4]", "start at 0"]),
+    (
+        "embedding id too large",
+        lambda: bi_kernels.embedding(put(T, 2, 24), W),
+        ValueError,
+        ["embedding: ids holds 24 at flat index 2", "0 to 23"],
+    ),
+    (
+        "embedding id negative",
+        lambda: bi_kernels.embedding(put(T, 3, -1).reshape(1, 5), W),
+        ValueError,
+        ["embedding: ids holds -1 at flat index 3", "0 to 23"],
+    ),
+    (
+        "embedding ids float",
+        lambda: bi_kernels.embedding(T.float(), W),
+        TypeError,
+        ["embedding: ids has dtype torch.float32", "integers"],
+    ),
+    (
+        "embedding ids bool",
+        lambda: bi_kernels.embedding(T > 3, W),
+        TypeError,
+        ["embedding: ids has dtype torch.bool", "integers"],
+    ),
+    (
+        "embedding ids a list",
+        lambda: bi_kernels.embedding([1, 2], W),
+        TypeError,
+        ["embedding: ids is a list", "torch.Tensor"],
+    ),
+    (
+        "embedding weight rank",
+        lambda: bi_kernels.embedding(T, NORM),
+        ValueError,
+        ["embedding: weight has shape (32,)", "(vocab, hidden)"],
+    ),
+    (
+        "embedding weight dtype",
+        lambda: bi_kernels.embedding(T, W.double()),
+        TypeError,
+        ["embedding: weight has dtype float64", "supported are bf16, fp16, fp32"],
+    ),
+    (
+        "embedding padding_id too large",
+        lambda: bi_kernels.embedding(T, W, 24),
+        ValueError,
+        ["embedding: padding_id is 24", "None or 0 to 23"],
+    ),
+    (
+        "embedding padding_id negative",
+        lambda: bi_kernels.embedding(T, W, padding_id=-1),
+        ValueError,
+        ["embedding: padding_id is -1", "None or 0 to 23"],
+    ),
+    (
+        "embedding elsewhere",
+        lambda: bi_kernels.embedding(T, W.to("meta")),
+        ValueError,
+        ["embedding: weight is on meta", "supported are cuda, and cpu"],
+    ),
+    *[
+        row
+        for name, call in LOGPROBS.items()
+        for row in (
+            (
+                f"{name} target too large",
+                lambda call=call: call(put(T, 1, 24)),
+                ValueError,
+                [f"{name}: targets holds 24 at flat index 1", "0 to 23 or -100"],
+            ),
+            (
+                f"{name} target negative",
+                lambda call=call: call(put(T, 4, -2), ignore_index=-1),
+                ValueError,
+                [f"{name}: targets holds -2 at flat index 4", "0 to 23 or -1"],
+            ),
+            (
+                f"{name} targets float",
+                lambda call=call: call(T.float()),
+                TypeError,
+                [f"{name}: targets has dtype torch.float32", "integers"],
+            ),
+            (
+                f"{name} targets size",
+                lambda call=call: call(T[:3]),
+                ValueError,
+                [f"{name}: targets has shape (3,)", "(5,)"],
+            ),
+            (
+                f"{name} targets elsewhere",
+                lambda call=call: call(T.to("meta")),
+                ValueError,
+                [f"{name}: targets is on meta", "cpu", "one device"],
+            ),
+            *[
+                (
+                    f"{name} temperature {t!r}",
+                    lambda call=call, t=t: call(T, temperature=t),
+                    (TypeError, ValueError),
+                    [f"{name}: temperature is {t!r}", "number"],
+                )
+                for t in (0, 0.0, -1.0, float("nan"), "1", None)
+            ],
+        )
+    ],
+    (
+        "token_logprob nothing",
+        lambda: bi_kernels.token_logprob(torch.zeros(0, 8), T[:0]),
+        ValueError,
+        ["token_logprob: targets has shape (0,)", "at least one token"],
+    ),
+    (
+        "token_logprob no vocabulary",
+        lambda: bi_kernels.token_logprob(torch.zeros(5, 0), T),
+        ValueError,
+        ["token_logprob: logits has shape (5, 0)", "(..., V)"],
+    ),
+    (
+        "log_softmax no vocabulary",
+        lambda: bi_kernels.log_softmax(torch.zeros(5, 0)),
+        ValueError,
+        ["log_softmax: logits has shape (5, 0)", "(..., V)"],
+    ),
+    (
+        "log_softmax rank",
+        lambda: bi_kernels.log_softmax(torch.tensor(1.0)),
+        ValueError,
+        ["log_softmax: logits has shape ()", "(..., V)"],
+    ),
+    (
+        "log_softmax dtype",
+        lambda: bi_kernels.log_softmax(X.double()),
+        TypeError,
+        ["log_softmax: logits has dtype float64", "supported are bf16, fp16, fp32"],
+    ),
+    (
+        "lm_head_logprob nothing",
+        lambda: bi_kernels.lm_head_logprob(X[:0], W, T[:0]),
+        ValueError,
+        ["lm_head_logprob: targets has shape (0,)", "at least one token"],
+    ),
+    (
+        "lm_head_logprob sizes",
+        lambda: bi_kernels.lm_head_logprob(X, W.t(), T),
+        ValueError,
+        ["lm_head_logprob: hidden has shape (5, 32)", "(32, 24)", "(..., H) and (V, H)"],
+    ),
+    (
+        "lm_head_logprob weight rank",
+        lambda: bi_kernels.lm_head_logprob(X, NORM, T),
+        ValueError,
+        ["lm_head_logprob: hidden has shape (5, 32)", "(32,)", "(V, H)"],
+    ),
+    (
+        "lm_head_logprob weight dtype",
+        lambda: bi_kernels.lm_head_logprob(X, W.half(), T),
+        TypeError,
+        ["lm_head_logprob: weight has dtype torch.float16", "hidden has torch.bfloat16", "equal"],
+    ),
+    (
+        "lm_head_logprob weight elsewhere",
+        lambda: bi_kernels.lm_head_logprob(X, W.to("meta"), T),
+        ValueError,
+        ["lm_head_logprob: weight is on meta", "cpu", "one device"],
+    ),
+    (
+        "lm_head_logprob keep_bytes",
+        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=-1),
+        ValueError,
+        ["lm_head_logprob: keep_bytes is -1", "at least 0"],
+    ),
+    (
+        "lm_head_logprob keep_bytes NaN",
+        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=float("nan")),
+        ValueError,
+        ["lm_head_logprob: keep_bytes is nan", "at least 0"],
+    ),
+    (
+        "lm_head_logprob keep_bytes a string",
+        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes="1 GB"),
+        TypeError,
+        ["lm_head_logprob: keep_bytes is '1 GB'", "number"],
+    ),
+    (
+        "rms_norm eps a string",
+        lambda: bi_kernels.rms_norm(X, NORM, "1e-6"),
+        TypeError,
+        ["rms_norm: eps is '1e-6'", "number"],
+    ),
+    (
+        "add_rms_norm eps nothing",
+        lambda: bi_kernels.add_rms_norm(X, X, NORM, eps=None),
+        TypeError,
+        ["add_rms_norm: eps is None", "number"],
+    ),
+    (
+        "rms_norm weight size",
+        lambda: bi_kernels.rms_norm(X, NORM[:8]),
+        ValueError,
+        ["rms_norm: weight has shape (8,)", "(32,)"],
+    ),
+    (
+        "rms_norm weight rank",
+        lambda: bi_kernels.rms_norm(X, W),
+        ValueError,
+        ["rms_norm: weight has shape (24, 32)", "(32,)"],
+    ),
+    (
+        "qk_norm rank",
+        lambda: bi_kernels.qk_norm(NORM, NORM),
+        ValueError,
+        ["qk_norm: x has shape (32,)", "(..., heads, head_dim)"],
+    ),
+    (
+        "rms_norm no features",
+        lambda: bi_kernels.rms_norm(X[:, :0], NORM[:0]),
+        ValueError,
+        ["rms_norm: the last dimension of x is 0", f"1 to {norm.WIDEST}"],
+    ),
+    (
+        "rms_norm too wide",
+        lambda: bi_kernels.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)),
+        ValueError,
+        [f"rms_norm: the last dimension of x is {norm.WIDEST + 1}", f"1 to {norm.WIDEST}"],
+    ),
+    (
+        "add_rms_norm residual size",
+        lambda: bi_kernels.add_rms_norm(X, X[:2], NORM),
+        ValueError,
+        ["add_rms_norm: residual has shape (2, 32)", "(5, 32)"],
+    ),
+    (
+        "add_rms_norm residual dtype",
+        lambda: bi_kernels.add_rms_norm(X, X.float(), NORM),
+        TypeError,
+        ["add_rms_norm: residual has dtype torch.float32", "x has torch.bfloat16"],
+    ),
+    (
+        "add_rms_norm residual elsewhere",
+        lambda: bi_kernels.add_rms_norm(X, X.to("meta"), NORM),
+        ValueError,
+        ["add_rms_norm: residual is on meta", "cpu"],
+    ),
+    (
+        "rms_norm weight elsewhere",
+        lambda: bi_kernels.rms_norm(X, NORM.to("meta")),
+        ValueError,
+        ["rms_norm: weight is on meta", "cpu"],
+    ),
+    *[
+        row
+        for name, (call, parameter, argument) in NAMED.items()
+        for row in (
+            (
+                f"{name} main_grad dtype",
+                lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros_like(p))),
+                TypeError,
+                [f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16", "torch.float32"],
+            ),
+            (
+                f"{name} main_grad no tensor",
+                lambda call=call, p=parameter: call(trained(p, main_grad=[0.0])),
+                TypeError,
+                [f"{name.split()[0]}: {argument}.main_grad has type list", "torch.float32"],
+            ),
+            (
+                f"{name} main_grad shape",
+                lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(3))),
+                ValueError,
+                [
+                    f"{name.split()[0]}: {argument}.main_grad has shape (3,) on cpu",
+                    f"{tuple(parameter.shape)} on cpu as {argument}",
+                ],
+            ),
+            (
+                f"{name} main_grad elsewhere",
+                lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(p.shape, device="meta"))),
+                ValueError,
+                [f"{name.split()[0]}: {argument}.main_grad", "on meta", "on cpu"],
+            ),
+            (
+                f"{name} main_grad strides",
+                lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(*p.shape, 2)[..., 0])),
+                ValueError,
+                [f"{name.split()[0]}: {argument}.main_grad", "contiguous"],
+            ),
+        )
+    ],
+    (
+        "embedding embedding_main_grad dtype",
+        lambda: bi_kernels.embedding(T, trained(W, embedding_main_grad=torch.zeros_like(W))),
+        TypeError,
+        ["embedding: weight.embedding_main_grad has dtype torch.bfloat16", "torch.float32"],
+    ),
+    *[
+        (
+            f"{name} layout of other rows",
+            lambda call=call, p=parameter: within(TokenLayout.packed([0, 2, 6]), lambda: call(trained(p))),
+            ValueError,
+            [f"{name.split()[0]}: x has 5 tokens", "6 rows"],
+        )
+        for name, (call, parameter, _) in NAMED.items()
+    ],
+    (
+        "cu_seqlens decreases",
+        lambda: TokenLayout.packed(torch.tensor([0, 4, 2])),
+        ValueError,
+        [f"{LAYOUT}cu_seqlens is [0, 4, 2]", "start at 0 and never decrease"],
+    ),
+    (
+        "cu_seqlens starts late",
+        lambda: TokenLayout.packed([1, 4]),
+        ValueError,
+        [f"{LAYOUT}cu_seqlens is [1, 4]", "start at 0"],
+    ),
     ("cu_seqlens empty", lambda: TokenLayout.packed([]), ValueError, [f"{LAYOUT}cu_seqlens is []", "start at 0"]),
-    ("cu_seqlens of no sequence", lambda: TokenLayout.packed([0]), ValueError, [LAYOUT, "empty", "at least one sequence"]),
-    ("cu_seqlens float", lambda: TokenLayout.packed(torch.tensor([0.0, 4.0])), ValueError,
-     [f"{LAYOUT}cu_seqlens has shape (2,)", "torch.float32", "integers"]),
-    ("cu_seqlens rank", lambda: TokenLayout.packed(torch.tensor([[0, 4]])), ValueError,
-     [f"{LAYOUT}cu_seqlens has shape (1, 2)", "one dimension"]),
-    ("sequences overlap", lambda: TokenLayout([0, 3], [4, 2], 8), ValueError,
-     [f"{LAYOUT}sequences start at [0, 3] with lengths [4, 2]", "8 rows and not to overlap"]),
-    ("sequences leave the rows", lambda: TokenLayout([0, 6], [4, 3], 8), ValueError,
-     [LAYOUT, "[0, 6]", "[4, 3]", "8 rows"]),
+    (
+        "cu_seqlens of no sequence",
+        lambda: TokenLayout.packed([0]),
+        ValueError,
+        [LAYOUT, "empty", "at least one sequence"],
+    ),
+    (
+        "cu_seqlens float",
+        lambda: TokenLayout.packed(torch.tensor([0.0, 4.0])),
+        ValueError,
+        [f"{LAYOUT}cu_seqlens has shape (2,)", "torch.float32", "integers"],
+    ),
+    (
+        "cu_seqlens rank",
+        lambda: TokenLayout.packed(torch.tensor([[0, 4]])),
+        ValueError,
+        [f"{LAYOUT}cu_seqlens has shape (1, 2)", "one dimension"],
+    ),
+    (
+        "sequences overlap",
+        lambda: TokenLayout([0, 3], [4, 2], 8),
+        ValueError,
+        [f"{LAYOUT}sequences start at [0, 3] with lengths [4, 2]", "8 rows and not to overlap"],
+    ),
+    (
+        "sequences leave the rows",
+        lambda: TokenLayout([0, 6], [4, 3], 8),
+        ValueError,
+        [LAYOUT, "[0, 6]", "[4, 3]", "8 rows"],
+    ),
     ("sequences start before the rows", lambda: TokenLayout([-1], [2], 8), ValueError, [LAYOUT, "[-1]", "8 rows"]),
     ("a length is negative", lambda: TokenLayout([0, 4], [3, -2], 8), ValueError, [LAYOUT, "[3, -2]", "8 rows"]),
-    ("no sequence", lambda: TokenLayout.padded([], 8), ValueError, [f"{LAYOUT}lengths is empty", "at least one sequence"]),
-    ("lengths beyond the width", lambda: TokenLayout.padded(torch.tensor([3, 9]), 8), ValueError,
-     [f"{LAYOUT}lengths holds 9", "at most the width 8"]),
-    ("order repeats", lambda: TokenLayout.packed([0, 2, 5], order=[1, 1]), ValueError,
-     [f"{LAYOUT}order is [1, 1]", "2 different numbers"]),
-    ("order is short", lambda: TokenLayout.packed([0, 2, 5], order=[0]), ValueError,
-     [f"{LAYOUT}order is [0]", "2 different"]),
-    *[(f"embedding padding_id {i!r}", lambda i=i: bi_kernels.embedding(T, trained(W), i), TypeError,
-       [f"embedding: padding_id is {i!r}", "None or"]) for i in ("3", 2.5)],
-    *[(f"{name} ignore_index {i!r}", lambda call=call, i=i: call(T, ignore_index=i), TypeError,
-       [f"{name}: ignore_index is {i!r}", "integer"]) for name, call in LOGPROBS.items() for i in (None, "x", 2.5)],
+    (
+        "no sequence",
+        lambda: TokenLayout.padded([], 8),
+        ValueError,
+        [f"{LAYOUT}lengths is empty", "at least one sequence"],
+    ),
+    (
+        "lengths beyond the width",
+        lambda: TokenLayout.padded(torch.tensor([3, 9]), 8),
+        ValueError,
+        [f"{LAYOUT}lengths holds 9", "at most the width 8"],
+    ),
+    (
+        "order repeats",
+        lambda: TokenLayout.packed([0, 2, 5], order=[1, 1]),
+        ValueError,
+        [f"{LAYOUT}order is [1, 1]", "2 different numbers"],
+    ),
+    (
+        "order is short",
+        lambda: TokenLayout.packed([0, 2, 5], order=[0]),
+        ValueError,
+        [f"{LAYOUT}order is [0]", "2 different"],
+    ),
+    *[
+        (
+            f"embedding padding_id {i!r}",
+            lambda i=i: bi_kernels.embedding(T, trained(W), i),
+            TypeError,
+            [f"embedding: padding_id is {i!r}", "None or"],
+        )
+        for i in ("3", 2.5)
+    ],
+    *[
+        (
+            f"{name} ignore_index {i!r}",
+            lambda call=call, i=i: call(T, ignore_index=i),
+            TypeError,
+            [f"{name}: ignore_index is {i!r}", "integer"],
+        )
+        for name, call in LOGPROBS.items()
+        for i in (None, "x", 2.5)
+    ],
     ("more starts than lengths", lambda: TokenLayout([0, 5], [5], 10), ValueError, [LAYOUT, "[0, 5]", "[5]"]),
     ("more lengths than starts", lambda: TokenLayout([0], [5, 3], 10), ValueError, [LAYOUT, "[0]", "[5, 3]"]),
     ("lengths rank", lambda: TokenLayout.padded(torch.tensor([[1, 2]]), 4), ValueError, [f"{LAYOUT}lengths", "(1, 2)"]),
-    ("lengths float", lambda: TokenLayout.padded([1.5, 2.0], 4), (TypeError, ValueError),
-     [f"{LAYOUT}lengths", "1.5", "integers"]),
-    ("cu_seqlens a list of floats", lambda: TokenLayout.packed([0, 2.5, 5]), (TypeError, ValueError),
-     [f"{LAYOUT}cu_seqlens", "2.5", "integers"]),
-    ("cu_seqlens bool", lambda: TokenLayout.packed(torch.tensor([False, True])), ValueError,
-     [f"{LAYOUT}cu_seqlens", "torch.bool", "integers"]),
+    (
+        "lengths float",
+        lambda: TokenLayout.padded([1.5, 2.0], 4),
+        (TypeError, ValueError),
+        [f"{LAYOUT}lengths", "1.5", "integers"],
+    ),
+    (
+        "cu_seqlens a list of floats",
+        lambda: TokenLayout.packed([0, 2.5, 5]),
+        (TypeError, ValueError),
+        [f"{LAYOUT}cu_seqlens", "2.5", "integers"],
+    ),
+    (
+        "cu_seqlens bool",
+        lambda: TokenLayout.packed(torch.tensor([False, True])),
+        ValueError,
+        [f"{LAYOUT}cu_seqlens", "torch.bool", "integers"],
+    ),
     ("cu_seqlens a number", lambda: TokenLayout.packed(5), TypeError, [f"{LAYOUT}cu_seqlens is 5", "integers"]),
-    ("order of letters", lambda: TokenLayout.packed([0, 2, 5], order="ab"), (TypeError, ValueError),
-     [f"{LAYOUT}order is 'ab'"]),
+    (
+        "order of letters",
+        lambda: TokenLayout.packed([0, 2, 5], order="ab"),
+        (TypeError, ValueError),
+        [f"{LAYOUT}order is 'ab'"],
+    ),
 ]
 
 
@@ -815,11 +1136,15 @@ def test_bad_input_is_one_clear_sentence(call, error, words):
 
 @pytest.mark.parametrize("name", LOGPROBS)
 def test_tokens_that_are_all_ignored_are_refused_only_where_a_gradient_is_wanted(name):
-    ignored = torch.full((5, ), -100)
+    ignored = torch.full((5,), -100)
     hidden, weight = X.clone(), trained(W)
-    call = {"token_logprob": lambda: bi_kernels.token_logprob(bi_kernels.linear(hidden, weight), ignored),
-            "lm_head_logprob": lambda: bi_kernels.lm_head_logprob(hidden, weight, ignored)}[name]
-    with pytest.raises(ValueError, match=f"^{name}: targets holds nothing but ignore_index -100, expected at least one"):
+    call = {
+        "token_logprob": lambda: bi_kernels.token_logprob(bi_kernels.linear(hidden, weight), ignored),
+        "lm_head_logprob": lambda: bi_kernels.lm_head_logprob(hidden, weight, ignored),
+    }[name]
+    with pytest.raises(
+        ValueError, match=f"^{name}: targets holds nothing but ignore_index -100, expected at least one"
+    ):
         call()
     with torch.no_grad():
         for y in call():
@@ -837,7 +1162,7 @@ def test_a_frozen_parameter_may_have_any_main_grad():
 @pytest.mark.parametrize("name", ["linear", "matmul", "rms_norm", "qk_norm", "add_rms_norm", "embedding"])
 def test_no_rows_give_no_rows_and_a_gradient_of_zero(name, dtype):
     function, tokens, parameters, constants = CALLS[name]
-    for lead in ((0, ), (3, 0), (0, 3)):
+    for lead in ((0,), (3, 0), (0, 3)):
         given = {k: torch.zeros(*lead, *shape, dtype=dtype if shape else torch.long) for k, shape in tokens.items()}
         given = {k: t.requires_grad_(t.is_floating_point()) for k, t in given.items()}
         for main_grad in (False, True):
@@ -847,7 +1172,7 @@ def test_no_rows_give_no_rows_and_a_gradient_of_zero(name, dtype):
                     t.main_grad = torch.full_like(t, 3.0, dtype=torch.float32)
             y = function(**given, **weights, **constants)
             y = [y] if isinstance(y, torch.Tensor) else y
-            assert all(t.shape[:len(lead)] == lead and t.dtype == dtype for t in y)
+            assert all(t.shape[: len(lead)] == lead and t.dtype == dtype for t in y)
             torch.autograd.backward(y, [torch.zeros_like(t) for t in y])
             for k, t in weights.items():
                 if main_grad:
@@ -879,5 +1204,5 @@ def test_the_layout_belongs_to_the_call_and_not_to_its_backward():
 def test_an_id_beyond_32_bits_reaches_no_row():
     """Nobody checks the ids of a captured graph."""
     dy, ids = torch.ones(2, 40), torch.tensor([2**32 + 3, 3])
-    found = embed._fold_rows(dy, ids, torch.zeros(8, 40), None, layout_for("embedding", (2, )), None)
+    found = embed._fold_rows(dy, ids, torch.zeros(8, 40), None, layout_for("embedding", (2,)), None)
     assert (found[3] == 1).all() and found.sum() == 40

@@ -19,15 +19,15 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables import target
-from bi_kernels.audit.reproduce.callable import Pair
 from bi_kernels.audit.callables.audit import SINGLES, plan
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.reproduce.callable import Pair
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
 X, Y, W = (torch.randn(*shape, generator=G) for shape in ((ROWS, WIDTH), (ROWS, WIDTH), (WIDTH, WIDTH)))
-IDS = torch.randint(0, WIDTH, (ROWS, ), generator=G)
+IDS = torch.randint(0, WIDTH, (ROWS,), generator=G)
 
 
 def in_need(report) -> list:
@@ -41,7 +41,7 @@ def _double_kernel(x, out, n, BLOCK: tl.constexpr):
 
 
 def doubled(x, out):
-    _double_kernel[(triton.cdiv(x.numel(), 256), )](x.contiguous(), out, x.numel(), BLOCK=256)
+    _double_kernel[(triton.cdiv(x.numel(), 256),)](x.contiguous(), out, x.numel(), BLOCK=256)
 
 
 def centred(x):
@@ -75,17 +75,28 @@ class OnlyOneSize(torch.nn.Module):
 
 
 INVARIANT = {
-    "silu": (F.silu, X), "gelu": (torch.nn.GELU(), X.bfloat16()), "softmax": (torch.nn.Softmax(-1), X),
-    "two inputs": (torch.add, X, Y), "swiglu of a dict": (lambda x, y: {"out": F.silu(x) * y, "x": x}, X, Y),
-    "integers": (lambda ids: ids + 1, IDS), "attention": (F.scaled_dot_product_attention, *torch.randn(3, 6, 2, 16, 8, generator=G)),
+    "silu": (F.silu, X),
+    "gelu": (torch.nn.GELU(), X.bfloat16()),
+    "softmax": (torch.nn.Softmax(-1), X),
+    "two inputs": (torch.add, X, Y),
+    "swiglu of a dict": (lambda x, y: {"out": F.silu(x) * y, "x": x}, X, Y),
+    "integers": (lambda ids: ids + 1, IDS),
+    "attention": (F.scaled_dot_product_attention, *torch.randn(3, 6, 2, 16, 8, generator=G)),
     "eval batch norm": (torch.nn.BatchNorm1d(WIDTH).eval().requires_grad_(False), X),
-    "in place": (lambda x: x.relu_(), X), "rows of samples": (lambda x: x.reshape(-1, 8) * 2, X),
-    "ours": (bi_kernels.linear, X[:18].bfloat16(), W.bfloat16()), "ours over sequences": (
-        bi_kernels.rms_norm, torch.randn(3, 20, 32, generator=G).bfloat16(), torch.randn(32, generator=G).bfloat16()),
+    "in place": (lambda x: x.relu_(), X),
+    "rows of samples": (lambda x: x.reshape(-1, 8) * 2, X),
+    "ours": (bi_kernels.linear, X[:18].bfloat16(), W.bfloat16()),
+    "ours over sequences": (
+        bi_kernels.rms_norm,
+        torch.randn(3, 20, 32, generator=G).bfloat16(),
+        torch.randn(32, generator=G).bfloat16(),
+    ),
 }
 DRIFTING = {
-    "centred": ((centred, X), "invariance"), "block by rows": ((block_by_rows, X), "invariance"),
-    "neighbour": ((reads_the_neighbour, X), "invariance"), "last row": ((last_row_differs, X), "invariance"),
+    "centred": ((centred, X), "invariance"),
+    "block by rows": ((block_by_rows, X), "invariance"),
+    "neighbour": ((reads_the_neighbour, X), "invariance"),
+    "last row": ((last_row_differs, X), "invariance"),
     "batch norm": ((torch.nn.BatchNorm1d(WIDTH), X), "invariance"),
     "dweight": ((dweight_by_batch, X.bfloat16(), W[0].bfloat16()), "gradient invariance"),
     "a module's weight": ((torch.nn.Linear(WIDTH, WIDTH), X), "gradient invariance"),
@@ -105,7 +116,9 @@ def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys):
     (function, *inputs), relation = DRIFTING[name]
     report = audit(function, *inputs, folder=tmp_path / "repro")
     found = [r for r in in_need(report) if r.relation == relation and r.mismatches]
-    assert found and report.verdict == NEEDS_FIX and all(r.max_ulp and r.first_index and r.tensor for r in found), report.markdown()
+    assert found and report.verdict == NEEDS_FIX and all(r.max_ulp and r.first_index and r.tensor for r in found), (
+        report.markdown()
+    )
     assert report.repro and all(r.repro == f"python repro/{report.repro.name}" for r in found)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(report.repro))
@@ -119,19 +132,23 @@ def test_the_reproducer_of_a_drift_between_few_samples_is_small(tmp_path):
 
 
 def test_a_launcher_is_judged_by_what_it_writes():
-    report = audit(doubled, X, torch.empty_like(X), outputs=("out", ))
-    assert report.passed and next(r for r in report.rows if r.relation == "atomics-free").verdict == PASS, report.markdown()
+    report = audit(doubled, X, torch.empty_like(X), outputs=("out",))
+    assert report.passed and next(r for r in report.rows if r.relation == "atomics-free").verdict == PASS, (
+        report.markdown()
+    )
 
 
 def test_which_tensors_are_shared_is_found_out():
     square = torch.randn(8, 8, generator=G)
-    assert "a row a sample: x; shared by all: weight" in audit(lambda x, weight: x @ weight.T, square, square.clone()).read
+    assert (
+        "a row a sample: x; shared by all: weight" in audit(lambda x, weight: x @ weight.T, square, square.clone()).read
+    )
     ids, table = torch.arange(ROWS), torch.randn(ROWS, 8, generator=G)  # half of the table would do for half of the ids
     lookup = lambda ids, table: table[ids]
     assert "a row a sample: ids; shared by all: table" in audit(lookup, ids, table).read
     assert "a row a sample: x, y" in audit(lambda x, y: x + y, X, Y).read
     with pytest.raises(ValueError, match="shared names 'z', expected one of the tensors x, y"):
-        audit(lambda x, y: x + y, X, Y, shared=("z", ))
+        audit(lambda x, y: x + y, X, Y, shared=("z",))
 
 
 def test_the_batch_may_be_another_dimension():
@@ -144,9 +161,13 @@ def test_accuracy_is_held_against_a_reference():
     x, w = X.bfloat16(), W.bfloat16()
     exact = next(r for r in audit(F.linear, x, w, reference=F.linear).rows if r.relation == "accuracy")
     assert exact.verdict == PASS and 0 < exact.threshold_share < 1
-    rounded = lambda x, w: sum((x[:, k:k + 8] @ w[:, k:k + 8].T for k in range(0, WIDTH, 8)), x.new_zeros(()))
+    rounded = lambda x, w: sum((x[:, k : k + 8] @ w[:, k : k + 8].T for k in range(0, WIDTH, 8)), x.new_zeros(()))
     wrong = in_need(audit(rounded, x, w, reference=F.linear, backward=False))
-    assert [r.relation for r in wrong] == ["accuracy"] and ", exactly " in wrong[0].detail and ", allowed ± " in wrong[0].detail
+    assert (
+        [r.relation for r in wrong] == ["accuracy"]
+        and ", exactly " in wrong[0].detail
+        and ", allowed ± " in wrong[0].detail
+    )
     with pytest.raises(StopIteration):
         next(r for r in audit(F.silu, X).rows if r.relation == "accuracy")
 
@@ -184,7 +205,9 @@ class Raises(torch.autograd.Function):
 
 def test_a_backward_that_raises_is_no_backward_that_is_missing():
     raised = audit(Raises.apply, X)
-    assert [(r.relation, r.layout) for r in in_need(raised)] == [("gradient invariance", "whole batch")], raised.markdown()
+    assert [(r.relation, r.layout) for r in in_need(raised)] == [("gradient invariance", "whole batch")], (
+        raised.markdown()
+    )
     assert "boom" in in_need(raised)[0].detail
     none = audit(lambda x: x.detach() * 2, X)
     assert none.passed and "backward was not judged" in none.notes[0]
@@ -209,7 +232,11 @@ def test_what_a_user_has_in_grad_stays(tmp_path):
     module = torch.nn.Linear(WIDTH, WIDTH)
     module.weight.grad, module.weight.main_grad = torch.ones(WIDTH, WIDTH), torch.full((WIDTH, WIDTH), 2.0)
     audit(module, X, folder=tmp_path)
-    assert (module.weight.grad == 1).all() and (module.weight.main_grad == 2).all() and not hasattr(module.bias, "main_grad")
+    assert (
+        (module.weight.grad == 1).all()
+        and (module.weight.main_grad == 2).all()
+        and not hasattr(module.bias, "main_grad")
+    )
 
 
 class LeftPadded(torch.autograd.Function):
@@ -234,13 +261,21 @@ def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor):
     fn = lambda x, weight: LeftPadded.apply(x, weight, factor)
     t = Target(fn, (X, W[0].clone()), {}, 0, (), (), "left", 0, ())
     every = tuple(range(ROWS))
-    pair = Pair((every, ), ((*[-1] * 8, *every), ), 0, "stale", "given", tensor="dinput1" if "input1" in t.values else "dweight")
+    pair = Pair(
+        (every,), ((*[-1] * 8, *every),), 0, "stale", "given", tensor="dinput1" if "input1" in t.values else "dweight"
+    )
     assert pair.drifts(t, t.values) == (factor != 1.0)
 
 
-@pytest.mark.parametrize("fn, make", [
-    (lambda x: x - x.mean(0), lambda: X.double()), (lambda x: x + len(x), lambda: torch.arange(ROWS * 3).reshape(ROWS, 3)),
-    (lambda x: x ^ (x.sum(0) % 2 == 1), lambda: X > 0)], ids=["fp64", "int64", "bool"])
+@pytest.mark.parametrize(
+    "fn, make",
+    [
+        (lambda x: x - x.mean(0), lambda: X.double()),
+        (lambda x: x + len(x), lambda: torch.arange(ROWS * 3).reshape(ROWS, 3)),
+        (lambda x: x ^ (x.sum(0) % 2 == 1), lambda: X > 0),
+    ],
+    ids=["fp64", "int64", "bool"],
+)
 def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
     report = audit(fn, make(), folder=tmp_path, name="a/b", backward=False)
     done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
@@ -253,7 +288,7 @@ def test_inputs_that_must_be_loaded_are_cut_to_the_samples_of_the_script(tmp_pat
     report = audit(lambda x: x + (x.amax() > 1e5), x, folder=tmp_path, name="rare", backward=False)
     done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
-    held, = torch.load(tmp_path / "rare.pt").values()
+    (held,) = torch.load(tmp_path / "rare.pt").values()
     assert 3 < len(held) < 20 and any(torch.equal(row, x[3]) for row in held)
 
 
@@ -304,16 +339,19 @@ def test_the_budget_is_kept_and_said(monkeypatch):
     assert "the budget of 60 s was spent, one call takes 2 s; raise the parameter seconds" in late["invariance"]
 
 
-@pytest.mark.parametrize("call, error, words", [
-    (lambda: audit(lambda x: None, X), TypeError, ["returned NoneType", "the parameter outputs"]),
-    (lambda: audit(lambda x: x @ W[:3], X), ValueError, ["raised on the inputs as given: RuntimeError"]),
-    (lambda: audit(lambda x: x.sum(), X), ValueError, ["no output has a row", "parameter batch"]),
-    (lambda: audit(F.silu, X[:1]), ValueError, ["holds 1 sample along dimension 0", "at least 2"]),
-    (lambda: audit(F.silu, X, batch=2), ValueError, ["batch is 2", f"({ROWS}, {WIDTH})"]),
-    (lambda: audit(F.silu, 3), ValueError, ["hold no tensor"]),
-    (lambda: audit(3, X), TypeError, ["fn is 3", "callable"]),
-    (lambda: audit(F.silu, X, outputs=("y", )), ValueError, ["outputs names 'y'", "input"]),
-])
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: audit(lambda x: None, X), TypeError, ["returned NoneType", "the parameter outputs"]),
+        (lambda: audit(lambda x: x @ W[:3], X), ValueError, ["raised on the inputs as given: RuntimeError"]),
+        (lambda: audit(lambda x: x.sum(), X), ValueError, ["no output has a row", "parameter batch"]),
+        (lambda: audit(F.silu, X[:1]), ValueError, ["holds 1 sample along dimension 0", "at least 2"]),
+        (lambda: audit(F.silu, X, batch=2), ValueError, ["batch is 2", f"({ROWS}, {WIDTH})"]),
+        (lambda: audit(F.silu, 3), ValueError, ["hold no tensor"]),
+        (lambda: audit(3, X), TypeError, ["fn is 3", "callable"]),
+        (lambda: audit(F.silu, X, outputs=("y",)), ValueError, ["outputs names 'y'", "input"]),
+    ],
+)
 def test_bad_use_is_one_clear_sentence(call, error, words):
     with pytest.raises(error) as caught:
         call()
@@ -355,16 +393,24 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_au
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--candidate", "torch:add"], "inputs is empty"), (["--inputs", "x:fp32[3]"], "candidate is empty"),
-    (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
-    (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
-    (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py"),
-    (["--candidate", "torch.nn:Linear", "--inputs", "x:fp32[3]"], "is a class"),
-    (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "outputs", "z"], "outputs names 'z'"),
-    (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "batch", "1"], "batch is 1"),
-    (["--candidate", "torch:add", "--inputs", "x:fp32[1] y:fp32[1]"], "x holds 1 sample"),
-    (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "reference", "torch:nope"], "no function nope")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--candidate", "torch:add"], "inputs is empty"),
+        (["--inputs", "x:fp32[3]"], "candidate is empty"),
+        (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
+        (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py"),
+        (["--candidate", "torch.nn:Linear", "--inputs", "x:fp32[3]"], "is a class"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "outputs", "z"], "outputs names 'z'"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "batch", "1"], "batch is 1"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32[1] y:fp32[1]"], "x holds 1 sample"),
+        (
+            ["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "reference", "torch:nope"],
+            "no function nope",
+        ),
+    ],
+)
 def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi_audit):
     monkeypatch.chdir(tmp_path)
     done = bi_audit("run", "any", *arguments)
@@ -373,6 +419,7 @@ def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi
 
 def test_inputs_are_what_was_asked_for(tmp_path):
     from bi_kernels.audit.callables.session import read_inputs
+
     found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:0.5 mean:None", "cpu", 0)
     assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 0.5 and found["mean"] is None
     assert (found["x"].dtype, found["x"].shape) == (torch.bfloat16, (3, 4)) and int(found["ids"].max()) < 5

@@ -17,11 +17,11 @@ import yaml
 from conftest import wait_for
 
 from bi_kernels.audit import ci
-from bi_kernels.audit.digests import candidate as digests
 from bi_kernels.audit.cli import cli
+from bi_kernels.audit.digests import candidate as digests
 from bi_kernels.audit.evidence.verdicts import write_rows
-from bi_kernels.audit.runner import stopped
 from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.runner import stopped
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())
@@ -29,10 +29,36 @@ CALL = WORKFLOW[True]["workflow_call"]["inputs"]  # YAML 1.1 reads the key `on` 
 DOCUMENT = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```$', DOCUMENT, re.M | re.S)
 
-PASS = Row("gemm", "linear", "o", "mine.py:linear", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass",
-           mismatches=0, elements=100)
-DRIFT = replace(PASS, layout="rows", against="300 rows", rows=1, verdict="needs-fix", mismatches=7, max_abs=0.5, max_rel=0.25,
-                max_ulp=3, first_index=[0, 3], first_failing_op="linear", repro="python repro/linear-o-bf16.py")
+PASS = Row(
+    "gemm",
+    "linear",
+    "o",
+    "mine.py:linear",
+    "bf16",
+    "interpreter",
+    "invariance",
+    "decode",
+    "packed",
+    "normal",
+    9,
+    "pass",
+    mismatches=0,
+    elements=100,
+)
+DRIFT = replace(
+    PASS,
+    layout="rows",
+    against="300 rows",
+    rows=1,
+    verdict="needs-fix",
+    mismatches=7,
+    max_abs=0.5,
+    max_rel=0.25,
+    max_ulp=3,
+    first_index=[0, 3],
+    first_failing_op="linear",
+    repro="python repro/linear-o-bf16.py",
+)
 WORSE = replace(DRIFT, rows=8, max_ulp=12)
 INACCURATE = replace(DRIFT, relation="accuracy", max_ulp=None, threshold_share=1.5, repro="bi-audit run gemm")
 REFUSED = replace(PASS, dtype="fp16", verdict="unsupported", mismatches=None, elements=None, detail="TypeError: fp16")
@@ -53,8 +79,10 @@ def parsed(text: str) -> dict[tuple[str, str], ET.Element]:
         cases = suite.findall("testcase")
         assert suite.tag == "testsuite" and {c.tag for c in suite} <= {"properties", "testcase"}
         assert set(suite.attrib) == {"name", "time", "tests", "failures", "errors", "skipped"}
-        counted = {"tests": len(cases)} | {a: len(suite.findall(f"testcase/{t}")) for a, t in (
-            ("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))}
+        counted = {"tests": len(cases)} | {
+            a: len(suite.findall(f"testcase/{t}"))
+            for a, t in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
+        }
         assert {k: int(suite.get(k)) for k in counted} == counted
         for c in cases:
             assert set(c.attrib) == {"classname", "name", "time"} and len(c) <= 1
@@ -69,9 +97,14 @@ def parsed(text: str) -> dict[tuple[str, str], ET.Element]:
 def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
     text = ci.junit(rows(PASS, WORSE, DRIFT, INACCURATE, REFUSED, CAUGHT, MISSED), OUT, {"gemm": 2.5}, ["gemm"])
     found = parsed(text)
-    assert list(found) == [("gemm", "runs to its end"), ("gemm.linear[o]", "invariance bf16"), ("gemm.linear[o]", "accuracy bf16"),
-                           ("gemm.linear[o]", "invariance fp16"), ("gemm.controls", "split of K (linear[o] bf16, invariance)"),
-                           ("gemm.controls", "blind spot (linear[o] bf16, determinism)")]
+    assert list(found) == [
+        ("gemm", "runs to its end"),
+        ("gemm.linear[o]", "invariance bf16"),
+        ("gemm.linear[o]", "accuracy bf16"),
+        ("gemm.linear[o]", "invariance fp16"),
+        ("gemm.controls", "split of K (linear[o] bf16, invariance)"),
+        ("gemm.controls", "blind spot (linear[o] bf16, determinism)"),
+    ]
     failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
     assert failure.get("message") == "2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
     assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
@@ -79,7 +112,9 @@ def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
     assert failure.text.endswith("Reproduce with\n    python out/gemm/repro/linear-o-bf16.py")
     assert "1.5 × the bound" in found["gemm.linear[o]", "accuracy bf16"].find("failure").get("message")
     assert found["gemm.linear[o]", "invariance fp16"].find("skipped").get("message") == "TypeError: fp16"
-    assert [len(c) for name, c in found.items() if name[0] == "gemm.controls"] == [0, 1], "only the missed control fails"
+    assert [len(c) for name, c in found.items() if name[0] == "gemm.controls"] == [0, 1], (
+        "only the missed control fails"
+    )
 
 
 def test_junit_holds_what_xml_cannot():
@@ -99,20 +134,26 @@ def test_a_pass_has_no_failure_and_a_stopped_audit_is_an_error():
     assert end.find("error").get("message") == "it died"
 
 
-@pytest.mark.parametrize("name, row, warnings, levels", [
-    ("pass", PASS, [], []),
-    ("unsupported", REFUSED, [], []),
-    ("control caught", CAUGHT, [], []),
-    ("drift", DRIFT, [], ["drift", "needs-fix", "warning"]),
-    *[(r, replace(DRIFT, relation=r), [], ["drift", "needs-fix", "warning"])
-      for r in ("gradient invariance", "determinism", "parity", "atomics-free")],
-    ("control missed", MISSED, [], ["drift", "needs-fix", "warning"]),
-    ("stopped", Row(**stopped("gemm", "it died")), [], ["drift", "needs-fix", "warning"]),
-    ("accuracy", INACCURATE, [], ["needs-fix", "warning"]),
-    ("gradient accuracy", replace(INACCURATE, relation="gradient accuracy"), [], ["needs-fix", "warning"]),
-    ("contract", replace(INACCURATE, relation="contract"), [], ["needs-fix", "warning"]),
-    ("digest", PASS, ["linear: other bits"], ["warning"]),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, row, warnings, levels",
+    [
+        ("pass", PASS, [], []),
+        ("unsupported", REFUSED, [], []),
+        ("control caught", CAUGHT, [], []),
+        ("drift", DRIFT, [], ["drift", "needs-fix", "warning"]),
+        *[
+            (r, replace(DRIFT, relation=r), [], ["drift", "needs-fix", "warning"])
+            for r in ("gradient invariance", "determinism", "parity", "atomics-free")
+        ],
+        ("control missed", MISSED, [], ["drift", "needs-fix", "warning"]),
+        ("stopped", Row(**stopped("gemm", "it died")), [], ["drift", "needs-fix", "warning"]),
+        ("accuracy", INACCURATE, [], ["needs-fix", "warning"]),
+        ("gradient accuracy", replace(INACCURATE, relation="gradient accuracy"), [], ["needs-fix", "warning"]),
+        ("contract", replace(INACCURATE, relation="contract"), [], ["needs-fix", "warning"]),
+        ("digest", PASS, ["linear: other bits"], ["warning"]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_levels(name, row, warnings, levels):
     assert [level for level in ci.LEVELS if ci.fails(rows(PASS, row), warnings, level)] == levels
 
@@ -123,13 +164,19 @@ def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypa
     (tmp_path / "out" / "gemm").mkdir(parents=True)
     (tmp_path / "out" / "gemm" / "README.md").touch()
     odd = replace(INACCURATE, op="", relation="", elements=None, detail="a | b")
-    text = ci.summary(rows(PASS, DRIFT, WORSE, CAUGHT, MISSED, odd), tmp_path / "out", tmp_path / "s.md", ["gemm"],
-                      ["linear: other bits"], "never")
+    text = ci.summary(
+        rows(PASS, DRIFT, WORSE, CAUGHT, MISSED, odd),
+        tmp_path / "out",
+        tmp_path / "s.md",
+        ["gemm"],
+        ["linear: other bits"],
+        "never",
+    )
     lines = text.splitlines()
     assert lines[0] == "## ❌ bi-audit: needs-fix"
     assert "no statement about a GPU" in lines[2] and "controls caught: 1 of 2" in lines[2]
     assert "does not fail at `--fail-on never`" in lines[2]
-    fix = lines[lines.index("### What needs a fix"):]
+    fix = lines[lines.index("### What needs a fix") :]
     assert any("| invariance" in x and "M = 1, 8" in x and "12 ULP" in x and "repro/linear-o-bf16.py" in x for x in fix)
     assert any("control missed: blind spot" in x for x in fix) and any(r"a \| b" in x for x in fix)
     assert "- ⚠️ linear: other bits" in fix and "- [gemm](out/gemm/README.md)" in fix
@@ -152,8 +199,23 @@ def scale(x, factor):
 WAITS = "import time\n\n\ndef scale(x, factor):\n    time.sleep(600)\n"
 
 
-ARGUMENTS = ["run", "dtype", "--candidate", "mine.py:scale", "-p", "op", "scale", "--dtype", "bf16", "--out", "out",
-             "--junit", "ci/junit.xml", "--summary", "ci/summary.md"]
+ARGUMENTS = [
+    "run",
+    "dtype",
+    "--candidate",
+    "mine.py:scale",
+    "-p",
+    "op",
+    "scale",
+    "--dtype",
+    "bf16",
+    "--out",
+    "out",
+    "--junit",
+    "ci/junit.xml",
+    "--summary",
+    "ci/summary.md",
+]
 
 
 def stale(folder: Path) -> None:
@@ -162,8 +224,11 @@ def stale(folder: Path) -> None:
     write_rows(folder / "out" / "dtype" / "verdicts.json", rows(replace(PASS, audit="dtype")))
 
 
-@pytest.mark.parametrize("whose, said", [("os.getpid()", "the notebook stopped: "), ("os.getppid()", "status -9")],
-                         ids=["kernel", "papermill"])
+@pytest.mark.parametrize(
+    "whose, said",
+    [("os.getpid()", "the notebook stopped: "), ("os.getppid()", "status -9")],
+    ids=["kernel", "papermill"],
+)
 def test_a_crashed_audit_leaves_both_files(whose, said, tmp_path, monkeypatch):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(CRASHES.format(whose=whose))
@@ -181,8 +246,13 @@ def test_a_crashed_audit_leaves_both_files(whose, said, tmp_path, monkeypatch):
 def test_an_interrupted_run_leaves_both_files(tmp_path):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(WAITS)
-    child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.cli", *ARGUMENTS], cwd=tmp_path, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "bi_kernels.audit.cli", *ARGUMENTS],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_for(tmp_path / "out" / ".dtype.partial" / "provenance.json", child)
         child.send_signal(signal.SIGTERM)
@@ -205,23 +275,28 @@ def test_digests_name_the_op_and_the_version_that_changed():
     assert [(r["op"], r["what"]) for r in found] == [("scale", "forward"), ("scale", "gradient")] and not problems
     assert digests.changes(found, *digests.compute(["elementwise"], SCALE), FILE) == []
     recorded = [r | {"sha256": "0" * 64, "Triton": "3.6.0"} for r in found[:1]] + found[1:]
-    warning, = digests.changes(recorded, found, [], FILE)
-    assert warning.startswith("scale: other bits on interpreter than digests.json holds (bf16 forward); changed since: ")
+    (warning,) = digests.changes(recorded, found, [], FILE)
+    assert warning.startswith(
+        "scale: other bits on interpreter than digests.json holds (bf16 forward); changed since: "
+    )
     assert f"Triton 3.6.0 → {found[0]['Triton']}" in warning and "torch" not in warning
     same = [r | {"sha256": "0" * 64} for r in found]
     assert "no version that is recorded" in digests.changes(same, found, [], FILE)[0]
-    missing, = digests.changes(found[:1], found, [], FILE)
+    (missing,) = digests.changes(found[:1], found, [], FILE)
     assert "holds 1 of 2" in missing and "scale bf16 gradient of bi_kernels on interpreter" in missing
     assert digests.merged(recorded, found) == found
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_digests_see_another_order_of_a_sum(seed, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x, weight)\n")
+    (tmp_path / "mine.py").write_text(
+        "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x, weight)\n"
+    )
     monkeypatch.chdir(tmp_path)
     one = digests.compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
-    (tmp_path / "mine.py").write_text("import bi_kernels\n\n\ndef linear(x, weight):\n"
-                                      "    return bi_kernels.linear(x.flip(-1), weight.flip(-1))\n")
+    (tmp_path / "mine.py").write_text(
+        "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x.flip(-1), weight.flip(-1))\n"
+    )
     other = digests.compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
     forward = [(a["case"], a["sha256"] == b["sha256"]) for a, b in zip(one, other) if a["what"] == "forward"]
     assert len(forward) == 5 and not any(same for _, same in forward), forward
@@ -242,12 +317,16 @@ def test_a_file_without_digests_is_one_sentence(text, tmp_path):
         digests.read(tmp_path / "d.json")
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["run", "dtype", "--digests", "nowhere.json"], "'nowhere.json' holds no digests"),
-    (["run", "dtype", "--junit", "file/junit.xml"], "--junit is 'file/junit.xml', which cannot be written"),
-    (["run", "dtype", "--fail-on", "drfit"], "'drfit' is not one of 'never', 'drift', 'needs-fix', 'warning'"),
-    (["digest", "d.json", "nonsense"], "unknown audit 'nonsense'"),
-], ids=lambda x: x[0] if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run", "dtype", "--digests", "nowhere.json"], "'nowhere.json' holds no digests"),
+        (["run", "dtype", "--junit", "file/junit.xml"], "--junit is 'file/junit.xml', which cannot be written"),
+        (["run", "dtype", "--fail-on", "drfit"], "'drfit' is not one of 'never', 'drift', 'needs-fix', 'warning'"),
+        (["digest", "d.json", "nonsense"], "unknown audit 'nonsense'"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
 def test_a_wrong_option_is_one_sentence(arguments, words, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
@@ -264,8 +343,12 @@ def steps(with_: dict, folder: Path) -> tuple[list[str], dict[str, str]]:
     job = WORKFLOW["jobs"]["audit"]
     environment = {k: fill(v) for k, v in job["env"].items()}
     assert not any("${{" in v for v in environment.values()), "every variable of the job is an input"
-    runner = {"RUNNER_TEMP": folder / "temp", "GITHUB_PATH": folder / "path", "GITHUB_STEP_SUMMARY": folder / "summary.md",
-              "GITHUB_ACTIONS": "true"}
+    runner = {
+        "RUNNER_TEMP": folder / "temp",
+        "GITHUB_PATH": folder / "path",
+        "GITHUB_STEP_SUMMARY": folder / "summary.md",
+        "GITHUB_ACTIONS": "true",
+    }
     return [s["run"] for s in job["steps"] if "run" in s], environment | {k: str(v) for k, v in runner.items()}
 
 
@@ -276,8 +359,14 @@ def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedPr
         stub.mkdir()
         (stub / "pip").symlink_to("/bin/true")
     path = os.pathsep.join((str(stub), str(Path(sys.executable).parent), os.environ["PATH"]))
-    return subprocess.run(["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script], cwd=folder, capture_output=True,
-                          text=True, timeout=300, env=os.environ | {"PATH": path} | variables)
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PATH": path} | variables,
+    )
 
 
 DRIFTS = """
@@ -291,26 +380,55 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "mine.py").write_text(DRIFTS)
-    recorded = [{k: "" for k in (*digests.KEY, *digests.VERSIONS)} | {
-        "architecture": "interpreter", "candidate": "mine.py:scale", "shapes": "tiny", "op": "scale", "case": "", "dtype": "bf16",
-        "what": "forward", "seed": 0, "sha256": "0" * 64, "Triton": "3.0.0"}]
+    recorded = [
+        dict.fromkeys((*digests.KEY, *digests.VERSIONS), "")
+        | {
+            "architecture": "interpreter",
+            "candidate": "mine.py:scale",
+            "shapes": "tiny",
+            "op": "scale",
+            "case": "",
+            "dtype": "bf16",
+            "what": "forward",
+            "seed": 0,
+            "sha256": "0" * 64,
+            "Triton": "3.0.0",
+        }
+    ]
     write_rows(repository / "digests.json", recorded)
-    (install, audit), environment = steps({"candidate": "mine.py:scale", "audit": "elementwise", "op": "scale",
-                                           "digests": "digests.json"}, tmp_path)
+    (install, audit), environment = steps(
+        {"candidate": "mine.py:scale", "audit": "elementwise", "op": "scale", "digests": "digests.json"}, tmp_path
+    )
     # the install step with an environment that is there, and pip that does nothing
     (tmp_path / "summary.md").write_text("before\n")
-    stand_in = install.replace("python -m venv", "true").replace('"$RUNNER_TEMP/bi-audit/bin/python" -m pip', "echo pip")
+    stand_in = install.replace("python -m venv", "true").replace(
+        '"$RUNNER_TEMP/bi-audit/bin/python" -m pip', "echo pip"
+    )
     done = shell(stand_in, repository, **environment, BI_KERNELS="bi-kernels @ somewhere")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["pip", "install", "--quiet", "--extra-index-url", "https://download.pytorch.org/whl/cpu",
-                                   "bi-kernels", "@", "somewhere"]
+    assert done.stdout.split() == [
+        "pip",
+        "install",
+        "--quiet",
+        "--extra-index-url",
+        "https://download.pytorch.org/whl/cpu",
+        "bi-kernels",
+        "@",
+        "somewhere",
+    ]
     assert (tmp_path / "path").read_text() == f"{tmp_path}/temp/bi-audit/bin\n"
     done = shell(audit, repository, **environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "::warning title=bi-audit::scale: other bits on interpreter" in done.stdout and "Triton 3.0.0 → " in done.stdout
+    assert (
+        "::warning title=bi-audit::scale: other bits on interpreter" in done.stdout and "Triton 3.0.0 → " in done.stdout
+    )
     found = parsed((repository / "bi-audit" / "junit.xml").read_text())
     failure = found["elementwise.scale", "invariance bf16"].find("failure")
-    assert "M = 1, 2" in failure.get("message") and "chunked:7" in failure.get("message") and "of 64 elements" in failure.text
+    assert (
+        "M = 1, 2" in failure.get("message")
+        and "chunked:7" in failure.get("message")
+        and "of 64 elements" in failure.text
+    )
     script = failure.text.splitlines()[-1].split()[-1]
     shown = shell(f"python {script}", repository)
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
@@ -331,11 +449,32 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
 
 
 def test_parameters_reach_the_command_line_as_they_are(tmp_path):
-    (_, audit), environment = steps({"candidate": "a b.py:f", "audit": "gemm dtype", "op": "linear", "parameters":
-                                     "\nseed 3\ninputs x=bf16[4,8] $(touch hurt) \\ *\n"}, tmp_path)
+    (_, audit), environment = steps(
+        {
+            "candidate": "a b.py:f",
+            "audit": "gemm dtype",
+            "op": "linear",
+            "parameters": "\nseed 3\ninputs x=bf16[4,8] $(touch hurt) \\ *\n",
+        },
+        tmp_path,
+    )
     show = "bi-audit() { printf '%s\\n' \"$@\"; }\n"
     said = shell(show + audit, tmp_path, **environment).stdout.splitlines()
-    assert said[:13] == ["run", "gemm", "dtype", "--candidate", "a b.py:f", "-p", "op", "linear", "-p", "seed", "3", "-p", "inputs"]
+    assert said[:13] == [
+        "run",
+        "gemm",
+        "dtype",
+        "--candidate",
+        "a b.py:f",
+        "-p",
+        "op",
+        "linear",
+        "-p",
+        "seed",
+        "3",
+        "-p",
+        "inputs",
+    ]
     assert said[13:16] == ["x=bf16[4,8] $(touch hurt) \\ *", "--dtype", "bf16"] and "--digests" not in said
     assert not (tmp_path / "hurt").exists()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.runner import audits
 from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.runner import audits
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,30 +27,46 @@ def test_list_names_every_audit_with_its_parameters():
     assert audits()
     for audit in audits().values():
         assert f"{audit.name} " in done.stdout and audit.title in done.stdout and audit.notebook.name in done.stdout
-    assert done.stdout.count("dtype, candidate, shapes, device, seed, op") == sum(not a.only_named for a in audits().values())
-    assert "candidate, inputs, batch, shared, outputs, reference, seconds, device, seed" in done.stdout and not done.stderr
+    assert done.stdout.count("dtype, candidate, shapes, device, seed, op") == sum(
+        not a.only_named for a in audits().values()
+    )
+    assert (
+        "candidate, inputs, batch, shared, outputs, reference, seconds, device, seed" in done.stdout and not done.stderr
+    )
 
 
 def test_the_names_of_the_command_line_are_fixed():
     assert set(cli.commands) >= {"list", "run", "report"}
     assert {o for p in cli.commands["run"].params for o in p.opts if o.startswith("-")} >= {
-        "--candidate", "--dtype", "--shapes", "--device", "--seed", "--out", "-p", "--jobs"}
+        "--candidate",
+        "--dtype",
+        "--shapes",
+        "--device",
+        "--seed",
+        "--out",
+        "-p",
+        "--jobs",
+    }
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["run", "nonsense"], ["unknown audit 'nonsense'", "gemm"]),
-    (["run", "gemm", "--candidate", "nonsense"], ["candidate is 'nonsense'", "path/to/file.py:function"]),
-    (["run", "gemm", "--candidate", "nowhere.py:linear"], ["nowhere.py:linear", "no file nowhere.py"]),
-    (["run", "gemm", "--candidate", "{tmp}/broken.py:linear"], ["broken.py:linear", "ZeroDivisionError"]),
-    (["run", "gemm", "-p", "dtpye", "bf16"], ["unknown parameter 'dtpye'", "dtype"]),
-    (["run", "gemm", "--dtype", "bf61"], ["dtype is 'bf61'", "bf16, fp16, fp32"]),
-    (["run", "gemm", "--seed", "x"], ["--seed", "'x'", "integer"]),
-    (["run", "gemm", "--jobs", "0"], ["--jobs", "0"]),
-    (["run", "gemm", "--out", "{tmp}/broken.py/below"], ["--out", "broken.py/below", "cannot be written"]),
-    (["run", "--no-such-option"], ["--no-such-option"]),
-    (["report", "{tmp}/nowhere"], ["nowhere", "not a folder"]),
-    (["nonsense"], ["nonsense"]),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run", "nonsense"], ["unknown audit 'nonsense'", "gemm"]),
+        (["run", "gemm", "--candidate", "nonsense"], ["candidate is 'nonsense'", "path/to/file.py:function"]),
+        (["run", "gemm", "--candidate", "nowhere.py:linear"], ["nowhere.py:linear", "no file nowhere.py"]),
+        (["run", "gemm", "--candidate", "{tmp}/broken.py:linear"], ["broken.py:linear", "ZeroDivisionError"]),
+        (["run", "gemm", "-p", "dtpye", "bf16"], ["unknown parameter 'dtpye'", "dtype"]),
+        (["run", "gemm", "--dtype", "bf61"], ["dtype is 'bf61'", "bf16, fp16, fp32"]),
+        (["run", "gemm", "--seed", "x"], ["--seed", "'x'", "integer"]),
+        (["run", "gemm", "--jobs", "0"], ["--jobs", "0"]),
+        (["run", "gemm", "--out", "{tmp}/broken.py/below"], ["--out", "broken.py/below", "cannot be written"]),
+        (["run", "--no-such-option"], ["--no-such-option"]),
+        (["report", "{tmp}/nowhere"], ["nowhere", "not a folder"]),
+        (["nonsense"], ["nonsense"]),
+    ],
+    ids=" ".join,
+)
 def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, bi_audit):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     monkeypatch.chdir(ROOT)
@@ -60,8 +76,14 @@ def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monk
     assert all(word in done.err for word in words), done.err
 
 
-@pytest.mark.parametrize("narrowed, name", [((), "cpu-tiny"), (("--dtype", "bf16"), "cpu-tiny-bf16"),
-                                           (("-p", "op", "matmul", "--candidate", "torch"), "cpu-tiny-torch-matmul")])
+@pytest.mark.parametrize(
+    "narrowed, name",
+    [
+        ((), "cpu-tiny"),
+        (("--dtype", "bf16"), "cpu-tiny-bf16"),
+        (("-p", "op", "matmul", "--candidate", "torch"), "cpu-tiny-torch-matmul"),
+    ],
+)
 def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name, tmp_path, monkeypatch, bi_audit):
     written = []
     monkeypatch.chdir(tmp_path)
@@ -76,14 +98,30 @@ def test_a_process_of_its_own_says_no_more_than_that_line():
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
 
 
-ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass",
-          mismatches=0, elements=100)
+ROW = Row(
+    "gemm",
+    "linear",
+    "o",
+    "bi_kernels",
+    "bf16",
+    "interpreter",
+    "invariance",
+    "decode",
+    "packed",
+    "normal",
+    9,
+    "pass",
+    mismatches=0,
+    elements=100,
+)
 
 
 def write(folder: Path, *rows: Row) -> None:
     folder.mkdir(parents=True)
     (folder / "verdicts.json").write_text(json.dumps([r.json() for r in rows]))
-    (folder / "provenance.json").write_text(json.dumps({"device": "a device", "commit": "abc", "parameters": "dtype=all"}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"device": "a device", "commit": "abc", "parameters": "dtype=all"})
+    )
 
 
 def table(lines: list[str], first: str) -> list[dict[str, str]]:
@@ -91,16 +129,28 @@ def table(lines: list[str], first: str) -> list[dict[str, str]]:
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     start = next(i for i, row in enumerate(rows) if row[0] == first)
     end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
-    return [dict(zip(rows[start], row)) for row in rows[start + 2:end]]
+    return [dict(zip(rows[start], row)) for row in rows[start + 2 : end]]
 
 
 def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
-    fp16, drifts, refused = (replace(ROW, dtype=d, verdict=v) for d, v in (
-        ("fp16", "pass"), ("fp16", "needs-fix"), ("fp32", "unsupported")))
-    write(tmp_path / "gpu" / "gemm", ROW, drifts, fp16, refused, replace(ROW, relation="accuracy"),
-          replace(ROW, op="matmul", relation="determinism"), replace(ROW, candidate="a control", control=True, caught=True))
-    write(tmp_path / "gpu" / "elementwise", replace(ROW, audit="elementwise", op="silu"),
-          replace(ROW, audit="elementwise", op="silu", verdict="needs-fix", control=True, caught=False))
+    fp16, drifts, refused = (
+        replace(ROW, dtype=d, verdict=v) for d, v in (("fp16", "pass"), ("fp16", "needs-fix"), ("fp32", "unsupported"))
+    )
+    write(
+        tmp_path / "gpu" / "gemm",
+        ROW,
+        drifts,
+        fp16,
+        refused,
+        replace(ROW, relation="accuracy"),
+        replace(ROW, op="matmul", relation="determinism"),
+        replace(ROW, candidate="a control", control=True, caught=True),
+    )
+    write(
+        tmp_path / "gpu" / "elementwise",
+        replace(ROW, audit="elementwise", op="silu"),
+        replace(ROW, audit="elementwise", op="silu", verdict="needs-fix", control=True, caught=False),
+    )
     write(tmp_path / "cpu" / "gemm", ROW, replace(ROW, op="matmul", verdict="needs-fix", control=True, caught=True))
     write(tmp_path / ".gemm.partial", replace(ROW, op="unfinished"))
     done = bi_audit("report", tmp_path)
@@ -108,15 +158,17 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
     lines = (tmp_path / "README.md").read_text().splitlines()
     documents = {row["document"].split("](")[-1]: row for row in table(lines, "document")}
     assert {link: row["verdict"] for link, row in documents.items()} == {
-        "cpu/gemm/README.md)": "✅ pass", "gpu/gemm/README.md)": "❌ needs-fix",
-        "gpu/elementwise/README.md)": "❌ needs-fix"}, "an uncaught control fails its document"
+        "cpu/gemm/README.md)": "✅ pass",
+        "gpu/gemm/README.md)": "❌ needs-fix",
+        "gpu/elementwise/README.md)": "❌ needs-fix",
+    }, "an uncaught control fails its document"
     assert documents["gpu/gemm/README.md)"]["controls caught"] == "1 of 1"
     assert documents["gpu/elementwise/README.md)"]["controls caught"] == "0 of 1"
-    matrix = {row["op"]: row for row in table(lines[lines.index("### gpu"):], "op")}
+    matrix = {row["op"]: row for row in table(lines[lines.index("### gpu") :], "op")}
     assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
     assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
     assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
-    cpu = table(lines[lines.index("### cpu"):], "op")
+    cpu = table(lines[lines.index("### cpu") :], "op")
     assert [row["op"] for row in cpu] == ["linear"], "a control is no op of the matrix"
     assert "unfinished" not in "\n".join(lines)
 

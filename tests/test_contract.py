@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import bi_kernels
 from bi_kernels import contract, reference
-from bi_kernels.ops.attention import forward as attention_forward
 from bi_kernels.audit.broken.forward import bf16_accumulation
-from bi_kernels.audit.problem.inputs import KINDS, draw, generator
 from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.inputs import KINDS, draw, generator
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
+from bi_kernels.ops.attention import forward as attention_forward
 from bi_kernels.reference_attention import changes
 from bi_kernels.reference_gradients import gradient
 
@@ -58,7 +58,7 @@ def test_dtypes():
     assert list(DTYPES) == ["bf16", "fp16", "fp32"] and CONTRACT["dtypes"]["mandatory"] == ["bf16"]
     for name, dtype in DTYPES.items():
         info, row = torch.finfo(dtype), CONTRACT["dtypes"][name]
-        assert 2.0**-row["p"] == info.eps / 2 and contract.evaluate(row["tiny"]) == info.tiny * info.eps / 2
+        assert 2.0 ** -row["p"] == info.eps / 2 and contract.evaluate(row["tiny"]) == info.tiny * info.eps / 2
         assert contract.dtype_name(dtype) == name
 
 
@@ -71,14 +71,54 @@ def test_any_other_dtype_is_refused_by_name(dtype):
 
 # Row counts, layouts and inputs at which drifts were seen in the field: required, whatever else the file holds
 
+
 def test_the_sweep_crosses_every_threshold():
-    assert set(SWEEP["rows"]) >= {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 44, 45, 63, 64, 65, 127, 128, 129, 255, 256, 257,
-                                  511, 512, 513, 1024, 2048, 2049, 4096}
+    assert set(SWEEP["rows"]) >= {
+        1,
+        2,
+        3,
+        7,
+        8,
+        9,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        44,
+        45,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        255,
+        256,
+        257,
+        511,
+        512,
+        513,
+        1024,
+        2048,
+        2049,
+        4096,
+    }
     assert set(contract.rows(SWEEP["interpreter_rows"])) >= {m for m in SWEEP["rows"] if m <= 257}
     assert set(SWEEP["chunks"]) >= {1, 7, 16, 64, 100} and SWEEP["runs"] >= 10
     assert set(KINDS) >= {"normal", "wide", "cancelling", "signed_zeros", "subnormal", "nonfinite"}
-    assert set(SWEEP["layouts"]) >= {"singles", "batch", "left_padded", "packed", "permuted", "chunked", "decode",
-                                     "micro_batches", "neighbours"}
+    assert set(SWEEP["layouts"]) >= {
+        "singles",
+        "batch",
+        "left_padded",
+        "packed",
+        "permuted",
+        "chunked",
+        "decode",
+        "micro_batches",
+        "neighbours",
+    }
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -86,15 +126,22 @@ def test_every_layout_of_the_contract_is_built(shapes):
     assert {name.split(":")[0] for name in layouts(SHAPES[shapes]["lengths"])} == set(SWEEP["layouts"])
 
 
-@pytest.mark.parametrize("shapes, hidden, heads, kv_heads, head_dim, mlp, vocab", [
-    ("qwen3-8b", 4096, 32, 8, 128, 12288, 151936), ("llama3-8b", 4096, 32, 8, 128, 14336, 128256)])
+@pytest.mark.parametrize(
+    "shapes, hidden, heads, kv_heads, head_dim, mlp, vocab",
+    [("qwen3-8b", 4096, 32, 8, 128, 12288, 151936), ("llama3-8b", 4096, 32, 8, 128, 14336, 128256)],
+)
 def test_the_models_shapes(shapes, hidden, heads, kv_heads, head_dim, mlp, vocab):
     expected = dict(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mlp=mlp, vocab=vocab)
     samples = {k: SHAPES[shapes][k] for k in ("lengths", "gradient_lengths")}
     assert SHAPES[shapes] == expected | samples
     assert len(samples["gradient_lengths"]) >= 8 and max(samples["gradient_lengths"]) == 3000
-    assert contract.linears(shapes) == {"qkv": (6144, hidden), "o": (hidden, 4096), "gate_up": (2 * mlp, hidden),
-                                        "down": (hidden, mlp), "lm_head": (vocab, hidden)}
+    assert contract.linears(shapes) == {
+        "qkv": (6144, hidden),
+        "o": (hidden, 4096),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+        "lm_head": (vocab, hidden),
+    }
 
 
 def test_eps_is_the_contract_s():
@@ -108,7 +155,7 @@ def test_the_blocks_of_attention_are_the_contract_s():
 
 
 def test_a_gradient_in_main_grad_has_the_rounding_of_fp32_and_the_sum_of_its_inputs():
-    exact, magnitude = torch.ones(1, dtype=torch.float64), torch.full((1, ), 64.0, dtype=torch.float64)
+    exact, magnitude = torch.ones(1, dtype=torch.float64), torch.full((1,), 64.0, dtype=torch.float64)
     limit = lambda dtype, inputs: float(contract.bound("linear", dtype, exact, magnitude, 256, "weight", inputs))
     c = contract.factor("linear", torch.bfloat16, 256, "weight")
     assert c * 64 < limit(torch.float32, torch.bfloat16) < limit(torch.bfloat16, torch.bfloat16)
@@ -131,15 +178,22 @@ def test_an_exact_product_rounded_once_is_within_the_bound(m, n, k, seed, dtype,
     assert_within("linear", exact.to(dtype), (exact, magnitude), k)
 
 
-@given(m=st.integers(8, 40), n=st.integers(8, 40), slabs=st.integers(8, 40), seed=sizes["seed"],
-       dtype=st.sampled_from(list(DTYPES.values())))
+@given(
+    m=st.integers(8, 40),
+    n=st.integers(8, 40),
+    slabs=st.integers(8, 40),
+    seed=sizes["seed"],
+    dtype=st.sampled_from(list(DTYPES.values())),
+)
 def test_bf16_accumulation_exceeds_the_bound(m, n, slabs, seed, dtype):
     x, w = product(m, n, 16 * slabs, seed, dtype)
     with pytest.raises(AssertionError, match="exceed the bound"):
         assert_within("linear", bf16_accumulation(x, w), reference.linear(x, w), 16 * slabs)
 
 
-@given(**sizes | {"m": st.integers(8, 40), "n": st.integers(8, 40)}, short=st.sampled_from((torch.bfloat16, torch.float16)))
+@given(
+    **sizes | {"m": st.integers(8, 40), "n": st.integers(8, 40)}, short=st.sampled_from((torch.bfloat16, torch.float16))
+)
 def test_a_product_rounded_to_16_bits_exceeds_the_bound_of_fp32(m, n, k, seed, short):
     exact, magnitude = reference.linear(*product(m, n, k, seed, torch.float32))
     with pytest.raises(AssertionError, match="exceed the bound"):
@@ -187,7 +241,7 @@ def attended(q, k, v, lengths, dtype, window=None):
     for q, k, v in zip(*(t.split(lengths) for t in (q, k, v))):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         back = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1]**-0.5
+        s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         s.register_hook(lambda g: rounded(g, dtype))
         s = s.masked_fill((back < 0) | (back >= (window or len(q))), -torch.inf)
         p = s.softmax(-1)
@@ -202,39 +256,79 @@ _QKV = {"q": "tokens, heads, head_dim", "k": "tokens, kv_heads, head_dim", "v": 
 PLAIN = {
     "silu": ("silu", 1, {"x": "tokens, mlp"}, {}, lambda x: x * torch.sigmoid(x)),
     "gelu": ("gelu", 1, {"x": "tokens, mlp"}, {}, lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))),
-    "gelu_tanh": ("gelu", 1, {"x": "tokens, mlp"}, {"approximate": "tanh"},
-                  lambda x, approximate: F.gelu(x, approximate=approximate)),
+    "gelu_tanh": (
+        "gelu",
+        1,
+        {"x": "tokens, mlp"},
+        {"approximate": "tanh"},
+        lambda x, approximate: F.gelu(x, approximate=approximate),
+    ),
     "swiglu": ("swiglu", 1, {"gate": "tokens, mlp", "up": "tokens, mlp"}, {}, lambda gate, up: F.silu(gate) * up),
     "add": ("add", 1, {"x": "tokens, hidden", "residual": "tokens, hidden"}, {}, torch.add),
     "scale": ("scale", 1, {"x": "tokens, hidden"}, {"factor": 0.3}, lambda x, factor: x * torch.tensor(factor)),
     "bias_add": ("bias_add", 1, {"x": "tokens, hidden", "bias": "hidden"}, {}, lambda x, bias: x + bias),
-    "mask_fill": ("mask_fill", 1, {"x": "tokens, hidden", "mask": "tokens, hidden:bool"}, {"value": -1e4},
-                  lambda x, mask, value: x.masked_fill(mask, value)),
+    "mask_fill": (
+        "mask_fill",
+        1,
+        {"x": "tokens, hidden", "mask": "tokens, hidden:bool"},
+        {"value": -1e4},
+        lambda x, mask, value: x.masked_fill(mask, value),
+    ),
     "cast": ("cast", 1, {"x": "tokens, hidden"}, {}, lambda x: x),
     "rope": ("rope", 1, {"x": "tokens, heads, head_dim"}, {"table": TABLE, "positions": torch.arange(TOKENS)}, rotated),
-    "rope_interleaved": ("rope", 1, {"x": "tokens, heads, head_dim"},
-                         {"table": TABLE, "positions": torch.arange(TOKENS), "interleaved": True}, rotated),
+    "rope_interleaved": (
+        "rope",
+        1,
+        {"x": "tokens, heads, head_dim"},
+        {"table": TABLE, "positions": torch.arange(TOKENS), "interleaved": True},
+        rotated,
+    ),
     "linear": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden"}, {}, F.linear),
     "linear_bias": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden", "bias": "mlp"}, {}, F.linear),
     "matmul": ("matmul", HIDDEN, {"a": "tokens, hidden", "b": "hidden, mlp"}, {}, torch.matmul),
     "rms_norm": ("rms_norm", HIDDEN, {"x": "tokens, hidden", "weight": "hidden"}, {}, normed),
     "qk_norm": ("qk_norm", HEAD_DIM, {"x": "tokens, heads, head_dim", "weight": "head_dim"}, {}, normed),
-    "add_rms_norm": ("add_rms_norm", HIDDEN, {"x": "tokens, hidden", "residual": "tokens, hidden", "weight": "hidden"}, {},
-                     sum_and_norm),
-    "embedding": ("embedding", 1, {"ids": "tokens:9", "weight": "vocab, hidden"}, {"padding_id": 3},
-                  lambda ids, weight, padding_id: F.embedding(ids, weight, padding_id)),
-    "token_logprob": ("token_logprob", 1, {"logits": "tokens, vocab", "targets": "tokens:300"},
-                      {"temperature": 0.7, "ignore_index": 3}, selected),
+    "add_rms_norm": (
+        "add_rms_norm",
+        HIDDEN,
+        {"x": "tokens, hidden", "residual": "tokens, hidden", "weight": "hidden"},
+        {},
+        sum_and_norm,
+    ),
+    "embedding": (
+        "embedding",
+        1,
+        {"ids": "tokens:9", "weight": "vocab, hidden"},
+        {"padding_id": 3},
+        lambda ids, weight, padding_id: F.embedding(ids, weight, padding_id),
+    ),
+    "token_logprob": (
+        "token_logprob",
+        1,
+        {"logits": "tokens, vocab", "targets": "tokens:300"},
+        {"temperature": 0.7, "ignore_index": 3},
+        selected,
+    ),
     "log_softmax": ("log_softmax", 1, {"logits": "tokens, vocab"}, {}, lambda logits: logits.log_softmax(-1)),
     "lm_head_logprob": (
-        "lm_head_logprob", 1, {"hidden": "tokens, hidden", "weight": "vocab, hidden", "targets": "tokens:300"},
-        {"temperature": 0.7, "ignore_index": 3}, lambda hidden, weight, targets, dtype, **constants: selected(
-            rounded(F.linear(hidden, weight), dtype), targets, **constants)),
+        "lm_head_logprob",
+        1,
+        {"hidden": "tokens, hidden", "weight": "vocab, hidden", "targets": "tokens:300"},
+        {"temperature": 0.7, "ignore_index": 3},
+        lambda hidden, weight, targets, dtype, **constants: selected(
+            rounded(F.linear(hidden, weight), dtype), targets, **constants
+        ),
+    ),
     "attention": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5]}, attended),
     "attention_window": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5], "window": 9}, attended),
 }
 DIMENSIONS = dict(tokens=TOKENS, hidden=HIDDEN, mlp=MLP, vocab=VOCAB, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM)
-OF_STORAGE_DTYPE = ("add_rms_norm", "lm_head_logprob", "attention", "attention_window")  # what is plain rounds in between
+OF_STORAGE_DTYPE = (
+    "add_rms_norm",
+    "lm_head_logprob",
+    "attention",
+    "attention_window",
+)  # what is plain rounds in between
 FP32_OUT = ("token_logprob", "log_softmax", "lm_head_logprob")
 
 
@@ -257,7 +351,7 @@ def computed(op: str, given: dict, dtype: torch.dtype, kind: str):
     constants = PLAIN[op][3] | ({"dtype": dtype} if op in OF_STORAGE_DTYPE else {})
     leaves = {k: t.float().clone().requires_grad_() if t.is_floating_point() else t for k, t in given.items()}
     outputs = PLAIN[op][4](*leaves.values(), **constants)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs, )
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     out = [torch.float32 if op in FP32_OUT or op == "cast" else dtype] * len(outputs)
     kinds = ["normal" if op in FP32_OUT else kind] * len(outputs)
     if PLAIN[op][0] == "attention":
@@ -277,7 +371,9 @@ def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
 
 
 def reference_of(op: str, given: dict) -> list:
-    found = getattr(reference, PLAIN[op][0])(**given, **PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {}))
+    found = getattr(reference, PLAIN[op][0])(
+        **given, **PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {})
+    )
     return [found] if isinstance(found[0], torch.Tensor) else list(found)
 
 
@@ -303,6 +399,7 @@ def test_every_op_of_the_registry_has_a_plain_version():
 
 # What accumulates in bf16 exceeds the bound
 
+
 def folded_in_bf16(terms: torch.Tensor) -> torch.Tensor:
     """Σ over the first dimension, every partial sum rounded to bf16, slabs of 16 exact."""
     total = torch.zeros_like(terms[0])
@@ -312,19 +409,36 @@ def folded_in_bf16(terms: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("op, name", [
-    ("linear", "weight"), ("linear", "bias"), ("linear", "x"), ("bias_add", "bias"), ("rms_norm", "weight"),
-    ("qk_norm", "weight"), ("add_rms_norm", "weight"), ("embedding", "weight")])
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("linear", "weight"),
+        ("linear", "bias"),
+        ("linear", "x"),
+        ("bias_add", "bias"),
+        ("rms_norm", "weight"),
+        ("qk_norm", "weight"),
+        ("add_rms_norm", "weight"),
+        ("embedding", "weight"),
+    ],
+)
 def test_gradients_accumulated_in_bf16_exceed_the_bound(op, name, out, tokens=300, wide=300, narrow=8):
     g, dtype = generator("cpu", op), torch.bfloat16
     draws = lambda *shape: torch.randn(shape, generator=g).to(dtype)
-    features = (4, HEAD_DIM) if op == "qk_norm" else (narrow, )
+    features = (4, HEAD_DIM) if op == "qk_norm" else (narrow,)
     given, upstream = {"x": draws(tokens, *features), "weight": draws(features[-1])}, draws(tokens, *features)
     normal = lambda x: reference.normalise(x.double(), contract.EPS)[0].float()
     if op == "linear":
-        given, upstream = {"x": draws(tokens, narrow), "weight": draws(wide, narrow), "bias": draws(wide)}, draws(tokens, wide)
+        given, upstream = (
+            {"x": draws(tokens, narrow), "weight": draws(wide, narrow), "bias": draws(wide)},
+            draws(tokens, wide),
+        )
         outer = lambda a, b: a[:, :, None].float() * b[:, None].float()
-        terms = {"weight": outer(upstream, given["x"]), "bias": upstream.float(), "x": outer(upstream.T, given["weight"])}[name]
+        terms = {
+            "weight": outer(upstream, given["x"]),
+            "bias": upstream.float(),
+            "x": outer(upstream.T, given["weight"]),
+        }[name]
     elif op == "bias_add":
         given = {"x": given["x"], "bias": given["weight"]}
         terms = upstream.float()
@@ -346,7 +460,7 @@ def test_gradients_accumulated_in_bf16_exceed_the_bound(op, name, out, tokens=30
 @pytest.mark.parametrize("wrong", ["no", "logits accumulated in bf16", "logsumexp in bf16"])
 def test_logprobs_that_accumulate_in_bf16_exceed_the_bound(wrong, hidden=512):
     g = generator("cpu", "logprob")
-    h, targets = torch.randn(128, hidden, generator=g).bfloat16(), torch.randint(0, 300, (128, ), generator=g)
+    h, targets = torch.randn(128, hidden, generator=g).bfloat16(), torch.randint(0, 300, (128,), generator=g)
     w = (2 * hidden**-0.5 * torch.randn(300, hidden, generator=g)).bfloat16()
     logits = bf16_accumulation(h, w) if "logits" in wrong else rounded(F.linear(h.float(), w.float()), torch.bfloat16)
     z = logits.float()
@@ -362,14 +476,22 @@ def test_logprobs_that_accumulate_in_bf16_exceed_the_bound(wrong, hidden=512):
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**30), largest=st.sampled_from([2.0**-20, 2.0**-8, 0.5, 4]), spread=st.sampled_from([0.3, 3, 30]))
+@given(
+    seed=st.integers(0, 2**30),
+    largest=st.sampled_from([2.0**-20, 2.0**-8, 0.5, 4]),
+    spread=st.sampled_from([0.3, 3, 30]),
+)
 def test_no_error_of_the_logits_moves_logprobs_and_entropy_by_more_than_s_says(seed, largest, spread):
     g = torch.Generator().manual_seed(seed)
     z, d = (torch.randn(8, 40, generator=g, dtype=torch.float64) * s for s in (spread, largest))
     each, _, of_entropy = reference.logprob_errors(z, d.abs())
     targets = torch.arange(8)
-    signs = [d, -d, d.abs() * torch.where(torch.arange(40) == targets[:, None], 1, -1),
-             d.abs() * torch.where(torch.arange(40) == targets[:, None], -1, 1)]
+    signs = [
+        d,
+        -d,
+        d.abs() * torch.where(torch.arange(40) == targets[:, None], 1, -1),
+        d.abs() * torch.where(torch.arange(40) == targets[:, None], -1, 1),
+    ]
     entropy = lambda logp: -(logp.exp() * logp).sum(-1, keepdim=True)
     logp = reference.log_probabilities(z)
     for change in signs:
@@ -395,6 +517,7 @@ def test_no_error_of_the_scores_moves_attention_s_probabilities_by_more_than_s_s
 
 # No tolerance anywhere else
 
+
 def sources():
     for path in sorted([*ROOT.glob("bi_kernels/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("tools/*.py")]):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
@@ -402,21 +525,42 @@ def sources():
         for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
             if cell["cell_type"] == "code":
                 lines = "".join(cell["source"]).splitlines()
-                yield f"{path.name}, cell {number}", "\n".join("" if line.startswith(("%", "!")) else line for line in lines)
+                yield (
+                    f"{path.name}, cell {number}",
+                    "\n".join("" if line.startswith(("%", "!")) else line for line in lines),
+                )
 
 
 def tolerances(source: str) -> list[str]:
     """What a tolerance looks like: an argument or name atol or rtol, a comparison that has a default one, 1e-3; but not
     the default of an argument eps, which another test compares with the contract."""
     found, nodes = [], list(ast.walk(ast.parse(source)))
-    defaults = [(a.arg, d) for f in nodes if isinstance(f, ast.arguments)
-                for a, d in zip(reversed(f.posonlyargs + f.args), reversed(f.defaults))]
+    defaults = [
+        (a.arg, d)
+        for f in nodes
+        if isinstance(f, ast.arguments)
+        for a, d in zip(reversed(f.posonlyargs + f.args), reversed(f.defaults))
+    ]
     epsilons = [d for name, d in defaults if name == "eps"]
     for node in (n for n in nodes if all(n is not d for d in epsilons)):
         name = getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-        if name in ("atol", "rtol", "rel_tol", "abs_tol", "approx", "allclose", "isclose", "assert_close", "assert_allclose"):
+        if name in (
+            "atol",
+            "rtol",
+            "rel_tol",
+            "abs_tol",
+            "approx",
+            "allclose",
+            "isclose",
+            "assert_close",
+            "assert_allclose",
+        ):
             found.append(name)
-        if isinstance(node, ast.Constant) and isinstance(node.value, float) and "e-" in ast.get_source_segment(source, node):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, float)
+            and "e-" in ast.get_source_segment(source, node)
+        ):
             found.append(ast.get_source_segment(source, node))
     return found
 
@@ -429,5 +573,7 @@ def test_no_tolerance_stands_outside_the_contract():
 @pytest.mark.parametrize("op, more", [("log_softmax", {}), ("token_logprob", {"targets": torch.tensor([0, 1])})])
 def test_logits_of_minus_infinity_leave_every_bound_a_number(op, more):
     logits = torch.tensor([[0.0, -torch.inf, 3.0], [1.0, -torch.inf, -torch.inf]])
-    for y, magnitude in (getattr(reference, op)(logits, **more), ) if op == "log_softmax" else getattr(reference, op)(logits, **more):
+    for y, magnitude in (
+        (getattr(reference, op)(logits, **more),) if op == "log_softmax" else getattr(reference, op)(logits, **more)
+    ):
         assert not y.isnan().any() and not magnitude.isnan().any()

@@ -54,14 +54,26 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
     for command in commands:
         arguments = command.split()
         assert arguments[0] == "bi-audit"
-        done = subprocess.run([sys.executable, "-m", "bi_kernels.audit.cli", *arguments[1:], "--dtype", "bf16", "--out", "out"],
-                              cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and "0 need a fix" in done.stdout, command + done.stdout[-3000:] + done.stderr[-2000:]
+        done = subprocess.run(
+            [sys.executable, "-m", "bi_kernels.audit.cli", *arguments[1:], "--dtype", "bf16", "--out", "out"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and "0 need a fix" in done.stdout, (
+            command + done.stdout[-3000:] + done.stderr[-2000:]
+        )
 
 
 PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
 USE, TRAIN, AUDIT = PYTHON
-COMMANDS = [line.split("#")[0].strip() for language, _, _, text in blocks("README.md") if not language for line in text.splitlines()]
+COMMANDS = [
+    line.split("#")[0].strip()
+    for language, _, _, text in blocks("README.md")
+    if not language
+    for line in text.splitlines()
+]
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -70,24 +82,38 @@ def drawn(*shape: int) -> torch.Tensor:
 
 def test_the_readme_uses_the_kernels():
     tokens, width, n = 6, 128, 32
-    names = {"x": drawn(tokens, width), "weight": drawn(n, width), "bias": drawn(n), "a": drawn(2, tokens, width),
-             "b": drawn(width, n), "gate": drawn(tokens, n), "up": drawn(tokens, n), "q": drawn(tokens, 2, 128),
-             "positions": torch.arange(tokens), "ids": torch.arange(tokens), "table_weight": drawn(n, width),
-             "targets": torch.arange(tokens), "k": drawn(tokens, 1, 128), "v": drawn(tokens, 1, 128),
-             "cu_seqlens": torch.tensor([0, 2, tokens]), "q_new": drawn(2, 1, 2, 128), "k_cache": drawn(2, 8, 1, 128),
-             "v_cache": drawn(2, 8, 1, 128), "lengths": torch.tensor([3, 8])}
+    names = {
+        "x": drawn(tokens, width),
+        "weight": drawn(n, width),
+        "bias": drawn(n),
+        "a": drawn(2, tokens, width),
+        "b": drawn(width, n),
+        "gate": drawn(tokens, n),
+        "up": drawn(tokens, n),
+        "q": drawn(tokens, 2, 128),
+        "positions": torch.arange(tokens),
+        "ids": torch.arange(tokens),
+        "table_weight": drawn(n, width),
+        "targets": torch.arange(tokens),
+        "k": drawn(tokens, 1, 128),
+        "v": drawn(tokens, 1, 128),
+        "cu_seqlens": torch.tensor([0, 2, tokens]),
+        "q_new": drawn(2, 1, 2, 128),
+        "k_cache": drawn(2, 8, 1, 128),
+        "v_cache": drawn(2, 8, 1, 128),
+        "lengths": torch.tensor([3, 8]),
+    }
     for line in USE.replace('device="cuda"', 'device="cpu"').splitlines():
         # names are used for several things, as README lines are read one by one
         scope = names | {"bi": bi_kernels, "h": drawn(tokens, width), "residual": drawn(tokens, width)}
         scope["weight"] = drawn(width) if "rms_norm" in line else names["weight"]
         exec(line, scope)
         names |= {k: scope[k] for k in ("table", "logprob", "entropy", "out", "lse") if k in scope}
-    assert names["logprob"].shape == names["entropy"].shape == (tokens, )
+    assert names["logprob"].shape == names["entropy"].shape == (tokens,)
     assert names["out"].shape == (tokens, 2, 128) and names["lse"].shape == (tokens, 2)
 
 
 class Policy(torch.nn.Module):
-
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(24, 32, dtype=torch.bfloat16)
@@ -103,9 +129,14 @@ def trained(splits: list[list[int]]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     lengths, model = [5, 17, 9], Policy()
     sequences = [(torch.arange(n) * 7 % 24, torch.linspace(-1, 1, n)) for n in lengths]
-    batches = [SimpleNamespace(cu_seqlens=[0, *torch.tensor([lengths[i] for i in split]).cumsum(0).tolist()],
-                               ids=torch.cat([sequences[i][0] for i in split]),
-                               advantages=torch.cat([sequences[i][1] for i in split])) for split in splits]
+    batches = [
+        SimpleNamespace(
+            cu_seqlens=[0, *torch.tensor([lengths[i] for i in split]).cumsum(0).tolist()],
+            ids=torch.cat([sequences[i][0] for i in split]),
+            advantages=torch.cat([sequences[i][1] for i in split]),
+        )
+        for split in splits
+    ]
     step = SimpleNamespace(micro_batches=batches, active_tokens=sum(lengths))
     exec(TRAIN, {"bi": bi_kernels, "torch": torch, "model": model, "steps": [step, step]})
     return [p.detach() for p in model.parameters()]
@@ -125,14 +156,21 @@ def _double_kernel(x, out, n, BLOCK: tl.constexpr):
 
 
 def doubled(x, out):
-    _double_kernel[(triton.cdiv(x.numel(), 64), )](x, out, x.numel(), BLOCK=64)
+    _double_kernel[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), BLOCK=64)
 
 
 def test_the_readme_audits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = []
-    scope = {"x": torch.randn(20, 20), "weight": torch.randn(20), "out": torch.empty(20, 20), "my_module": torch.nn.Tanh(),
-             "my_op": lambda x, weight: x * weight, "my_launcher": doubled, "exact": torch.tanh}
+    scope = {
+        "x": torch.randn(20, 20),
+        "weight": torch.randn(20),
+        "out": torch.empty(20, 20),
+        "my_module": torch.nn.Tanh(),
+        "my_op": lambda x, weight: x * weight,
+        "my_launcher": doubled,
+        "exact": torch.tanh,
+    }
     exec(re.sub(r"^audit\((.*)\)(\s+#.*)$", r"said.append(audit(\1))", AUDIT, flags=re.M), scope | {"said": said})
     op, *others = said
     assert len(others) == 3 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
@@ -161,7 +199,9 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
 
 
 def test_papermill_runs_a_notebook_as_the_readme_says():
-    notebook, parameter = re.search(r"`papermill (\S+) out.ipynb -p (\w+) bf16`", (ROOT / "README.md").read_text()).groups()
+    notebook, parameter = re.search(
+        r"`papermill (\S+) out.ipynb -p (\w+) bf16`", (ROOT / "README.md").read_text()
+    ).groups()
     assert parameter in papermill.inspect_notebook(str(ROOT / notebook))
 
 

@@ -22,14 +22,18 @@ def changed(dtype: torch.dtype, value: float, other: float) -> tuple[torch.Tenso
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("value, other, report", [
-    (2.0, 1.0, (1.0, 0.5, "ulp of a binade")),
-    (-1.0, 1.0, (2.0, 2.0, "across zero")),
-    (-0.0, 0.0, (0.0, 0.0, 0)),
-    (INF, 1.0, (INF, INF, INF)),
-    (INF, -INF, (INF, INF, INF)),
-    (NAN, 1.0, (INF, INF, INF)),
-], ids=str)
+@pytest.mark.parametrize(
+    "value, other, report",
+    [
+        (2.0, 1.0, (1.0, 0.5, "ulp of a binade")),
+        (-1.0, 1.0, (2.0, 2.0, "across zero")),
+        (-0.0, 0.0, (0.0, 0.0, 0)),
+        (INF, 1.0, (INF, INF, INF)),
+        (INF, -INF, (INF, INF, INF)),
+        (NAN, 1.0, (INF, INF, INF)),
+    ],
+    ids=str,
+)
 def test_one_element_that_differs(dtype, value, other, report):
     one_is = int(ordered(torch.ones(1, dtype=dtype)))
     steps = {"ulp of a binade": round(1 / torch.finfo(dtype).eps), "across zero": 2 * one_is}
@@ -47,11 +51,11 @@ def test_equal_bits_are_no_drift(dtype):
 
 @EVERY_DTYPE
 def test_a_nan_with_another_payload_is_a_drift(dtype):
-    a = torch.full((4, ), NAN, dtype=dtype)
+    a = torch.full((4,), NAN, dtype=dtype)
     b = a.clone()
     raw(b)[2] ^= 1
     drift = compare(a, b)
-    assert b.isnan().all() and (drift.mismatches, drift.first_index, drift.max_ulp) == (1, (2, ), INF), drift
+    assert b.isnan().all() and (drift.mismatches, drift.first_index, drift.max_ulp) == (1, (2,), INF), drift
 
 
 @EVERY_DTYPE
@@ -75,8 +79,8 @@ def test_the_first_index_is_first_in_logical_order_even_in_a_view():
 
 def test_masks_and_integers_are_compared_too():
     drift = compare(torch.tensor([3, 4, 9]), torch.tensor([3, 6, 9]))
-    assert (drift.mismatches, drift.max_abs, drift.first_index) == (1, 2.0, (1, )), drift
-    assert compare(torch.tensor([True, False]), torch.tensor([True, True])).first_index == (1, )
+    assert (drift.mismatches, drift.max_abs, drift.first_index) == (1, 2.0, (1,)), drift
+    assert compare(torch.tensor([True, False]), torch.tensor([True, True])).first_index == (1,)
     assert compare(torch.ones(0, 3), torch.ones(0, 3)).mismatches == 0
 
 
@@ -88,7 +92,7 @@ def test_another_shape_or_dtype_is_an_error_not_a_drift(other):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ordered_counts_the_floats_in_between(dtype):
-    x = torch.arange(-2**15, 2**15, dtype=torch.int16).view(dtype)
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     x = x[~x.isnan()]
     values, order = x.double().sort(stable=True)
     steps = ordered(x)[order].diff()

@@ -39,7 +39,7 @@ def sum_kernel(x, y, N: tl.constexpr):
 
 def triton_sum(values: torch.Tensor) -> torch.Tensor:
     y = torch.empty(len(values))
-    sum_kernel[(len(values), )](values.contiguous(), y, N=values.shape[1])
+    sum_kernel[(len(values),)](values.contiguous(), y, N=values.shape[1])
     return y
 
 
@@ -79,7 +79,7 @@ def test_a_tree_replays_its_sum_and_another_tree_does_not(sums):
     terms = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     actual = np.asarray(sums(terms))
     tree, wrong = fold(sums, 64), fold(lambda v: left(v.flip(1)), 64)
-    assert [t.partial_sums(row.numpy())[-1] for t in (tree, ) for row in terms] == actual.tolist()
+    assert [t.partial_sums(row.numpy())[-1] for t in (tree,) for row in terms] == actual.tolist()
     assert tree != wrong and [wrong.partial_sums(row.numpy())[-1] for row in terms] != actual.tolist()
 
 
@@ -129,6 +129,7 @@ def by_steps(n: int, steps: list[tuple[int, ...]]):
                 found[np.abs(found) < np.abs(found).max(0) * 2.0**-25] = 0
             nodes.append(found.astype(np.float64).sum(0).astype(np.float32))
         return nodes[-1]
+
     return sums
 
 
@@ -156,6 +157,7 @@ def test_how_many_probes_a_call_has_is_no_matter(made, at_once):
 
 
 # What is no tree
+
 
 def by_parity(values):
     """Odd probes are summed from the right."""
@@ -198,6 +200,7 @@ def test_torch_sums_every_call_from_zero():
 
 
 # Where two orders part
+
 
 def test_the_first_sum_that_only_one_forms_and_the_ulp_at_the_end():
     a, b = fold(slabs, 64), fold(lambda v: slabs(v[:, :32]) + slabs(v[:, 32:]), 64)

@@ -12,19 +12,26 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit.experiments import backward
 from bi_kernels.audit.broken import gradient as gradient_controls
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.static import binary as static
-from bi_kernels.audit.static import source as syntax
-from bi_kernels.audit.experiments import training
-from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NAN_PADDING, STATIC, token_layout
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.session import start
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.gradient import (
+    ACCURACY,
+    DETERMINISM,
+    INVARIANCE,
+    LAYOUTS,
+    NAN_PADDING,
+    STATIC,
+    token_layout,
+)
+from bi_kernels.audit.session import start
+from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import source as syntax
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB
@@ -42,7 +49,7 @@ def nothing_is_recorded(monkeypatch):
 def fewer(monkeypatch):
     """The layouts and the row counts in which a control shows, and two runs: an audit's controls need no more."""
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "permuted", "micro_batches:ragged"))
-    monkeypatch.setattr(gradients, "BESIDE", ("neighbours", ))
+    monkeypatch.setattr(gradients, "BESIDE", ("neighbours",))
     monkeypatch.setattr(gradients, "VIEWS", {})
     monkeypatch.setitem(SWEEP, RUNS, 2)
     monkeypatch.setitem(SWEEP, "rows", [1, 16, 17, 257, 300])
@@ -58,8 +65,11 @@ def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> Subj
 
 
 def report(found: list[Row]) -> str:
-    return "\n".join(f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} {r.tensor}: {r.verdict}, {r.mismatches} of "
-                     f"{r.elements} at {r.first_index}; {r.detail}" for r in found)
+    return "\n".join(
+        f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} {r.tensor}: {r.verdict}, {r.mismatches} of "
+        f"{r.elements} at {r.first_index}; {r.detail}"
+        for r in found
+    )
 
 
 def in_need(found: list[Row]) -> list[Row]:
@@ -67,6 +77,7 @@ def in_need(found: list[Row]) -> list[Row]:
 
 
 # Controls
+
 
 @pytest.mark.parametrize("audit", AUDITS)
 def test_every_control_is_caught_by_its_relation(audit, fewer):
@@ -100,7 +111,9 @@ def test_padding_taken_for_tokens_shows_where_padding_holds_nan_and_nowhere_else
     control = next(c for c in GRADIENT_CONTROLS if "padding" in c.name)
     s = subject(control.op, control.function, control.dtype, control.case)
     found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
-    assert [required(r) for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(in_need(found))
+    assert [required(r) for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(
+        in_need(found)
+    )
 
 
 def empty(level: str, monkeypatch) -> None:
@@ -110,13 +123,22 @@ def empty(level: str, monkeypatch) -> None:
     elif level == "torch":
         monkeypatch.setattr(static, "_Dispatched", lambda launches: nullcontext())
     else:
-        run, also = static.subprocess.run, f"import re; from bi_kernels.audit import static; static.{level} = re.compile('(?!)'); "
-        monkeypatch.setattr(static.subprocess, "run", lambda command, **more: run(
-            [command[0], "-c", also + command[2], *command[3:]] if command[1] == "-c" else command, **more))
+        run, also = (
+            static.subprocess.run,
+            f"import re; from bi_kernels.audit import static; static.{level} = re.compile('(?!)'); ",
+        )
+        monkeypatch.setattr(
+            static.subprocess,
+            "run",
+            lambda command, **more: run(
+                [command[0], "-c", also + command[2], *command[3:]] if command[1] == "-c" else command, **more
+            ),
+        )
 
 
-@pytest.mark.parametrize("audit, level", [("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"),
-                                          ("vocabulary", "torch")])
+@pytest.mark.parametrize(
+    "audit, level", [("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"), ("vocabulary", "torch")]
+)
 def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypatch):
     mine = [c for c in GRADIENT_CONTROLS if c.audit == audit and c.relation == STATIC]
     assert level in {c.level for c in mine}
@@ -128,8 +150,11 @@ def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypat
     assert {c.level: r.caught for c, r in zip(mine, found)} == {c.level: c.level != level for c in mine}, report(found)
 
 
-@pytest.mark.parametrize("control", [c for c in GRADIENT_CONTROLS if c.relation == INVARIANCE
-                                     and "own token count" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "control",
+    [c for c in GRADIENT_CONTROLS if c.relation == INVARIANCE and "own token count" not in c.name],
+    ids=lambda c: c.name,
+)
 def test_no_tolerance_would_show_what_invariance_shows(control):
     s = subject(control.op, control.function, control.dtype, control.case)
     found = gradients.gradient_accuracy(s, "normal")
@@ -140,12 +165,15 @@ def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", [replace(c, function=raises) for c in GRADIENT_CONTROLS])
+    monkeypatch.setattr(
+        gradient_controls, "GRADIENT_CONTROLS", [replace(c, function=raises) for c in GRADIENT_CONTROLS]
+    )
     for audit in AUDITS:
         assert not [r for r in start(audit, {}).controls() if r.caught]
 
 
 # Judging one op
+
 
 @pytest.fixture(scope="module")
 def norm_rows():
@@ -176,7 +204,8 @@ def test_what_was_not_run_needs_a_fix(norm_rows):
     for key in dict.fromkeys(map(required, norm_rows)):
         missing = gradients.gradient_coverage([r for r in norm_rows if required(r) != key], [s])
         assert [(r.relation, r.layout, r.verdict, r.detail) for r in missing] == [
-            (*key[:2], NEEDS_FIX, "required, not run")], f"without {key}: {report(missing)}"
+            (*key[:2], NEEDS_FIX, "required, not run")
+        ], f"without {key}: {report(missing)}"
         assert key[0] == STATIC or required(missing[0]) == key
 
 
@@ -211,13 +240,16 @@ def test_coverage_asks_for_every_gradient_of_every_op(op):
 
 # Candidates that do not do what they should
 
+
 def rms_norm_without(which: int):
     return lambda *tensors, **more: bi_kernels.rms_norm(
-        *(t.detach() if i == which else t for i, t in enumerate(tensors)), **more)
+        *(t.detach() if i == which else t for i, t in enumerate(tensors)), **more
+    )
 
 
 def raises_for(shape: tuple[int, ...], when: str):
     """rms_norm that fails on x of that leading shape, in its forward or in its backward."""
+
     class Fails(torch.autograd.Function):
         forward = staticmethod(lambda ctx, y: y.clone())
 
@@ -230,6 +262,7 @@ def raises_for(shape: tuple[int, ...], when: str):
         if tuple(x.shape[:-1]) == shape and when == "forward":
             raise RuntimeError("boom\nand more")
         return Fails.apply(y) if tuple(x.shape[:-1]) == shape else y
+
     return fails
 
 
@@ -248,7 +281,9 @@ class _Altered(torch.autograd.Function):
 
 def test_a_gradient_left_in_padding_is_reported(fewer, monkeypatch):
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "batch", "left_padded"))
-    found = list(gradients.by_split(subject("silu", lambda x: bi_kernels.silu(_Altered.apply(x, lambda g: g + (g == 0))))))
+    found = list(
+        gradients.by_split(subject("silu", lambda x: bi_kernels.silu(_Altered.apply(x, lambda g: g + (g == 0)))))
+    )
     bad = in_need(found)
     assert {r.layout for r in bad} >= {"batch", "left_padded"}
     assert any("left a gradient of x in padding" in r.detail for r in bad), report(found)
@@ -261,7 +296,10 @@ def test_a_gradient_that_depends_on_how_its_upstream_lies_is_reported(fewer, mon
         forward = staticmethod(lambda ctx, y: y.clone())
         backward = staticmethod(lambda ctx, dy: dy if dy.is_contiguous() else dy * 2)
 
-    for function, expected in ((bi_kernels.silu, set()), (lambda x: Uneven.apply(bi_kernels.silu(x)), {"strided view", "transposed view"})):
+    for function, expected in (
+        (bi_kernels.silu, set()),
+        (lambda x: Uneven.apply(bi_kernels.silu(x)), {"strided view", "transposed view"}),
+    ):
         assert {r.layout for r in in_need(list(gradients.by_split(subject("silu", function))))} == expected
 
 
@@ -284,9 +322,10 @@ def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
     assert "left no gradient for weight" in report(in_need(found)), report(found)
 
 
-@pytest.mark.parametrize("layout, when", [
-    ("batch:16", "forward"), ("micro_batches:ragged", "backward"), ("neighbours", "forward"),
-    ("singles", "backward")])
+@pytest.mark.parametrize(
+    "layout, when",
+    [("batch:16", "forward"), ("micro_batches:ragged", "backward"), ("neighbours", "forward"), ("singles", "backward")],
+)
 def test_an_error_in_one_layout_is_reported_there(layout, when, monkeypatch):
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "singles", "batch:16", "micro_batches:ragged", "neighbours"))
     monkeypatch.setattr(gradients, "BESIDE", ())
@@ -294,10 +333,14 @@ def test_an_error_in_one_layout_is_reported_there(layout, when, monkeypatch):
     every = layouts(SHAPES["tiny"]["lengths"])
     elsewhere = {call.index.shape for name in gradients.LAYOUTS if name != layout for call in every[name]}
     shape = next(call.index.shape for call in every[layout] if call.index.shape not in elsewhere)
-    found = [r for r in gradients.judge_gradients(subject("rms_norm", raises_for(shape, when))) if r.relation == INVARIANCE]
+    found = [
+        r for r in gradients.judge_gradients(subject("rms_norm", raises_for(shape, when))) if r.relation == INVARIANCE
+    ]
     bad = [r for r in in_need(found) if r.layout == layout]
     assert len(bad) == 1 and "RuntimeError: boom" in bad[0].detail and "and more" not in bad[0].detail, report(found)
-    unharmed = {"permuted", "batch"} | ({"packed"} if layout != "singles" else set())  # they are what it is compared with
+    unharmed = {"permuted", "batch"} | (
+        {"packed"} if layout != "singles" else set()
+    )  # they are what it is compared with
     assert {r.layout for r in found if r.verdict == PASS} >= unharmed, report(found)
 
 
@@ -386,11 +429,16 @@ def test_the_slots_of_every_layout_are_the_tokens_in_logical_order(name):
 
 def test_a_layout_that_needs_no_gathering_says_so():
     x = torch.randn(32, 3)
-    for index, identity in (([[*range(16)], [*range(16, 32)]], True), ([[*range(31)]], True), ([[*range(31), -1]], False),
-                            ([[-1, *range(31)]], False), ([[*range(17), *[-1] * 15]], False)):
+    for index, identity in (
+        ([[*range(16)], [*range(16, 32)]], True),
+        ([[*range(31)]], True),
+        ([[*range(31), -1]], False),
+        ([[-1, *range(31)]], False),
+        ([[*range(17), *[-1] * 15]], False),
+    ):
         layout = token_layout(Call(np.array(index)), [16, 16] if len(index) == 2 else [31])
         assert layout.identity == identity, index
-        rows = x[:np.size(index)]
+        rows = x[: np.size(index)]
         gathered = layout.gather(rows)
         if identity:
             assert gathered is rows, index
@@ -399,6 +447,7 @@ def test_a_layout_that_needs_no_gathering_says_so():
 
 
 # Buffers and masters
+
 
 def parameters() -> list[torch.nn.Parameter]:
     g = torch.Generator().manual_seed(0)
@@ -464,11 +513,15 @@ def test_a_tied_parameter_that_is_not_given_is_refused(which):
 
 # A training step
 
+
 @pytest.fixture
 def small(monkeypatch):
     """A session over a network of one layer and three dozen tokens."""
-    monkeypatch.setitem(SHAPES, "tiny", {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 48, "vocab": 40,
-                                         "lengths": [5, 1, 17, 12]})
+    monkeypatch.setitem(
+        SHAPES,
+        "tiny",
+        {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 48, "vocab": 40, "lengths": [5, 1, 17, 12]},
+    )
     monkeypatch.setattr(training, "Network", partial(training.Network, layers=1))
     return SimpleNamespace(parameters={"shapes": "tiny", "seed": 0}, device=torch.device("cpu"))
 

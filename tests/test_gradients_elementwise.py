@@ -28,14 +28,18 @@ CALLS = {
     "swiglu": ("swiglu", "swiglu", {"gate": MATRIX, "up": MATRIX}, {}),
     "add": ("add", "add", {"x": MATRIX, "residual": MATRIX}, {}),
     "scale": ("scale", "scale", {"x": MATRIX}, {"factor": FACTOR}),
-    "bias_add": ("bias_add", "bias_add", {"x": MATRIX, "bias": (COLUMNS, )}, {}),
+    "bias_add": ("bias_add", "bias_add", {"x": MATRIX, "bias": (COLUMNS,)}, {}),
     "mask_fill": ("mask_fill", "mask_fill", {"x": MATRIX}, {"mask": MASK, "value": -1e4}),
     "cast_bf16": ("cast", "cast", {"x": MATRIX}, {"dtype": torch.bfloat16}),
     "cast_fp16": ("cast", "cast", {"x": MATRIX}, {"dtype": torch.float16}),
     "cast_fp32": ("cast", "cast", {"x": MATRIX}, {"dtype": torch.float32}),
     "rope": ("rope", "rope", {"x": (ROWS, 3, 16)}, {"table": TABLE, "positions": POSITIONS}),
-    "rope_interleaved": ("rope", "rope", {"x": (ROWS, 3, 16)},
-                         {"table": TABLE, "positions": POSITIONS, "interleaved": True}),
+    "rope_interleaved": (
+        "rope",
+        "rope",
+        {"x": (ROWS, 3, 16)},
+        {"table": TABLE, "positions": POSITIONS, "interleaved": True},
+    ),
 }
 EVERY_OP = pytest.mark.parametrize("name", CALLS)
 
@@ -52,8 +56,9 @@ def upstream(name: str, dtype: torch.dtype, kind: str = "normal") -> torch.Tenso
     return numbers(next(iter(CALLS[name][2].values())), CALLS[name][3].get("dtype", dtype), kind, "dy")
 
 
-def gradients(name: str, given: dict[str, torch.Tensor], dy: torch.Tensor, wanted: tuple[str, ...] = (),
-              **constants) -> dict[str, torch.Tensor | None]:
+def gradients(
+    name: str, given: dict[str, torch.Tensor], dy: torch.Tensor, wanted: tuple[str, ...] = (), **constants
+) -> dict[str, torch.Tensor | None]:
     """What backward() leaves in `.grad` of every input, or of those wanted."""
     leaves = {k: t.detach().requires_grad_(not wanted or k in wanted) for k, t in given.items()}
     getattr(bi_kernels, CALLS[name][1])(**leaves, **CALLS[name][3] | constants).backward(dy)
@@ -70,12 +75,15 @@ def assert_within(name: str, given: dict[str, torch.Tensor], dy: torch.Tensor, f
         wrong = (~((y.double() - expected.exact).abs() <= limit) & ~beyond).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())
-            at_that = [t[at[-t.dim():]].item() for t in given.values()]
-            raise AssertionError(f"{name} {k} {dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: "
-                                 f"{y[at]} instead of {expected.exact[at]}, given {at_that}")
+            at_that = [t[at[-t.dim() :]].item() for t in given.values()]
+            raise AssertionError(
+                f"{name} {k} {dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: "
+                f"{y[at]} instead of {expected.exact[at]}, given {at_that}"
+            )
 
 
 # Accuracy
+
 
 @EVERY_DTYPE
 @EVERY_OP
@@ -88,9 +96,13 @@ def test_gradients_are_within_the_bound(name, kind, dtype):
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "swiglu"])
 def test_activations_are_within_the_bound_for_every_finite_number(name, dtype):
-    x = torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    x = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int16)
+        .view(torch.bfloat16 if dtype == torch.float32 else dtype)
+        .to(dtype)
+    )
     if dtype == torch.float32:
-        random = torch.randint(-2**31, 2**31, (2**16, ), generator=generator("cpu", "bits")).int().view(dtype)
+        random = torch.randint(-(2**31), 2**31, (2**16,), generator=generator("cpu", "bits")).int().view(dtype)
         x = torch.cat((x, random, torch.linspace(-110, 110, 50_001)))
     x = x[x.isfinite()]
     given = {k: x if i == 0 else numbers(x.shape, dtype, seed=k) for i, k in enumerate(CALLS[name][2])}
@@ -104,14 +116,19 @@ def test_nonfinite_numbers_give_what_fp64_gives(name, dtype):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     specials = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
     special = lambda t: torch.where(t.isfinite(), 0.0, t.double().nan_to_num(nan=9.0, posinf=1.0, neginf=-1.0))
-    exact = lambda every: {k: g.exact for k, g in gradient(
-        CALLS[name][1], {k: every[k] for k in given}, CALLS[name][3], every["dy"]).items()}
+    exact = lambda every: {
+        k: g.exact
+        for k, g in gradient(CALLS[name][1], {k: every[k] for k in given}, CALLS[name][3], every["dy"]).items()
+    }
     for changed in (*given, "dy"):
         every = given | {"dy": dy.clone()}
         every[changed].view(-1)[:5] = specials.to(every[changed].dtype)
         found = gradients(name, {k: every[k] for k in given}, every["dy"])
         expected = exact(every)
-        if changed in ("dy", "up"):  # a factor of dx: autograd's inf · p + inf · q may be NaN where inf · (p + q) is not
+        if changed in (
+            "dy",
+            "up",
+        ):  # a factor of dx: autograd's inf · p + inf · q may be NaN where inf · (p + q) is not
             unit = exact(every | {changed: torch.ones_like(dy)})
             expected |= {k: g * every[changed].double() for k, g in unit.items() if k not in (changed, "bias")}
         for k, y in found.items():
@@ -121,6 +138,7 @@ def test_nonfinite_numbers_give_what_fp64_gives(name, dtype):
 
 # What is copied, or is one IEEE operation, has the bits of it
 
+
 @EVERY_DTYPE
 def test_add_and_bias_add_pass_every_bit_of_dy(dtype):
     dy = every_bit_pattern(dtype).view(256, -1)
@@ -128,11 +146,11 @@ def test_add_and_bias_add_pass_every_bit_of_dy(dtype):
     for k, found in gradients("add", given, dy).items():
         assert_same_bits(found, dy, k)
     given = {"x": torch.zeros_like(dy), "bias": torch.zeros_like(dy[0])}
-    assert_same_bits(gradients("bias_add", given, dy, wanted=("x", ))["x"], dy)
+    assert_same_bits(gradients("bias_add", given, dy, wanted=("x",))["x"], dy)
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("shape", [(256, 256), (1, 256), (256, 1), (256, )])
+@pytest.mark.parametrize("shape", [(256, 256), (1, 256), (256, 1), (256,)])
 def test_mask_fill_passes_every_bit_of_dy_and_plus_zero_where_masked(shape, dtype):
     dy = every_bit_pattern(dtype).view(256, 256)
     mask = torch.rand(shape, generator=generator("cpu", "mask", shape)) < 0.5
@@ -144,7 +162,7 @@ def test_mask_fill_passes_every_bit_of_dy_and_plus_zero_where_masked(shape, dtyp
 
 def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
     """2^16 numbers: NaN with their payloads, infinities, subnormals, both zeros."""
-    bits = torch.arange(-2**15, 2**15, dtype=torch.int16)
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     return (bits.int() * 65537 if dtype == torch.float32 else bits).view(dtype)
 
 
@@ -184,6 +202,7 @@ def test_rope_gives_no_gradient_to_its_table_and_nan_outside_it():
 
 
 # What may not change a bit
+
 
 @EVERY_DTYPE
 @EVERY_OP
@@ -227,17 +246,19 @@ def test_only_the_gradients_asked_for_are_computed_and_have_the_same_bits(name, 
     given, dy = arguments(name, dtype), upstream(name, dtype)
     both = gradients(name, given, dy)
     for k in given:
-        alone = gradients(name, given, dy, wanted=(k, ))
+        alone = gradients(name, given, dy, wanted=(k,))
         assert_same_bits(alone.pop(k), both[k], k)
         assert list(alone.values()) == [None]
 
 
-@pytest.mark.parametrize("lead", [(), (0, ), (3, 0), (2, 35)])
+@pytest.mark.parametrize("lead", [(), (0,), (3, 0), (2, 35)])
 @EVERY_OP
 def test_any_rank_and_no_rows_at_all(name, lead):
     features = next(iter(CALLS[name][2].values()))[1:]
-    given = {k: numbers(shape if len(shape) == 1 else (*lead, *features), torch.float32, seed=k)
-             for k, shape in CALLS[name][2].items()}
+    given = {
+        k: numbers(shape if len(shape) == 1 else (*lead, *features), torch.float32, seed=k)
+        for k, shape in CALLS[name][2].items()
+    }
     constants = {"mask": torch.zeros(1, dtype=torch.bool), "positions": torch.zeros(lead, dtype=torch.long)}
     constants = {k: t for k, t in constants.items() if k in CALLS[name][3]}
     dy = torch.ones(*lead, *features, dtype=CALLS[name][3].get("dtype", torch.float32))
@@ -246,6 +267,7 @@ def test_any_rank_and_no_rows_at_all(name, lead):
 
 
 # The bias: a fold over tokens
+
 
 def bias_gradient(calls, layouts, dtype, main_grad: bool = True) -> torch.Tensor:
     bias = torch.zeros(COLUMNS, dtype=dtype, requires_grad=True)
@@ -270,8 +292,8 @@ def test_the_bias_gradient_does_not_depend_on_layout_or_split(dtype):
     for left in (False, True):
         padded = torch.full((4, 40, COLUMNS), torch.nan, dtype=dtype)
         for row, sample in zip(padded, samples):
-            row[-len(sample):] = sample if left else row[-len(sample):]
-            row[:len(sample)] = row[:len(sample)] if left else sample
+            row[-len(sample) :] = sample if left else row[-len(sample) :]
+            row[: len(sample)] = row[: len(sample)] if left else sample
         layout = TokenLayout.padded(lengths, 40, left=left)
         assert_same_bits(bias_gradient([padded], [layout], dtype), expected, f"padded, left {left}")
     permuted = torch.cat([samples[i] for i in (2, 0, 3, 1)])
@@ -279,8 +301,13 @@ def test_the_bias_gradient_does_not_depend_on_layout_or_split(dtype):
     assert_same_bits(bias_gradient([permuted], [layout], dtype), expected, "permuted")
     rounded = bias_gradient([torch.cat(samples)], [packed], dtype, main_grad=False)
     assert_same_bits(rounded, expected.to(dtype), ".grad is the fold rounded once")
-    found = gradient("bias_add", {"x": torch.cat(samples), "bias": torch.zeros(COLUMNS, dtype=dtype)}, {},
-                     torch.cat(samples), lengths)["bias"]
+    found = gradient(
+        "bias_add",
+        {"x": torch.cat(samples), "bias": torch.zeros(COLUMNS, dtype=dtype)},
+        {},
+        torch.cat(samples),
+        lengths,
+    )["bias"]
     limit = contract.bound("bias_add", torch.float32, *found, gradient="bias", inputs=dtype)
     assert ((expected.double() - found.exact).abs() <= limit).all()
 
@@ -299,6 +326,6 @@ def test_what_the_bias_gradient_cannot_use_is_refused_at_the_call():
 
 def test_a_second_derivative_is_refused():
     x, dy = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    g, = torch.autograd.grad(bi_kernels.silu(x), x, dy, create_graph=True)
+    (g,) = torch.autograd.grad(bi_kernels.silu(x), x, dy, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()

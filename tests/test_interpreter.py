@@ -43,8 +43,10 @@ def assert_bits(actual: torch.Tensor, expected, *inputs: torch.Tensor):
     size = 8 * actual.itemsize
     hex_ = lambda x: f"{int(x) % 2**size:#x}"
     at = wrong[:5]
-    assert not len(wrong), f"{len(wrong)} of {len(actual)} differ: {[hex_(x) for x in actual[at]]} instead of " \
-                           f"{[hex_(x) for x in expected[at]]}, inputs {[t.ravel()[at].tolist() for t in inputs]}"
+    assert not len(wrong), (
+        f"{len(wrong)} of {len(actual)} differ: {[hex_(x) for x in actual[at]]} instead of "
+        f"{[hex_(x) for x in expected[at]]}, inputs {[t.ravel()[at].tolist() for t in inputs]}"
+    )
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def dot(a, b, c, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: t
 def run_dot(a, b, c, step=None, precision=None):
     out = torch.empty_like(c)
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    dot[(c.numel() // (M * N), )](a, b, c, out, M=M, N=N, K=K, STEP=step or K, PRECISION=precision)
+    dot[(c.numel() // (M * N),)](a, b, c, out, M=M, N=N, K=K, STEP=step or K, PRECISION=precision)
     return out
 
 
@@ -135,13 +137,13 @@ def store(a, out, n):
 
 def run_elementwise(op, a, b=None, c=None):
     out = torch.empty_like(a)
-    elementwise[(triton.cdiv(a.numel(), 256), )](a, a if b is None else b, a if c is None else c, out, a.numel(), OP=op)
+    elementwise[(triton.cdiv(a.numel(), 256),)](a, a if b is None else b, a if c is None else c, out, a.numel(), OP=op)
     return out
 
 
 def run_cast(a, dtype, rounding=None):
     out = torch.empty(a.shape, dtype=dtype)
-    cast[(triton.cdiv(a.numel(), 256), )](a, out, a.numel(), ROUNDING=rounding)
+    cast[(triton.cdiv(a.numel(), 256),)](a, out, a.numel(), ROUNDING=rounding)
     return out
 
 
@@ -163,11 +165,21 @@ def test_dot_is_the_tensor_core(key):
     assert_bits(actual, expected)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("SLAB", 8), ("SLAB", 4), ("FRACTION", 24), ("FRACTION", 26), ("LOWEST_E", -132), ("LOWEST_E", -134),
-    ("LOWEST_E", -300), ("_to_fp32_toward_zero", lambda x: x.astype(np.float32)),
-    ("_canonical", lambda x: x), ("_exponents", lambda x, lowest: np.where(x == 0, -10000, np.frexp(x)[1] - 1)),
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("SLAB", 8),
+        ("SLAB", 4),
+        ("FRACTION", 24),
+        ("FRACTION", 26),
+        ("LOWEST_E", -132),
+        ("LOWEST_E", -134),
+        ("LOWEST_E", -300),
+        ("_to_fp32_toward_zero", lambda x: x.astype(np.float32)),
+        ("_canonical", lambda x: x),
+        ("_exponents", lambda x, lowest: np.where(x == 0, -10000, np.frexp(x)[1] - 1)),
+    ],
+)
 def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
     monkeypatch.setattr(interpreter, name, value)
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
@@ -215,7 +227,7 @@ def batched_dot(a, b, out, ACC: tl.constexpr):
 def test_batched_dot_is_a_dot_for_each():
     a, b = torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.empty(2, 16, 16)
-    batched_dot[(1, )](a, b, out, ACC=tl.float32)
+    batched_dot[(1,)](a, b, out, ACC=tl.float32)
     assert_bits(out, bits(run_dot(a, b, torch.zeros(2, 16, 16))))
 
 
@@ -234,14 +246,14 @@ def test_casts(key):
     assert_bits(run_cast(a, getattr(torch, target), rounding or None), GOLDEN[key], a)
     if not rounding:
         implicit = torch.empty(a.shape, dtype=getattr(torch, target))
-        store[(triton.cdiv(a.numel(), 256), )](a, implicit, a.numel())
+        store[(triton.cdiv(a.numel(), 256),)](a, implicit, a.numel())
         assert_bits(implicit, GOLDEN[key], a)
 
 
 def assert_rounds_like_torch(x: torch.Tensor):
     x = x[~x.isnan()]
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    store[(triton.cdiv(x.numel(), 256), )](x, out, x.numel())
+    store[(triton.cdiv(x.numel(), 256),)](x, out, x.numel())
     assert_bits(out, bits(x.bfloat16()), x)
 
 
@@ -279,16 +291,23 @@ def test_bf16_comparison_constant_maximum_and_clamp():
 BF16, FP32 = torch.ones(256, dtype=torch.bfloat16), torch.ones(256)
 
 
-@pytest.mark.parametrize("refused, reason", [
-    (lambda: run_elementwise("sum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
-    (lambda: run_elementwise("cumsum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
-    (lambda: run_elementwise("atomic_add", BF16), "atomic operation on bf16 .* cast to fp32 first"),
-    (lambda: run_elementwise("exp", BF16), "Expected dtype .* but got bf16"),
-    (lambda: run_elementwise("fp8", FP32), "a cast to fp8e5 is not supported"),
-    (lambda: run_cast(FP32.double(), torch.bfloat16, "rtz"), "a cast from fp64 to bf16 toward zero"),
-    (lambda: run_dot(*FP32.view(1, 16, 16).expand(3, 16, 16).contiguous()), 'pass input_precision="ieee"'),
-    (lambda: batched_dot[(1, )](*torch.ones(3, 2, 16, 16).half(), ACC=tl.float16), "accumulates in fp32, not in fp16"),
-], ids=lambda x: x.split(" .*")[0] if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "refused, reason",
+    [
+        (lambda: run_elementwise("sum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
+        (lambda: run_elementwise("cumsum", BF16), "reduction or scan of bf16 .* cast to fp32 first"),
+        (lambda: run_elementwise("atomic_add", BF16), "atomic operation on bf16 .* cast to fp32 first"),
+        (lambda: run_elementwise("exp", BF16), "Expected dtype .* but got bf16"),
+        (lambda: run_elementwise("fp8", FP32), "a cast to fp8e5 is not supported"),
+        (lambda: run_cast(FP32.double(), torch.bfloat16, "rtz"), "a cast from fp64 to bf16 toward zero"),
+        (lambda: run_dot(*FP32.view(1, 16, 16).expand(3, 16, 16).contiguous()), 'pass input_precision="ieee"'),
+        (
+            lambda: batched_dot[(1,)](*torch.ones(3, 2, 16, 16).half(), ACC=tl.float16),
+            "accumulates in fp32, not in fp16",
+        ),
+    ],
+    ids=lambda x: x.split(" .*")[0] if isinstance(x, str) else "",
+)
 def test_what_is_not_right_raises(refused, reason):
     with pytest.raises(InterpreterError, match=reason):
         refused()
@@ -316,5 +335,5 @@ def _printed_kernel(x):
 
 
 def test_a_bf16_tile_is_shown_as_its_numbers(capsys):
-    _printed_kernel[(1, )](torch.tensor([0.5, -2.0], dtype=torch.bfloat16))
+    _printed_kernel[(1,)](torch.tensor([0.5, -2.0], dtype=torch.bfloat16))
     assert capsys.readouterr().out == "[ 0.5 -2. ] bf16\n"

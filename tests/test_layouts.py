@@ -68,7 +68,7 @@ def test_the_layouts_of_the_contract_are_what_their_names_say(shapes):
     lengths = SHAPES[shapes]["lengths"]
     every, s = layouts(lengths), spans(lengths)
     widths = lambda name: [call.index.shape for call in every[name]]
-    assert widths("packed") == [(sum(lengths), )] and every["packed"][0].cu_seqlens == (0, *accumulate(lengths))
+    assert widths("packed") == [(sum(lengths),)] and every["packed"][0].cu_seqlens == (0, *accumulate(lengths))
     assert widths("singles") == [(1, n) for n in lengths]
     assert widths("batch") == widths("left_padded") == [(len(lengths), max(lengths))]
     assert widths("batch:16") == widths("left_padded:16") == [(len(lengths), -(-max(lengths) // 16) * 16)]
@@ -90,7 +90,7 @@ def subject(op: str, function, dtype=torch.float32, case="") -> Subject:
 def test_results_come_back_in_logical_order(name, kind):
     s = subject("silu", lambda x: x.clone())
     y = s.layout(name, kind)
-    (tokens, _), = [value for key, value in s.memo.items() if key[0] == "inputs"]
+    ((tokens, _),) = [value for key, value in s.memo.items() if key[0] == "inputs"]
     assert_same_bits(y, tokens["x"], name)
 
 
@@ -114,8 +114,15 @@ def test_every_token_is_given_its_own_position(name):
 
 @settings(max_examples=15)
 @given(random_layout(LENGTHS))
-@pytest.mark.parametrize("op, case, dtype", [("linear", "o", torch.bfloat16), ("linear", "o", torch.float32),
-                                             ("rope", "", torch.bfloat16), ("rope_interleaved", "", torch.float32)])
+@pytest.mark.parametrize(
+    "op, case, dtype",
+    [
+        ("linear", "o", torch.bfloat16),
+        ("linear", "o", torch.float32),
+        ("rope", "", torch.bfloat16),
+        ("rope_interleaved", "", torch.float32),
+    ],
+)
 def test_any_layout_gives_the_bits_of_packed(op, case, dtype, calls):
     s = subject(op, getattr(bi_kernels, OPS[op].function or op), dtype, case)
     assert_same_bits(s.compute(calls), s.layout("packed"), [call.index.shape for call in calls])

@@ -15,11 +15,11 @@ from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit.callables import session as anyones
+from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
+from bi_kernels.audit.problem.subject import Row
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import PARAMETERS
-from bi_kernels.audit.evidence.tables import MIME
-from bi_kernels.audit.problem.subject import Row
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 
@@ -30,9 +30,19 @@ def execute(notebook: Path, out: Path, **parameters) -> nbformat.NotebookNode:
 
 def nbval(*notebooks: Path) -> dict[str, bool]:
     """{notebook: whether nbval failed a cell of it}, in one process."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfpE", "--nbval-lax", *(n.name for n in notebooks)]
-    done = subprocess.run(command, cwd=notebooks[0].parent, capture_output=True, text=True,
-                          env=os.environ | {"PYTEST_ADDOPTS": ""})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-rfpE",
+        "--nbval-lax",
+        *(n.name for n in notebooks),
+    ]
+    done = subprocess.run(
+        command, cwd=notebooks[0].parent, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": ""}
+    )
     assert done.returncode in (0, 1) and not re.search(r"^ERROR ", done.stdout, re.M), done.stdout
     cells = re.findall(r"^(PASSED|FAILED) (\w+)\.ipynb::", done.stdout, re.M)
     return {name: ("FAILED", name) in cells for _, name in cells}
@@ -50,7 +60,10 @@ def test_committed_notebooks_carry_what_nbval_compares(path):
     assert not any(o.output_type == "error" for c in code for o in c.outputs)
     data = verdict_cell(notebook).outputs[0].data[MIME]
     assert (data["verdict"], data["device"], data["candidate"].partition(":")[0]) == (
-        "pass", "interpreter", "zoo" if path.stem == "8_zoo" else "bi_kernels")
+        "pass",
+        "interpreter",
+        "zoo" if path.stem == "8_zoo" else "bi_kernels",
+    )
     assert data["controls"]["caught"] == data["controls"]["total"] > 0
     assert code[-1].source == "assert run.passed, run.failure()"
 
@@ -80,7 +93,11 @@ def drop_output(notebook):
 
 
 TAMPERED = (change_verdict, change_json_verdict, raise_assert, drop_output)
-NEEDED = ("run.make()", "run.controls()", "run.passed")  # what a verdict comes from; one op and dtype of it take seconds
+NEEDED = (
+    "run.make()",
+    "run.controls()",
+    "run.passed",
+)  # what a verdict comes from; one op and dtype of it take seconds
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +143,14 @@ def test_a_wrong_parameter_is_one_sentence(tmp_path):
     with pytest.raises(PapermillExecutionError) as error:
         execute(NOTEBOOKS[1], tmp_path / "out.ipynb", dtyp="bf16")
     assert (error.value.ename, error.value.evalue) == (
-        "ValueError", "unknown parameter 'dtyp', expected one of dtype, candidate, shapes, device, seed, op")
+        "ValueError",
+        "unknown parameter 'dtyp', expected one of dtype, candidate, shapes, device, seed, op",
+    )
 
 
-EARLIER = Row("gemm", "linear", "o", "bi_kernels", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass")
+EARLIER = Row(
+    "gemm", "linear", "o", "bi_kernels", "bf16", "interpreter", "invariance", "decode", "packed", "normal", 9, "pass"
+)
 
 
 def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_path, monkeypatch, bi_audit):
@@ -142,7 +163,9 @@ def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_pat
     done = bi_audit("run", "dtype", "--dtype", "fp32", "-p", "op", "scale", "--out", "out")
     assert done.returncode == 0, done
     names = {p.name for p in (out / "dtype").iterdir()}
-    assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and any(n.endswith(".png") for n in names)
+    assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and any(
+        n.endswith(".png") for n in names
+    )
     assert "left over" not in names and not list(out.glob(".*")), "nothing old and nothing half-written stays"
     made = json.loads((out / "dtype" / "provenance.json").read_text())
     assert {"commit", "device", "driver", "torch", "Triton", "contract", "parameters", "command"} <= set(made)
@@ -158,9 +181,15 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     finished = tmp_path / "out" / "gemm" / "README.md"
     finished.parent.mkdir(parents=True)
     finished.write_text("finished before")
-    child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.cli", "run", "gemm", "--out", "out"], cwd=tmp_path,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's `&` has it ignored
+    child = subprocess.Popen(
+        [sys.executable, "-m", "bi_kernels.audit.cli", "run", "gemm", "--out", "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # a shell's `&` has it ignored
     try:
         wait_for(tmp_path / "out" / ".gemm.partial" / "verdicts.json", child)
         os.killpg(child.pid, signal.SIGINT)
@@ -168,7 +197,11 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-    assert child.returncode == 130 and "interrupted; finished documents are whole" in said and "Traceback" not in said, said
+    assert (
+        child.returncode == 130 and "interrupted; finished documents are whole" in said and "Traceback" not in said
+    ), said
     assert finished.read_text() == "finished before"
     assert not (tmp_path / "out" / ".gemm.partial").exists()
-    assert "gemm: what it had recorded is in out/.gemm.interrupted" in said and read_rows(tmp_path / "out" / ".gemm.interrupted")
+    assert "gemm: what it had recorded is in out/.gemm.interrupted" in said and read_rows(
+        tmp_path / "out" / ".gemm.interrupted"
+    )

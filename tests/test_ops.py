@@ -31,10 +31,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, kind: str = "norma
 def every_finite(dtype: torch.dtype) -> torch.Tensor:
     """All finite numbers of a 16-bit dtype; of fp32, those of bf16 and many more, of every exponent."""
     if dtype != torch.float32:
-        x = torch.arange(-2**15, 2**15, dtype=torch.int16).view(dtype)
+        x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     else:
         g = generator("cpu", "every finite")
-        random = torch.randint(-2**31, 2**31, (2**18, ), generator=g).int().view(dtype)
+        random = torch.randint(-(2**31), 2**31, (2**18,), generator=g).int().view(dtype)
         x = torch.cat((every_finite(torch.bfloat16).float(), random, torch.linspace(-110, 110, 50_001)))
     return x[x.isfinite()]
 
@@ -47,13 +47,13 @@ CALLS = {
     "swiglu": (bi_kernels.swiglu, {"gate": (10, 48), "up": (10, 48)}),
     "add": (bi_kernels.add, {"x": (10, 48), "residual": (10, 48)}),
     "scale": (lambda x: bi_kernels.scale(x, 0.3), {"x": (10, 48)}),
-    "bias_add": (bi_kernels.bias_add, {"x": (10, 48), "bias": (48, )}),
+    "bias_add": (bi_kernels.bias_add, {"x": (10, 48), "bias": (48,)}),
     "mask_fill": (lambda x: bi_kernels.mask_fill(x, torch.arange(48) % 3 == 0, -1e4), {"x": (10, 48)}),
     "cast": (lambda x: bi_kernels.cast(x, torch.bfloat16), {"x": (10, 48)}),
     "rope": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS), {"x": (10, 2, 16)}),
     "rope_interleaved": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS, interleaved=True), {"x": (10, 2, 16)}),
     "linear": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48)}),
-    "linear_bias": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48), "bias": (24, )}),
+    "linear_bias": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48), "bias": (24,)}),
     "matmul": (bi_kernels.matmul, {"a": (10, 48), "b": (48, 24)}),
 }
 EVERY_OP = pytest.mark.parametrize("name", CALLS)
@@ -65,13 +65,18 @@ def arguments(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch
 
 # Accuracy
 
+
 @EVERY_DTYPE
-@pytest.mark.parametrize("name, fn, exact", [
-    ("silu", bi_kernels.silu, reference.silu),
-    ("gelu", bi_kernels.gelu, reference.gelu),
-    ("gelu_tanh", lambda x: bi_kernels.gelu(x, "tanh"), lambda x: reference.gelu(x, "tanh")),
-    ("scale", lambda x: bi_kernels.scale(x, 0.3), lambda x: reference.scale(x, 0.3)),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, fn, exact",
+    [
+        ("silu", bi_kernels.silu, reference.silu),
+        ("gelu", bi_kernels.gelu, reference.gelu),
+        ("gelu_tanh", lambda x: bi_kernels.gelu(x, "tanh"), lambda x: reference.gelu(x, "tanh")),
+        ("scale", lambda x: bi_kernels.scale(x, 0.3), lambda x: reference.scale(x, 0.3)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_unary_ops_are_within_the_bound_for_every_finite_number(name, fn, exact, dtype):
     x = every_finite(dtype)
     assert_within(name, fn(x), exact(x))
@@ -79,11 +84,15 @@ def test_unary_ops_are_within_the_bound_for_every_finite_number(name, fn, exact,
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("kind", FINITE_KINDS)
-@pytest.mark.parametrize("name, fn, exact, other", [
-    ("swiglu", bi_kernels.swiglu, reference.swiglu, (70, 96)),
-    ("add", bi_kernels.add, reference.add, (70, 96)),
-    ("bias_add", bi_kernels.bias_add, reference.bias_add, (96, )),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, fn, exact, other",
+    [
+        ("swiglu", bi_kernels.swiglu, reference.swiglu, (70, 96)),
+        ("add", bi_kernels.add, reference.add, (70, 96)),
+        ("bias_add", bi_kernels.bias_add, reference.bias_add, (96,)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_binary_ops_are_within_the_bound(name, fn, exact, other, kind, dtype):
     x, y = numbers(70, 96, dtype=dtype, kind=kind), numbers(*other, dtype=dtype, kind=kind, seed=1)
     assert_within(name, fn(x, y), exact(x, y))
@@ -98,8 +107,13 @@ def test_linear_is_within_the_bound(m, n, k, kind, dtype):
     assert_within("linear", bi_kernels.linear(x, w, b), reference.linear(x, w, b), k)
 
 
-@given(lead=st.lists(st.integers(0, 5), max_size=3), n=st.integers(0, 70), k=st.integers(0, 70), bias=st.booleans(),
-       dtype=st.sampled_from(list(DTYPES.values())))
+@given(
+    lead=st.lists(st.integers(0, 5), max_size=3),
+    n=st.integers(0, 70),
+    k=st.integers(0, 70),
+    bias=st.booleans(),
+    dtype=st.sampled_from(list(DTYPES.values())),
+)
 def test_linear_takes_any_shape(lead, n, k, bias, dtype):
     x, w = numbers(*lead, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
     b = numbers(n, dtype=dtype, seed=2) if bias else None
@@ -107,21 +121,33 @@ def test_linear_takes_any_shape(lead, n, k, bias, dtype):
     assert y.dtype == dtype
     assert_within("linear", y, reference.linear(x, w, b), k)
     if lead:
-        assert_same_bits(bi_kernels.linear(x.flatten(0, -2), w, b).reshape(y.shape), y, "the same rows in two dimensions")
+        assert_same_bits(
+            bi_kernels.linear(x.flatten(0, -2), w, b).reshape(y.shape), y, "the same rows in two dimensions"
+        )
         assert_same_bits(bi_kernels.matmul(x[None], w.t()), bi_kernels.linear(x, w)[None], "matmul")
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("name, exact", [
-    ("silu", reference.silu), ("gelu", reference.gelu), ("gelu_tanh", lambda x: reference.gelu(x, "tanh")),
-    ("swiglu", reference.swiglu), ("add", reference.add), ("scale", lambda x: reference.scale(x, 0.3)),
-    ("bias_add", reference.bias_add), ("linear", reference.linear), ("linear_bias", reference.linear),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, exact",
+    [
+        ("silu", reference.silu),
+        ("gelu", reference.gelu),
+        ("gelu_tanh", lambda x: reference.gelu(x, "tanh")),
+        ("swiglu", reference.swiglu),
+        ("add", reference.add),
+        ("scale", lambda x: reference.scale(x, 0.3)),
+        ("bias_add", reference.bias_add),
+        ("linear", reference.linear),
+        ("linear_bias", reference.linear),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_nonfinite_inputs_give_what_fp64_gives(name, exact, dtype):
     given, infinity = arguments(name, dtype), float("inf")
     specials, first = torch.tensor([infinity, -infinity, float("nan"), 0.0, -0.0, 1.0], dtype=dtype), next(iter(given))
     for k in given:  # every special of the first argument meets every special of the others
-        given[k].view(-1)[:36] = specials.repeat_interleave(6) if k == first else specials.repeat(6)[:given[k].numel()]
+        given[k].view(-1)[:36] = specials.repeat_interleave(6) if k == first else specials.repeat(6)[: given[k].numel()]
     y, (y64, _) = CALLS[name][0](**given), exact(**given)
     special = lambda t: torch.where(t.isfinite(), 0.0, t.double().nan_to_num(nan=9.0, posinf=1.0, neginf=-1.0))
     wrong = [tuple(at) for at in (special(y) != special(y64)).nonzero().tolist()]
@@ -137,6 +163,7 @@ def test_an_empty_sum_is_a_sum_of_zeros(dtype):
 
 
 # Linear: what may not change a bit
+
 
 @EVERY_DTYPE
 def test_a_row_of_linear_has_the_same_bits_at_every_row_count(dtype):
@@ -253,20 +280,25 @@ def test_compiled_rope_takes_cu_seqlens(backend, compiler):
 
 # Copies and casts
 
+
 @EVERY_DTYPE
 def test_mask_fill_copies_bits(dtype):
-    bits = torch.arange(-2**15, 2**15, dtype=torch.int16)  # NaN payloads, −0, subnormals
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)  # NaN payloads, −0, subnormals
     x = (bits.int() * 65537 if dtype == torch.float32 else bits).view(dtype)
     mask = torch.arange(2**16) % 2 == 0
     y = bi_kernels.mask_fill(x, mask, -1e4)
     assert_same_bits(y[~mask], x[~mask], "kept")
     assert_same_bits(y[mask], torch.full_like(x, -1e4)[mask], "filled")
+
+
 @EVERY_DTYPE
 @pytest.mark.parametrize("value", [-0.0, 0.0, float("-inf"), 1 / 3, 65519.9, 2.0**-133 / 3, 3.4e38])
 def test_the_numbers_of_mask_fill_and_scale_are_rounded_to_fp32_first(value, dtype):
     fp32 = torch.tensor(value, dtype=torch.float32)
     x = torch.tensor([1.0, -3.0, 6e4, -0.125]).to(dtype)
-    assert_same_bits(bi_kernels.mask_fill(x, torch.ones(4, dtype=torch.bool), value), fp32.to(dtype).expand(4), "mask_fill")
+    assert_same_bits(
+        bi_kernels.mask_fill(x, torch.ones(4, dtype=torch.bool), value), fp32.to(dtype).expand(4), "mask_fill"
+    )
     assert_same_bits(bi_kernels.scale(x, value), (x.float() * fp32).to(dtype), "scale")
 
 
@@ -284,6 +316,7 @@ def test_cast_rounds_to_nearest_even(source, target):
 
 
 # RoPE
+
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -339,12 +372,20 @@ def test_the_rope_table_is_fp64_rounded_once(dim, theta):
     table = bi_kernels.rope_table(4096, dim, theta)
     assert_same_bits(table.cos, torch.from_numpy(np.cos(angle).astype(np.float32)), "cos")
     assert_same_bits(table.sin, torch.from_numpy(np.sin(angle).astype(np.float32)), "sin")
-    assert compare(table.cos, torch.from_numpy(np.cos(angle.astype(np.float32)))).mismatches, "fp32 angles would do as well"
+    assert compare(table.cos, torch.from_numpy(np.cos(angle.astype(np.float32)))).mismatches, (
+        "fp32 angles would do as well"
+    )
 
 
 # Bad input: one sentence that names the op, the argument, its value and what is allowed
 
-X, W, BIAS, Q, MASK = numbers(5, 32), numbers(24, 32), numbers(24), numbers(6, 2, 16), torch.zeros(5, 32, dtype=torch.bool)
+X, W, BIAS, Q, MASK = (
+    numbers(5, 32),
+    numbers(24, 32),
+    numbers(24),
+    numbers(6, 2, 16),
+    torch.zeros(5, 32, dtype=torch.bool),
+)
 COS, SIN = TABLE
 P = torch.arange(6)
 
@@ -354,96 +395,235 @@ def rope(x=Q, table=TABLE, positions=None, **more):
 
 
 BAD_INPUT = [
-    *[(f"{name} {dtype}", lambda fn=fn, name=name, dtype=dtype: fn(**{k: t.to(dtype) for k, t in arguments(name).items()}),
-       TypeError, ["has dtype", str(dtype).removeprefix("torch."), "supported are bf16, fp16, fp32"])
-      for name, (fn, _) in CALLS.items()
-      for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.complex64, torch.float64, torch.bool)],
-    ("cast to fp8", lambda: bi_kernels.cast(X, torch.float8_e4m3fn), TypeError,
-     ["cast: dtype is torch.float8_e4m3fn", "supported are bf16, fp16, fp32"]),
+    *[
+        (
+            f"{name} {dtype}",
+            lambda fn=fn, name=name, dtype=dtype: fn(**{k: t.to(dtype) for k, t in arguments(name).items()}),
+            TypeError,
+            ["has dtype", str(dtype).removeprefix("torch."), "supported are bf16, fp16, fp32"],
+        )
+        for name, (fn, _) in CALLS.items()
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.complex64, torch.float64, torch.bool)
+    ],
+    (
+        "cast to fp8",
+        lambda: bi_kernels.cast(X, torch.float8_e4m3fn),
+        TypeError,
+        ["cast: dtype is torch.float8_e4m3fn", "supported are bf16, fp16, fp32"],
+    ),
     ("cast to a string", lambda: bi_kernels.cast(X, "bf16"), TypeError, ["cast: dtype is", "supported are"]),
-    ("linear weight dtype", lambda: bi_kernels.linear(X, W.half()), TypeError,
-     ["linear: weight has dtype torch.float16", "x has torch.bfloat16", "equal"]),
-    ("linear bias dtype", lambda: bi_kernels.linear(X, W, BIAS.float()), TypeError,
-     ["linear: bias", "torch.float32", "torch.bfloat16"]),
-    ("matmul dtype", lambda: bi_kernels.matmul(X, W.t().float()), TypeError,
-     ["matmul: b", "torch.float32", "torch.bfloat16"]),
-    ("add dtype", lambda: bi_kernels.add(X, X.float()), TypeError,
-     ["add: residual", "torch.float32", "torch.bfloat16"]),
-    ("swiglu dtype", lambda: bi_kernels.swiglu(X, X.half()), TypeError,
-     ["swiglu: up", "torch.float16", "torch.bfloat16"]),
-    ("bias_add dtype", lambda: bi_kernels.bias_add(X, W[0].half()), TypeError,
-     ["bias_add: bias", "torch.float16", "torch.bfloat16"]),
-    ("linear weight elsewhere", lambda: bi_kernels.linear(X, W.to("meta")), ValueError,
-     ["linear: weight is on meta", "x is on cpu", "one device"]),
-    ("linear bias elsewhere", lambda: bi_kernels.linear(X, W, BIAS.to("meta")), ValueError,
-     ["linear: bias is on meta", "cpu"]),
+    (
+        "linear weight dtype",
+        lambda: bi_kernels.linear(X, W.half()),
+        TypeError,
+        ["linear: weight has dtype torch.float16", "x has torch.bfloat16", "equal"],
+    ),
+    (
+        "linear bias dtype",
+        lambda: bi_kernels.linear(X, W, BIAS.float()),
+        TypeError,
+        ["linear: bias", "torch.float32", "torch.bfloat16"],
+    ),
+    (
+        "matmul dtype",
+        lambda: bi_kernels.matmul(X, W.t().float()),
+        TypeError,
+        ["matmul: b", "torch.float32", "torch.bfloat16"],
+    ),
+    (
+        "add dtype",
+        lambda: bi_kernels.add(X, X.float()),
+        TypeError,
+        ["add: residual", "torch.float32", "torch.bfloat16"],
+    ),
+    (
+        "swiglu dtype",
+        lambda: bi_kernels.swiglu(X, X.half()),
+        TypeError,
+        ["swiglu: up", "torch.float16", "torch.bfloat16"],
+    ),
+    (
+        "bias_add dtype",
+        lambda: bi_kernels.bias_add(X, W[0].half()),
+        TypeError,
+        ["bias_add: bias", "torch.float16", "torch.bfloat16"],
+    ),
+    (
+        "linear weight elsewhere",
+        lambda: bi_kernels.linear(X, W.to("meta")),
+        ValueError,
+        ["linear: weight is on meta", "x is on cpu", "one device"],
+    ),
+    (
+        "linear bias elsewhere",
+        lambda: bi_kernels.linear(X, W, BIAS.to("meta")),
+        ValueError,
+        ["linear: bias is on meta", "cpu"],
+    ),
     ("add elsewhere", lambda: bi_kernels.add(X, X.to("meta")), ValueError, ["add: residual is on meta", "cpu"]),
-    ("mask_fill elsewhere", lambda: bi_kernels.mask_fill(X, MASK.to("meta"), 0.0), ValueError,
-     ["mask_fill: mask is on meta", "cpu"]),
-    ("rope positions elsewhere", lambda: rope(positions=P.to("meta")), ValueError,
-     ["rope: positions is on meta", "cpu"]),
-    ("rope table elsewhere", lambda: rope(table=bi_kernels.RopeTable(COS.to("meta"), SIN)), ValueError,
-     ["rope:", "cos is on meta", "cpu"]),
-    ("all elsewhere", lambda: bi_kernels.silu(X.to("meta")), ValueError,
-     ["silu: x is on meta", "supported are cuda, and cpu"]),
-    ("linear inner size", lambda: bi_kernels.linear(X[:, :4], W), ValueError,
-     ["linear: x has shape (5, 4)", "(..., 32)", "(24, 32)"]),
-    ("linear weight rank", lambda: bi_kernels.linear(X, W[0]), ValueError,
-     ["linear: weight has shape (32,)", "(N, K)"]),
+    (
+        "mask_fill elsewhere",
+        lambda: bi_kernels.mask_fill(X, MASK.to("meta"), 0.0),
+        ValueError,
+        ["mask_fill: mask is on meta", "cpu"],
+    ),
+    (
+        "rope positions elsewhere",
+        lambda: rope(positions=P.to("meta")),
+        ValueError,
+        ["rope: positions is on meta", "cpu"],
+    ),
+    (
+        "rope table elsewhere",
+        lambda: rope(table=bi_kernels.RopeTable(COS.to("meta"), SIN)),
+        ValueError,
+        ["rope:", "cos is on meta", "cpu"],
+    ),
+    (
+        "all elsewhere",
+        lambda: bi_kernels.silu(X.to("meta")),
+        ValueError,
+        ["silu: x is on meta", "supported are cuda, and cpu"],
+    ),
+    (
+        "linear inner size",
+        lambda: bi_kernels.linear(X[:, :4], W),
+        ValueError,
+        ["linear: x has shape (5, 4)", "(..., 32)", "(24, 32)"],
+    ),
+    (
+        "linear weight rank",
+        lambda: bi_kernels.linear(X, W[0]),
+        ValueError,
+        ["linear: weight has shape (32,)", "(N, K)"],
+    ),
     ("linear x rank", lambda: bi_kernels.linear(X[0, 0], W), ValueError, ["linear: x has shape ()", "(..., 32)"]),
-    ("linear bias size", lambda: bi_kernels.linear(X, W, BIAS[:3]), ValueError,
-     ["linear: bias has shape (3,)", "(24,)"]),
+    (
+        "linear bias size",
+        lambda: bi_kernels.linear(X, W, BIAS[:3]),
+        ValueError,
+        ["linear: bias has shape (3,)", "(24,)"],
+    ),
     ("matmul inner size", lambda: bi_kernels.matmul(X, W), ValueError, ["matmul:", "(5, 32)", "(24, 32)", "(K, N)"]),
     ("matmul rank", lambda: bi_kernels.matmul(X[0], W.t()), ValueError, ["matmul: a has shape (32,)", "(..., M, K)"]),
     ("add size", lambda: bi_kernels.add(X, X[0]), ValueError, ["add: residual has shape (32,)", "(5, 32)"]),
     ("swiglu size", lambda: bi_kernels.swiglu(X, X[:, :8]), ValueError, ["swiglu: up has shape (5, 8)", "(5, 32)"]),
     ("bias_add size", lambda: bi_kernels.bias_add(X, BIAS), ValueError, ["bias_add: bias has shape (24,)", "(32,)"]),
-    ("mask_fill size", lambda: bi_kernels.mask_fill(X, MASK[:3], 0.0), ValueError,
-     ["mask_fill: mask has shape (3, 32)", "(5, 32)"]),
-    ("mask_fill mask dtype", lambda: bi_kernels.mask_fill(X, MASK.int(), 0.0), TypeError,
-     ["mask_fill: mask", "torch.int32", "torch.bool"]),
+    (
+        "mask_fill size",
+        lambda: bi_kernels.mask_fill(X, MASK[:3], 0.0),
+        ValueError,
+        ["mask_fill: mask has shape (3, 32)", "(5, 32)"],
+    ),
+    (
+        "mask_fill mask dtype",
+        lambda: bi_kernels.mask_fill(X, MASK.int(), 0.0),
+        TypeError,
+        ["mask_fill: mask", "torch.int32", "torch.bool"],
+    ),
     ("not a tensor", lambda: bi_kernels.silu([1.0]), TypeError, ["silu: x is a list", "torch.Tensor"]),
     ("add a number", lambda: bi_kernels.add(X, 1.0), TypeError, ["add: residual is a float", "torch.Tensor"]),
     ("linear no weight", lambda: bi_kernels.linear(X, None), TypeError, ["linear: weight is", "None", "torch.Tensor"]),
     ("add nothing", lambda: bi_kernels.add(X, None), TypeError, ["add: residual is", "None", "torch.Tensor"]),
     ("silu of nothing", lambda: bi_kernels.silu(None), TypeError, ["silu: x is", "None", "torch.Tensor"]),
-    ("mask_fill no mask", lambda: bi_kernels.mask_fill(X, None, 0.0), TypeError,
-     ["mask_fill: mask is", "None", "torch.Tensor"]),
+    (
+        "mask_fill no mask",
+        lambda: bi_kernels.mask_fill(X, None, 0.0),
+        TypeError,
+        ["mask_fill: mask is", "None", "torch.Tensor"],
+    ),
     ("scale by a string", lambda: bi_kernels.scale(X, "a"), (TypeError, ValueError), ["scale: factor", "'a'"]),
-    ("mask_fill with nothing", lambda: bi_kernels.mask_fill(X, MASK, None), (TypeError, ValueError),
-     ["mask_fill: value", "None"]),
-    ("gelu approximate", lambda: bi_kernels.gelu(X, "tan"), ValueError,
-     ["gelu: approximate is 'tan'", "'none' or 'tanh'"]),
+    (
+        "mask_fill with nothing",
+        lambda: bi_kernels.mask_fill(X, MASK, None),
+        (TypeError, ValueError),
+        ["mask_fill: value", "None"],
+    ),
+    (
+        "gelu approximate",
+        lambda: bi_kernels.gelu(X, "tan"),
+        ValueError,
+        ["gelu: approximate is 'tan'", "'none' or 'tanh'"],
+    ),
     ("rope rank", lambda: rope(Q[0, 0]), ValueError, ["rope: x has shape (16,)", "(..., heads, head_dim)"]),
     ("rope odd head_dim", lambda: rope(numbers(6, 2, 17)), ValueError, ["rope:", "17", "even"]),
     ("rope neither", lambda: bi_kernels.rope(Q, TABLE), ValueError, ["rope:", "positions", "cu_seqlens"]),
-    ("rope both", lambda: rope(positions=P, cu_seqlens=torch.tensor([0, 6])), ValueError,
-     ["rope:", "positions", "cu_seqlens"]),
-    ("rope positions dtype", lambda: rope(positions=P.float()), TypeError,
-     ["rope: positions", "torch.float32", "integers"]),
+    (
+        "rope both",
+        lambda: rope(positions=P, cu_seqlens=torch.tensor([0, 6])),
+        ValueError,
+        ["rope:", "positions", "cu_seqlens"],
+    ),
+    (
+        "rope positions dtype",
+        lambda: rope(positions=P.float()),
+        TypeError,
+        ["rope: positions", "torch.float32", "integers"],
+    ),
     ("rope positions bool", lambda: rope(positions=P > 0), TypeError, ["rope: positions", "torch.bool", "integers"]),
     ("rope positions size", lambda: rope(positions=P[:5]), ValueError, ["rope: positions has shape (5,)", "(6,)"]),
-    ("rope positions rank", lambda: rope(positions=P.expand(2, 6)), ValueError,
-     ["rope: positions has shape (2, 6)", "(6,)"]),
+    (
+        "rope positions rank",
+        lambda: rope(positions=P.expand(2, 6)),
+        ValueError,
+        ["rope: positions has shape (2, 6)", "(6,)"],
+    ),
     ("rope positions list", lambda: rope(positions=[0, 1]), TypeError, ["rope: positions is a list", "torch.Tensor"]),
-    *[(f"rope cu_seqlens {cu}", lambda cu=cu: rope(cu_seqlens=torch.tensor(cu)), (TypeError, ValueError),
-       ["rope:", "cu_seqlens", allowed]) for cu, allowed in (
-           ([0, 2, 5], "end at 6"), ([1, 6], "start at 0"), ([0, 4, 2, 6], "never decrease"), ([], "integers"),
-           ([[0, 6]], "one dimension"), ([0.0, 6.0], "integers"), ([False, True], "integers"))],
-    ("rope cu_seqlens rank of x", lambda: rope(Q[None], cu_seqlens=torch.tensor([0, 6])), ValueError,
-     ["rope: x has shape (1, 6, 2, 16)", "(tokens, heads, head_dim)"]),
+    *[
+        (
+            f"rope cu_seqlens {cu}",
+            lambda cu=cu: rope(cu_seqlens=torch.tensor(cu)),
+            (TypeError, ValueError),
+            ["rope:", "cu_seqlens", allowed],
+        )
+        for cu, allowed in (
+            ([0, 2, 5], "end at 6"),
+            ([1, 6], "start at 0"),
+            ([0, 4, 2, 6], "never decrease"),
+            ([], "integers"),
+            ([[0, 6]], "one dimension"),
+            ([0.0, 6.0], "integers"),
+            ([False, True], "integers"),
+        )
+    ],
+    (
+        "rope cu_seqlens rank of x",
+        lambda: rope(Q[None], cu_seqlens=torch.tensor([0, 6])),
+        ValueError,
+        ["rope: x has shape (1, 6, 2, 16)", "(tokens, heads, head_dim)"],
+    ),
     ("rope no table", lambda: rope(table=None), TypeError, ["rope: table is", "None", "RopeTable"]),
     ("rope table a tensor", lambda: rope(table=COS), TypeError, ["rope: table is", "Tensor", "RopeTable"]),
-    ("rope table of nothing", lambda: rope(table=bi_kernels.RopeTable(COS, None)), TypeError,
-     ["rope:", "sin", "None", "torch.Tensor"]),
-    ("rope table dtype", lambda: rope(table=bi_kernels.RopeTable(COS.double(), SIN.double())), TypeError,
-     ["rope: table.cos", "torch.float64", "torch.float32"]),
-    ("rope table width", lambda: rope(table=bi_kernels.rope_table(8, 32)), ValueError,
-     ["rope: table.cos has shape (8, 16)", "(8, 8)"]),
-    ("rope table halves", lambda: rope(table=bi_kernels.RopeTable(COS, SIN[:9])), ValueError,
-     ["rope: table.sin has shape (9, 8)", "(512, 8)"]),
-    ("rope table rank", lambda: rope(table=bi_kernels.RopeTable(COS[0, 0], SIN[0, 0])), ValueError,
-     ["rope: table.cos has shape ()", "8"]),
+    (
+        "rope table of nothing",
+        lambda: rope(table=bi_kernels.RopeTable(COS, None)),
+        TypeError,
+        ["rope:", "sin", "None", "torch.Tensor"],
+    ),
+    (
+        "rope table dtype",
+        lambda: rope(table=bi_kernels.RopeTable(COS.double(), SIN.double())),
+        TypeError,
+        ["rope: table.cos", "torch.float64", "torch.float32"],
+    ),
+    (
+        "rope table width",
+        lambda: rope(table=bi_kernels.rope_table(8, 32)),
+        ValueError,
+        ["rope: table.cos has shape (8, 16)", "(8, 8)"],
+    ),
+    (
+        "rope table halves",
+        lambda: rope(table=bi_kernels.RopeTable(COS, SIN[:9])),
+        ValueError,
+        ["rope: table.sin has shape (9, 8)", "(512, 8)"],
+    ),
+    (
+        "rope table rank",
+        lambda: rope(table=bi_kernels.RopeTable(COS[0, 0], SIN[0, 0])),
+        ValueError,
+        ["rope: table.cos has shape ()", "8"],
+    ),
     ("rope_table size", lambda: bi_kernels.rope_table(0, 8), ValueError, ["rope_table: positions is 0", "at least 1"]),
     ("rope_table head_dim", lambda: bi_kernels.rope_table(4, 7), ValueError, ["rope_table: head_dim is 7", "even"]),
 ]
@@ -471,4 +651,5 @@ def test_a_cpu_tensor_without_the_interpreter_says_what_to_set():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stderr.splitlines()[-1] == (
         "RuntimeError: linear: x is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before Python starts, or "
-        "move it to a CUDA device")
+        "move it to a CUDA device"
+    )

@@ -22,7 +22,10 @@ def test_environment_yml_says_what_pyproject_says():
 
 def test_constraints_pin_every_dependency_within_its_range():
     from packaging.requirements import Requirement
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().lower().splitlines() if "==" in line)
+
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().lower().splitlines() if "==" in line
+    )
     for line in PYPROJECT["dependencies"] + [d for e in PYPROJECT["optional-dependencies"].values() for d in e]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins[requirement.name.lower()]), line
@@ -40,7 +43,9 @@ def test_every_link_of_the_readme_leads_somewhere():
 
 def test_no_machine_is_named():
     try:
-        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        tracked = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     home = re.compile(r"/(?:home|Users)/\w|/" + r"root/|/" + r"tmp/\w")

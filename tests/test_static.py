@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 import bi_kernels
-from bi_kernels.ops import gemm
 from bi_kernels.audit.problem import candidates
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import source as syntax
+from bi_kernels.ops import gemm
 
 MODULES = [m.name for m in pkgutil.iter_modules(bi_kernels.__path__) if not m.ispkg]
 
@@ -54,23 +54,24 @@ def test_source(subject, kind):
 
 
 IN_A_DICT = {
-    "scatters": lambda out, ids, x:
-        out.index_add_(0, ids, x), "nothing": None,
-    "adds": lambda out, x:
-        out + x, "as well": 1,
+    "scatters": lambda out, ids, x: out.index_add_(0, ids, x),
+    "nothing": None,
+    "adds": lambda out, x: out + x,
+    "as well": 1,
 }
 
 
 def test_a_lambda_inside_an_expression_is_read():
     assert [(f.kind, f.code) for f in static.source(IN_A_DICT["scatters"])] == [
-        ("unordered scatter", "out.index_add_(0, ids, x), \"nothing\": None,")]
+        ("unordered scatter", 'out.index_add_(0, ids, x), "nothing": None,')
+    ]
     assert not static.source(IN_A_DICT["adds"])
 
 
 class Unreadable:
     def scatters(self, out, ids, x):
         """Text that
-begins at the margin."""
+        begins at the margin."""
         return out.index_add_(0, ids, x)
 
 
@@ -79,20 +80,20 @@ def test_what_cannot_be_read_is_not_clean():
 
 
 def test_the_size_of_a_parameter_is_no_row_count():
-    assert not static.source(bad.row_sum_by_vocabulary, parameters=("weight", ))
-    assert static.source(bad.row_sum_by_rows, parameters=("weight", ))
+    assert not static.source(bad.row_sum_by_vocabulary, parameters=("weight",))
+    assert static.source(bad.row_sum_by_rows, parameters=("weight",))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_our_sources_pass(name):
     module = importlib.import_module(f"bi_kernels.{name}")
-    assert not static.source(module, parameters=("weight", ))
+    assert not static.source(module, parameters=("weight",))
     if hasattr(module, "triton") and name != "interpreter":
-        assert syntax._reachable((module, ))[0], "nothing was read"
+        assert syntax._reachable((module,))[0], "nothing was read"
 
 
 def test_a_finding_says_where():
-    atomic, = static.source(bad.in_a_helper)
+    (atomic,) = static.source(bad.in_a_helper)
     lines = open(bad.__file__).read().splitlines()
     assert (atomic.function, atomic.level, atomic.code) == ("_finish", "AST", "plus(y, total)")
     assert lines[atomic.line - 1].strip() == atomic.code
@@ -100,8 +101,16 @@ def test_a_finding_says_where():
 
 
 X, Y, BLOCK = torch.zeros(128), torch.zeros(256), 128
-PLAIN = (bad.atomic, bad.aliased, bad.in_a_helper, bad.inline_red, bad.inline_shared, bad.histogram, bad.in_registers,
-         bad.atomic_in_name_alone)
+PLAIN = (
+    bad.atomic,
+    bad.aliased,
+    bad.in_a_helper,
+    bad.inline_red,
+    bad.inline_shared,
+    bad.histogram,
+    bad.in_registers,
+    bad.atomic_in_name_alone,
+)
 OPCODES = {  # kernel: (in its PTX, in its SASS)
     "atomic": ("atom.global", "ATOMG"), "aliased": ("atom.global", "ATOMG"), "in_a_helper": ("atom.global", "ATOMG"),
     "inline_red": ("red.global.add.f32", "RED"), "inline_shared": ("atom.shared", "ATOMS"),
@@ -113,19 +122,20 @@ OPCODES = {  # kernel: (in its PTX, in its SASS)
 @pytest.fixture(scope="module")
 def variants() -> dict[str, list[static.Variant]]:
     """By kernel: the bad ones and ours, as launched for real or without running, compiled in one go."""
+
     @triton.jit
     def not_importable(x, y, BLOCK: tl.constexpr):
         tl.atomic_add(y, tl.sum(tl.load(x + tl.arange(0, BLOCK)), 0))
 
     with static.recorded(run=False) as launches:
         for kernel in (*PLAIN, not_importable):
-            kernel[(1, )](X, Y, BLOCK=BLOCK)
-        bad.descriptor[(1, )](X, Y, BLOCK=64)
-        bad.published[(1, )](X, Y, BLOCK=64)
-        bad.autotuned.fn[(1, )](X, Y, 64, BLOCK=64)
-        bad.grid_stride[(3, )](X, Y, 100, N=16, num_warps=2)
-        bad.histogram[(1, )](X[1:], Y, BLOCK=64)
-        bad.atomic[(7, )](X[16:], Y, BLOCK)  # of another grid and pointer, but the same variant
+            kernel[(1,)](X, Y, BLOCK=BLOCK)
+        bad.descriptor[(1,)](X, Y, BLOCK=64)
+        bad.published[(1,)](X, Y, BLOCK=64)
+        bad.autotuned.fn[(1,)](X, Y, 64, BLOCK=64)
+        bad.grid_stride[(3,)](X, Y, 100, N=16, num_warps=2)
+        bad.histogram[(1,)](X[1:], Y, BLOCK=64)
+        bad.atomic[(7,)](X[16:], Y, BLOCK)  # of another grid and pointer, but the same variant
         x = torch.empty(300, 4096, dtype=torch.bfloat16)
         for m, tile in ((16, 0), (300, -1)):
             gemm.launch(x[:m], x, None, gemm.tiles(torch.bfloat16)[tile])
@@ -156,7 +166,7 @@ def test_binaries(name, variants):
 
 
 def test_a_finding_in_ptx_has_its_line(variants):
-    v, = variants["atomic"]
+    (v,) = variants["atomic"]
     lines = {f.level: f.line for f in v.findings}
     assert lines["AST"] == lines["PTX"] > 0 == lines["SASS"], v.findings
 
@@ -170,7 +180,7 @@ def test_our_kernels_pass_with_what_they_use(variants):
 
 
 def test_ast_findings_reach_the_variant(variants):
-    v, = variants["grid_stride"]
+    (v,) = variants["grid_stride"]
     assert [f.kind for f in v.findings] == ["grid-stride reduction"] and v.level == "sm_90", v
     assert "N=16" in v.configuration and "num_warps=2" in v.configuration, v
 
@@ -181,7 +191,7 @@ def test_alignment_makes_a_variant(variants):
 
 
 def test_what_cannot_be_imported_says_so(variants):
-    v, = variants["not_importable"]
+    (v,) = variants["not_importable"]
     assert (v.level, v.detail) == ("AST only", "not importable: AST only"), v
     assert [(f.kind, f.level) for f in v.findings] == [("atomic", "AST")] and "x=torch.float32" in v.configuration, v
 
@@ -212,7 +222,7 @@ def silu(x):
     with static.recorded() as launches:
         assert silu(torch.ones(1)) == 1, "it was run, too"
         with pytest.raises(Exception):
-            silu.__globals__["wrong"][(1, )](X, Y)
+            silu.__globals__["wrong"][(1,)](X, Y)
     fine, wrong = static.binaries(launches)
     assert {f.level for f in fine.findings} == {"AST", "PTX", "SASS"}, fine
     assert (wrong.level, wrong.detail) == ("AST only", "not compiled, AST only: NameError('nothing is not defined')")
@@ -220,11 +230,26 @@ def silu(x):
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
-@pytest.mark.parametrize("function, caught", [
-    *((getattr(bad, name), True) for name in ("index_add", "scatter_add", "scatter_spelled_apart", "index_put", "put",
-                                              "weighted_bincount", "scatter_reduce", "gather_backward")),
-    (bad.writes, False),
-], ids=name_of)
+@pytest.mark.parametrize(
+    "function, caught",
+    [
+        *(
+            (getattr(bad, name), True)
+            for name in (
+                "index_add",
+                "scatter_add",
+                "scatter_spelled_apart",
+                "index_put",
+                "put",
+                "weighted_bincount",
+                "scatter_reduce",
+                "gather_backward",
+            )
+        ),
+        (bad.writes, False),
+    ],
+    ids=name_of,
+)
 def test_what_torch_dispatches(function, caught):
     with static.recorded() as launches:
         function(torch.zeros(4), torch.tensor([1, 1, 2, 0]), torch.ones(4))
@@ -233,7 +258,7 @@ def test_what_torch_dispatches(function, caught):
 
 def test_a_choice_at_run_time_is_seen_when_it_is_made():
     with static.recorded(run=False) as launches:
-        bad.heuristic[(1, )](X, Y, 100)
+        bad.heuristic[(1,)](X, Y, 100)
     assert [(f.kind, f.function) for f in launches.findings] == [("run-time choice", "heuristic")]
     assert len(launches.variants) == 1
 
@@ -241,10 +266,9 @@ def test_a_choice_at_run_time_is_seen_when_it_is_made():
 def test_everything_is_put_back():
     places = (static.JITFunction, static.InterpretedFunction, *static.CHOOSERS)
     before = [place.run for place in places]
-    with pytest.raises(KeyError):
-        with static.recorded():
-            assert [place.run for place in places] != before
-            raise KeyError
+    with pytest.raises(KeyError), static.recorded():
+        assert [place.run for place in places] != before
+        raise KeyError
     assert [place.run for place in places] == before
 
 
@@ -272,5 +296,6 @@ for v in static.binaries(launches):
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert [line.partition(" x=")[0] for line in lines] == ["in_a_helper sm_90 AST PTX SASS True"] * 2 + [
-        "atomic_in_name_alone sm_90 True"], done.stdout + done.stderr
+        "atomic_in_name_alone sm_90 True"
+    ], done.stdout + done.stderr
     assert "x=*fp32 % 16, y=*fp32 % 16, BLOCK=64, num_warps=4" in lines[0]

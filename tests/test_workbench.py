@@ -12,10 +12,10 @@ import triton.language as tl
 from jupyter_client.manager import start_new_kernel
 
 import bi_kernels
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.workbench import kernel as workbench
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.subject import NEEDS_FIX
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.workbench import kernel as workbench
 from bi_kernels.contract import SWEEP
 
 SCALE = tl.constexpr(3)
@@ -46,12 +46,11 @@ def refused_kernel(x, y, BLOCK: tl.constexpr):
 
 def launch(x: torch.Tensor) -> torch.Tensor:
     y = x.new_empty(ROWS, dtype=torch.float32)
-    scaled_sum_kernel[(ROWS, )](x, y, BLOCK=x.numel() // ROWS)
+    scaled_sum_kernel[(ROWS,)](x, y, BLOCK=x.numel() // ROWS)
     return y
 
 
 class _Sum(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -59,7 +58,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         return (dy[:, None] * x.view(ROWS, -1) * (2 * SCALE.value)).view_as(x)
 
 
@@ -80,10 +79,11 @@ X, Y = torch.arange(64).bfloat16(), torch.zeros(ROWS)
 
 @pytest.fixture(scope="module")
 def ran() -> workbench.Run:
-    return workbench.run(scaled_sum_kernel, (ROWS, ), X, Y, BLOCK=16, enable_fp_fusion=False)
+    return workbench.run(scaled_sum_kernel, (ROWS,), X, Y, BLOCK=16, enable_fp_fusion=False)
 
 
 # Run it
+
 
 def test_a_run_leaves_its_arguments_and_says_what_the_kernel_did(ran):
     expected = 3 * (X.float().square() + 1).view(ROWS, 16).sum(1)
@@ -91,7 +91,9 @@ def test_a_run_leaves_its_arguments_and_says_what_the_kernel_did(ran):
     v = ran.compiled.variant
     assert (v.kernel, v.level, v.spills, v.findings) == ("scaled_sum_kernel", "sm_90", 0, [])
     text = ran._repr_markdown_()
-    assert f"registers a thread | {v.registers} |" in text and "compiled for sm_90 | not run: no CUDA device here" in text
+    assert (
+        f"registers a thread | {v.registers} |" in text and "compiled for sm_90 | not run: no CUDA device here" in text
+    )
 
 
 @pytest.mark.parametrize("code, ptx, sass, foreign", [
@@ -112,28 +114,44 @@ def test_the_instructions_of_a_line_are_its_own(ran, code, ptx, sass, foreign):
 def test_a_line_that_is_not_there_and_a_kernel_that_is_none(ran):
     with pytest.raises(ValueError, match="lines: code is 'tl.dot', expected a part of a line of scaled_sum_kernel"):
         workbench.lines(ran, "tl.dot")
-    with pytest.raises(TypeError, match="run: kernel is a function, expected one that @triton.jit made under TRITON_INTERPRET=1"):
-        workbench.run(launch, (1, ), X)
+    with pytest.raises(
+        TypeError, match="run: kernel is a function, expected one that @triton.jit made under TRITON_INTERPRET=1"
+    ):
+        workbench.run(launch, (1,), X)
 
 
 def test_what_the_compiler_refuses_is_still_run_and_says_why():
-    refused = workbench.run(refused_kernel, (1, ), X.float(), torch.zeros(64), BLOCK=64)
+    refused = workbench.run(refused_kernel, (1,), X.float(), torch.zeros(64), BLOCK=64)
     assert torch.equal(refused.tensors["y"], X.float() + 1)
-    assert refused.compiled is None and "not compiled" in refused.refusal and refused.refusal in refused._repr_markdown_()
+    assert (
+        refused.compiled is None and "not compiled" in refused.refusal and refused.refusal in refused._repr_markdown_()
+    )
 
 
 # Write it out
 
+
 def definitions(text: str) -> list[str]:
-    return [line.split("(")[0].split(":")[0].removeprefix("class ").removeprefix("def ") for line in text.splitlines()
-            if line.startswith(("def ", "class "))]
+    return [
+        line.split("(")[0].split(":")[0].removeprefix("class ").removeprefix("def ")
+        for line in text.splitlines()
+        if line.startswith(("def ", "class "))
+    ]
 
 
-@pytest.mark.parametrize("subject, names, constants", [
-    (scaled_sum, ["_scaled", "scaled_sum_kernel", "launch", "_Sum", "scaled_sum"], ["ROWS = 4", "SCALE = tl.constexpr(3)"]),
-    (scaled_sum_kernel, ["_scaled", "scaled_sum_kernel"], ["SCALE = tl.constexpr(3)"]),
-    (recursive, ["recursive"], []),
-], ids=["op", "kernel", "recursive"])
+@pytest.mark.parametrize(
+    "subject, names, constants",
+    [
+        (
+            scaled_sum,
+            ["_scaled", "scaled_sum_kernel", "launch", "_Sum", "scaled_sum"],
+            ["ROWS = 4", "SCALE = tl.constexpr(3)"],
+        ),
+        (scaled_sum_kernel, ["_scaled", "scaled_sum_kernel"], ["SCALE = tl.constexpr(3)"]),
+        (recursive, ["recursive"], []),
+    ],
+    ids=["op", "kernel", "recursive"],
+)
 def test_a_file_holds_what_the_op_names_and_nothing_else(subject, names, constants):
     text = workbench.source(subject)
     assert definitions(text) == names
@@ -142,7 +160,9 @@ def test_a_file_holds_what_the_op_names_and_nothing_else(subject, names, constan
 
 
 def test_a_name_that_no_file_could_hold_is_one_sentence():
-    with pytest.raises(ValueError, match="source: HELD is a Tensor, expected a function, a class, a module or a constant"):
+    with pytest.raises(
+        ValueError, match="source: HELD is a Tensor, expected a function, a class, a module or a constant"
+    ):
         workbench.source(holds_a_tensor)
 
 
@@ -156,13 +176,19 @@ def test_the_written_op_gives_the_bits_of_the_cells(tmp_path):
     results = [op(leaf) for op, leaf in zip((module.scaled_sum, scaled_sum), leaves)]
     for y in results:
         y.backward(torch.ones(ROWS))
-    assert not compare(*(y.detach() for y in results)).mismatches and not compare(*(leaf.grad for leaf in leaves)).mismatches
+    assert (
+        not compare(*(y.detach() for y in results)).mismatches
+        and not compare(*(leaf.grad for leaf in leaves)).mismatches
+    )
 
 
 # Audit it
 
+
 def drifting(x, weight, eps=1e-6):
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)  # autograd adds up what each call summed from zero
+    return torch.nn.functional.rms_norm(
+        x, weight.shape, weight, eps
+    )  # autograd adds up what each call summed from zero
 
 
 def ours(x, weight, eps=1e-6):
@@ -177,7 +203,12 @@ def test_an_audit_of_the_cells_op_is_the_audit(op, caught, monkeypatch):
     rows = workbench.audit(op, "rms_norm", dtype="fp32", forward=False)
     flagged = {(r.relation, r.layout, r.tensor) for r in rows if r.verdict == NEEDS_FIX}
     assert ((gradients.INVARIANCE, "micro_batches:ragged", "dweight") in flagged) == caught == bool(flagged), flagged
-    assert {r.relation for r in rows} == {gradients.INVARIANCE, gradients.ACCURACY, gradients.DETERMINISM, gradients.STATIC}
+    assert {r.relation for r in rows} == {
+        gradients.INVARIANCE,
+        gradients.ACCURACY,
+        gradients.DETERMINISM,
+        gradients.STATIC,
+    }
     assert all(r.candidate == op.__name__ for r in rows)
 
 
@@ -200,8 +231,9 @@ class Debugger:
 
     def __call__(self, command: str, **arguments) -> dict:
         self.number += 1
-        message = self.client.session.msg("debug_request", {"type": "request", "seq": self.number, "command": command,
-                                                            "arguments": arguments})
+        message = self.client.session.msg(
+            "debug_request", {"type": "request", "seq": self.number, "command": command, "arguments": arguments}
+        )
         self.client.control_channel.send(message)
         while True:
             reply = self.client.get_control_msg(timeout=60)
@@ -221,13 +253,19 @@ class Debugger:
 def test_a_breakpoint_on_a_kernels_line_stops_in_every_program():
     manager, client = start_new_kernel(kernel_name="python3")
     try:
-        client.execute("import torch, triton, triton.language as tl\nfrom bi_kernels.audit import workbench", reply=True, timeout=60)
+        client.execute(
+            "import torch, triton, triton.language as tl\nfrom bi_kernels.audit import workbench",
+            reply=True,
+            timeout=60,
+        )
         debug = Debugger(client)
         debug("initialize", clientID="test", adapterID="", pathFormat="path", linesStartAt1=True, columnsStartAt1=True)
         debug("attach")
         path = debug("dumpCell", code=CELL)["sourcePath"]
         line = next(i for i, text in enumerate(CELL.splitlines(), 1) if "tl.store" in text)
-        assert debug("setBreakpoints", source={"path": path}, breakpoints=[{"line": line}])["breakpoints"][0]["verified"]
+        assert debug("setBreakpoints", source={"path": path}, breakpoints=[{"line": line}])["breakpoints"][0][
+            "verified"
+        ]
         debug("configurationDone")
         client.execute(CELL)
         client.execute("ran = workbench.run(kernel, (2, ), torch.arange(8).bfloat16(), torch.zeros(2), BLOCK=4)")
@@ -238,9 +276,13 @@ def test_a_breakpoint_on_a_kernels_line_stops_in_every_program():
             scope = debug("scopes", frameId=frame["id"])["scopes"][0]["variablesReference"]
             shown = {v["name"]: v["value"] for v in debug("variables", variablesReference=scope)["variables"]}
             tile = np.arange(4, dtype=np.float32) + 4 * program
-            assert (shown["value"], shown["total"]) == (repr(tile), repr(tile.sum(keepdims=True))), "tiles are shown as arrays"
+            assert (shown["value"], shown["total"]) == (repr(tile), repr(tile.sum(keepdims=True))), (
+                "tiles are shown as arrays"
+            )
             debug("continue", threadId=thread)
-        result = client.execute("assert ran.tensors['y'].tolist() == [6.0, 22.0] and ran.compiled", reply=True, timeout=60)
+        result = client.execute(
+            "assert ran.tensors['y'].tolist() == [6.0, 22.0] and ran.compiled", reply=True, timeout=60
+        )
         assert result["content"]["status"] == "ok", result["content"]
     finally:
         client.stop_channels()

@@ -2,11 +2,18 @@
 
 import torch
 
-from bi_kernels.audit.zoo import judge as zoo
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.zoo import judge as zoo
 
-SOME = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training", "SDPA, math",
-        "Hugging Face LlamaMLP")
+SOME = (
+    "F.silu",
+    "F.linear, square, fp32",
+    "F.rms_norm",
+    "a batch's mean taken off",
+    "nn.Dropout, training",
+    "SDPA, math",
+    "Hugging Face LlamaMLP",
+)
 
 
 def test_the_zoo_is_large():
@@ -19,7 +26,10 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path):
     assert set(lines) == set(SOME)
     assert lines["F.silu"]["verdict"] == lines["SDPA, math"]["verdict"] == PASS
     assert lines["a batch's mean taken off"]["reproducer"] == lines["F.rms_norm"]["reproducer"] == "drifts", lines
-    assert "random" not in lines["a batch's mean taken off"]["determinism"] and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
+    assert (
+        "random" not in lines["a batch's mean taken off"]["determinism"]
+        and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
+    )
     rows = zoo.rows(list(lines.values()), "cpu")
     assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
     assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows
@@ -27,12 +37,23 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path):
 
 def test_a_drift_that_no_script_shows_needs_a_fix():
     line = {"callable": "F.silu", "verdict": NEEDS_FIX, "reproducer": "none found", "detail": ""}
-    found = zoo.rows([line, {"callable": "x", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "no package"},
-                      {"callable": "nn.Dropout, training", "verdict": PASS, "reproducer": "–"}], "cpu")
+    found = zoo.rows(
+        [
+            line,
+            {"callable": "x", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "no package"},
+            {"callable": "nn.Dropout, training", "verdict": PASS, "reproducer": "–"},
+        ],
+        "cpu",
+    )
     assert [r.verdict for r in found[:3]] == [NEEDS_FIX, NEEDS_FIX, UNSUPPORTED] and found[3].caught is False
 
 
 def test_what_is_known_and_not_judged_needs_a_fix():
-    row, = [r for r in zoo.rows([{"callable": "F.silu", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "it raised"}], "cpu")
-            if r.relation == "no false alarm"]
+    (row,) = [
+        r
+        for r in zoo.rows(
+            [{"callable": "F.silu", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "it raised"}], "cpu"
+        )
+        if r.relation == "no false alarm"
+    ]
     assert row.verdict == NEEDS_FIX

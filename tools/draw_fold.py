@@ -9,10 +9,10 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch.nn.functional as F  # noqa: E402
+import torch.nn.functional as F
 
-import bi_kernels  # noqa: E402
-from bi_kernels.audit.workbench import summation_order as fold  # noqa: E402
+import bi_kernels
+from bi_kernels.audit.workbench import summation_order as fold
 
 LENGTHS = [20, 28]
 STEPS = {"one call": [LENGTHS], "a call each": [[n] for n in LENGTHS]}
@@ -20,7 +20,10 @@ OPS = {"bi_kernels": bi_kernels.rms_norm, "torch": lambda x, weight, eps: F.rms_
 
 
 def orders(op) -> dict[str, fold.Tree]:
-    return {step: fold.fold(fold.over_tokens(op, calls, eps=0.0), sum(LENGTHS), at_once=128) for step, calls in STEPS.items()}
+    return {
+        step: fold.fold(fold.over_tokens(op, calls, eps=0.0), sum(LENGTHS), at_once=128)
+        for step, calls in STEPS.items()
+    }
 
 
 if __name__ == "__main__":

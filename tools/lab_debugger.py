@@ -47,28 +47,36 @@ def wait(page: Page, condition: str, what: str, seconds: float, given=None) -> N
 
 
 def start(page: Page, command: str) -> None:
-    page.evaluate("""command => {
+    page.evaluate(
+        """command => {
         window.outcome = undefined;
         window.jupyterapp.commands.execute(command).then(
             done => { window.outcome = done ?? true }, error => { window.outcome = `${error}` });
-    }""", command)
+    }""",
+        command,
+    )
 
 
 def finish(page: Page, what: str, seconds: float) -> None:
     wait(page, "() => window.outcome !== undefined", what, seconds)
     errors = page.evaluate(f"""() => {WIDGETS}.filter(c => c.model.type === 'code').flatMap(
         c => c.model.outputs.toJSON().filter(o => o.output_type === 'error').map(o => o.ename + ': ' + o.evalue))""")
-    assert not errors and page.evaluate("() => window.outcome") is True, f"{what}: {errors or page.evaluate('window.outcome')}"
+    assert not errors and page.evaluate("() => window.outcome") is True, (
+        f"{what}: {errors or page.evaluate('window.outcome')}"
+    )
 
 
 def show_cell(page: Page, text: str) -> tuple[Locator, str]:
     """Makes the first code cell that holds a text the active one; the cell and its source."""
-    found = page.evaluate(f"""text => {{
+    found = page.evaluate(
+        f"""text => {{
         const book = window.jupyterapp.shell.currentWidget.content;
         const i = book.widgets.findIndex(c => c.model.type === 'code' && c.model.sharedModel.getSource().includes(text));
         if (i >= 0) {{ book.activeCellIndex = i; book.scrollToItem(i, 'center') }}
         return [i, i < 0 ? '' : {WIDGETS}[i].model.sharedModel.getSource()];
-    }}""", text)
+    }}""",
+        text,
+    )
     assert found[0] >= 0, f"{NOTEBOOK} has no code cell with {text!r}"
     cell = page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{found[0]}"]')
     expect(cell, f"the cell with {text!r}").to_be_in_viewport(timeout=10_000)
@@ -91,7 +99,13 @@ def make_room(page: Page) -> None:
     expect(panel, "the debugger's panel").to_be_visible(timeout=10_000)
     x = panel.bounding_box()["x"]
     drag(page, x - 0.5, 500, page.viewport_size["width"] * 0.55, 500)
-    wait(page, "x => document.querySelector('#jp-right-stack').getBoundingClientRect().x < x", "a wider panel", 10, x - 100)
+    wait(
+        page,
+        "x => document.querySelector('#jp-right-stack').getBoundingClientRect().x < x",
+        "a wider panel",
+        10,
+        x - 100,
+    )
     heads = page.locator("#jp-right-stack .lm-AccordionPanel-title")
     heads.filter(has_text="Kernel Sources").locator(".lm-AccordionPanel-titleCollapser").click()
     head = heads.filter(has_text="Callstack").bounding_box()
@@ -110,8 +124,12 @@ def numbers(text: str) -> list[float]:
 def story(page: Page, url: str, shot) -> None:
     page.goto(url)
     expect(page.locator(".jp-Notebook .jp-Cell").first, "the notebook").to_be_visible(timeout=60_000)
-    wait(page, "() => window.jupyterapp.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status === 'idle'",
-         "the kernel's start", 60)
+    wait(
+        page,
+        "() => window.jupyterapp.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status === 'idle'",
+        "the kernel's start",
+        60,
+    )
     start(page, "notebook:run-all-cells")
     finish(page, "running all cells", 300)
     shot("run_all")
@@ -123,10 +141,13 @@ def story(page: Page, url: str, shot) -> None:
     line = next(i for i, text in enumerate(source.splitlines()) if LINE in text)
     gutter = cell.locator(".cm-gutter.cm-breakpoint-gutter")
     expect(gutter, "the margin for breakpoints").to_be_visible(timeout=10_000)
-    y = gutter.evaluate("""(gutter, i) => {
+    y = gutter.evaluate(
+        """(gutter, i) => {
         const line = gutter.closest('.cm-editor').querySelectorAll('.cm-line')[i].getBoundingClientRect();
         return line.y + line.height / 2 - gutter.getBoundingClientRect().y;
-    }""", line)
+    }""",
+        line,
+    )
     gutter.click(position={"x": 5, "y": y})
     breakpoint_ = page.locator(".jp-DebuggerBreakpoints-body .jp-DebuggerBreakpoint")
     expect(breakpoint_, "one breakpoint").to_have_count(1, timeout=10_000)
@@ -139,14 +160,21 @@ def story(page: Page, url: str, shot) -> None:
     highlight, seen, sums = cell.locator(".jp-DebuggerEditor-highlight"), [], []
     for stop in range(PROGRAMS * ROWS):
         program, row = divmod(stop, ROWS)
-        wait(page, f"at => {{ const v = {VARIABLES}; return v.row === at[1] && v.program?.startsWith(at[0]) }}",
-             f"the stop in program {program} at row {stop}", 30, [f"array([{program}]", str(stop)])
+        wait(
+            page,
+            f"at => {{ const v = {VARIABLES}; return v.row === at[1] && v.program?.startsWith(at[0]) }}",
+            f"the stop in program {program} at row {stop}",
+            30,
+            [f"array([{program}]", str(stop)],
+        )
         expect(frame, "the function it stopped in").to_contain_text(KERNEL)
         expect(frame, "the line it stopped at").to_contain_text(f":{line + 1}")
         expect(highlight, "the highlighted line").to_contain_text(LINE)
         variables = page.evaluate(VARIABLES)
         tiles = {name: numbers(variables[name]) for name in (TILE, "normed", "total")}
-        assert row or not any(tiles["total"]), f"total is {variables['total']} before the first row of program {program}"
+        assert row or not any(tiles["total"]), (
+            f"total is {variables['total']} before the first row of program {program}"
+        )
         if stop == 0:
             center(highlight)
             shot("stopped")
@@ -156,7 +184,9 @@ def story(page: Page, url: str, shot) -> None:
             page.locator(".jp-TableView-Button").click()
         expect(rendered, f"the whole of {TILE}").to_contain_text(NUMBER.search(variables[TILE]).group(), timeout=10_000)
         whole = numbers(rendered.inner_text())
-        assert len(whole) == int(variables["BLOCK_H"]), f"{len(whole)} numbers of {TILE}, expected {variables['BLOCK_H']}"
+        assert len(whole) == int(variables["BLOCK_H"]), (
+            f"{len(whole)} numbers of {TILE}, expected {variables['BLOCK_H']}"
+        )
         assert whole not in seen, f"{TILE} is at stop {stop} what it was at another"
         seen.append(whole)
         if row == 0 or stop == 1:
@@ -172,7 +202,9 @@ def story(page: Page, url: str, shot) -> None:
     last = show_cell(page, STEP)[0].locator(".jp-OutputArea-output td:last-child")
     expect(last, "a line of output for each program").to_have_count(PROGRAMS, timeout=10_000)
     for program, text in enumerate(last.all_inner_texts()):
-        assert text.strip() == sums[program], f"program {program} printed {text}, and the debugger showed {sums[program]}"
+        assert text.strip() == sums[program], (
+            f"program {program} printed {text}, and the debugger showed {sums[program]}"
+        )
     shot("finished")
 
 
@@ -182,13 +214,27 @@ def serve(folder: Path, port: int, token: str) -> subprocess.Popen:
     for made in (notebooks, settings):
         made.mkdir(parents=True)
     shutil.copy(ROOT / "notebooks" / NOTEBOOK, notebooks)
-    (settings / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
+    (settings / "notification.jupyterlab-settings").write_text(
+        json.dumps({"fetchNews": "false", "checkForUpdates": False})
+    )
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "jupyter", "lab", "--no-browser", f"--port={port}", "--ServerApp.port_retries=0",
-             f"--ServerApp.root_dir={notebooks}", "--ServerApp.allow_root=True", "--LabApp.expose_app_in_browser=True"],
+            [
+                sys.executable,
+                "-m",
+                "jupyter",
+                "lab",
+                "--no-browser",
+                f"--port={port}",
+                "--ServerApp.port_retries=0",
+                f"--ServerApp.root_dir={notebooks}",
+                "--ServerApp.allow_root=True",
+                "--LabApp.expose_app_in_browser=True",
+            ],
             env=os.environ | {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_TOKEN": token},
-            stdout=log, stderr=log)
+            stdout=log,
+            stderr=log,
+        )
     end = time.monotonic() + 60
     while True:
         try:
@@ -209,7 +255,9 @@ def run(shots: Path) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, sync_playwright() as play:
         server = serve(Path(folder), port, token)
         try:
-            browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+            browser = play.chromium.launch(
+                executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+            )
             page = browser.new_page(viewport={"width": 1800, "height": 1200})
 
             def shot(name: str) -> None:

@@ -73,10 +73,16 @@ def borrow(a, b, c, d):
 MMA_FAMILIES = {
     "normal": lambda a, b, c, d: (a, b, c),
     "wide": lambda a, b, c, d: (d.spread(a, -12, 12), d.spread(b, -12, 12), d.spread(c, -24, 24)),
-    "nonfinite": lambda a, b, c, d: (d.sprinkled(a, 0.02, INF, -INF, NAN, 0.0), d.sprinkled(b, 0.03, INF, -INF, 0.0),
-                                     d.sprinkled(c, 0.1, INF, -INF)),
-    "cancelling": lambda a, b, c, d: (a[:, :8].repeat(1, 2), torch.cat([b[:8], -b[:8]]),
-                                      d.spread(c, -30, 1) * d.some(0.5, c.shape)),
+    "nonfinite": lambda a, b, c, d: (
+        d.sprinkled(a, 0.02, INF, -INF, NAN, 0.0),
+        d.sprinkled(b, 0.03, INF, -INF, 0.0),
+        d.sprinkled(c, 0.1, INF, -INF),
+    ),
+    "cancelling": lambda a, b, c, d: (
+        a[:, :8].repeat(1, 2),
+        torch.cat([b[:8], -b[:8]]),
+        d.spread(c, -30, 1) * d.some(0.5, c.shape),
+    ),
     "signed_zeros": lambda a, b, c, d: (d.sprinkled(a * 0, 0.1, 1.0), b * 0, c * 0),
     "negative_zeros": lambda a, b, c, d: (a.abs() * -0.0, b.abs(), c * 0),
     "zero_products": lambda a, b, c, d: (a * 0, b.sign(), c * 0),
@@ -98,8 +104,11 @@ MMA_FAMILIES_OF = {
         # Where no product reaches 2^-133. fp16 has no products that small.
         "far_below_fp32": lambda a, b, c, d: (a * 2.0**-70, d.spread(b, -84, -62, shared=[0]), c * 0),
         "far_below_fp32_subnormal": lambda a, b, c, d: (a * 2.0**-130, d.spread(b, -24, -2, shared=[0]), c * 0),
-        "far_below_fp32_accumulator": lambda a, b, c, d: (a * 2.0**-70, d.spread(b, -84, -62, shared=[0]),
-                                                          d.spread(c.sign(), -149, -120) * d.some(0.5, c.shape)),
+        "far_below_fp32_accumulator": lambda a, b, c, d: (
+            a * 2.0**-70,
+            d.spread(b, -84, -62, shared=[0]),
+            d.spread(c.sign(), -149, -120) * d.some(0.5, c.shape),
+        ),
         "far_below_fp32_borrow": borrow,
     },
     FP16: {
@@ -123,12 +132,37 @@ INSTRUCTIONS = {"mma.sync": dict(BLOCK_M=16, num_warps=1), "wgmma": dict(BLOCK_M
 
 BINARY = ("add", "sub", "mul", "div", "maximum")
 TERNARY = ("fma", "minimum", "minimum_nan", "maximum_nan", "neg", "abs", "clamp", "clamp_nan")
-CASTS = [(source, target, None) for source in (FP64, FP32, BF16, FP16, torch.int64, torch.int32)
-         for target in (FP32, BF16, FP16) if source != target] + [(FP32, BF16, "rtz"), (FP32, FP16, "rtz")]
-SPECIAL_BITS = (0x0, 0x1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F800001, 0x3F7FFFFF, 0x7F7FFFFF, 0x7F800000, 0x7F800001,
-                0x7FC00000, 0x7FFFFFFF, 0x33800000, 0x00400000, 0x477FF000, 0x387FC000, 0x33000000, 0x3F808000,
-                0x3F818000, 0x3FFFC000, 0x7F7F8000, 0x00008000)
-SPECIAL = torch.tensor([sign | value for sign in (0, -2**31) for value in SPECIAL_BITS]).to(torch.int32)
+CASTS = [
+    (source, target, None)
+    for source in (FP64, FP32, BF16, FP16, torch.int64, torch.int32)
+    for target in (FP32, BF16, FP16)
+    if source != target
+] + [(FP32, BF16, "rtz"), (FP32, FP16, "rtz")]
+SPECIAL_BITS = (
+    0x0,
+    0x1,
+    0x7FFFFF,
+    0x800000,
+    0x3F800000,
+    0x3F800001,
+    0x3F7FFFFF,
+    0x7F7FFFFF,
+    0x7F800000,
+    0x7F800001,
+    0x7FC00000,
+    0x7FFFFFFF,
+    0x33800000,
+    0x00400000,
+    0x477FF000,
+    0x387FC000,
+    0x33000000,
+    0x3F808000,
+    0x3F818000,
+    0x3FFFC000,
+    0x7F7F8000,
+    0x00008000,
+)
+SPECIAL = torch.tensor([sign | value for sign in (0, -(2**31)) for value in SPECIAL_BITS]).to(torch.int32)
 
 
 @triton.jit
@@ -196,7 +230,7 @@ def record_dot(family, K: int, dtype: torch.dtype, draw: Draw) -> dict[str, np.n
     for instruction, options in instructions.items():
         out = torch.full(c.shape, NAN).cuda()
         precision = "ieee" if dtype == FP32 else None
-        kernel = dot[(1, )](a.cuda(), b.cuda(), c.cuda(), out, K=K, PRECISION=precision, **options)
+        kernel = dot[(1,)](a.cuda(), b.cuda(), c.cuda(), out, K=K, PRECISION=precision, **options)
         assert instruction in kernel.asm["ptx"], f"the compiler chose another instruction than {instruction}"
         outs.append(bits(out))
     assert all((out == outs[0]).all() for out in outs), f"{' and '.join(instructions)} differ"
@@ -219,7 +253,7 @@ def operands(dtype: torch.dtype, count: int, draw: Draw) -> list[torch.Tensor]:
 def to_cast(source: torch.dtype, draw: Draw) -> torch.Tensor:
     """Numbers of every magnitude, and numbers halfway between two of bf16 or fp16 and just beside that."""
     if source.itemsize == 2:
-        return torch.arange(-2**15, 2**15, 75).to(torch.int16).view(source)
+        return torch.arange(-(2**15), 2**15, 75).to(torch.int16).view(source)
     odd, beside = 2 * torch.arange(192) + 1, torch.arange(192) % 3 - 1
     if source.is_floating_point:
         halfway = 1 + odd / torch.tensor([512.0, 2048.0]).repeat(96) + beside * 2.0**-40
@@ -227,15 +261,18 @@ def to_cast(source: torch.dtype, draw: Draw) -> torch.Tensor:
         raw = torch.cat([SPECIAL.view(FP32), draw.bits(FP32, 192)]).double()
         return torch.cat([draw.spread(halfway, -140, 3), normal, raw]).to(source)
     # 9 bits and a last one, far enough apart that rounding to fp32 first would show, and near enough for fp64.
-    halfway = (odd % 256 + 256) * 2**(21 if source == torch.int32 else 40) + beside
+    halfway = (odd % 256 + 256) * 2 ** (21 if source == torch.int32 else 40) + beside
     shift = torch.arange(192) % (8 * source.itemsize - 1)
     return torch.cat([halfway.to(source), draw.bits(source, 192) >> shift.to(source)])
 
 
 def record(seed: int = 0) -> dict[str, np.ndarray]:
     draw, golden = Draw(seed), {"instructions": np.array(list(INSTRUCTIONS))}
-    dots = [(f"mma/{name(dtype)}/{family}", inputs, 64 if family.startswith("chain") else 16, dtype)
-            for dtype, own in MMA_FAMILIES_OF.items() for family, inputs in (MMA_FAMILIES | own).items()]
+    dots = [
+        (f"mma/{name(dtype)}/{family}", inputs, 64 if family.startswith("chain") else 16, dtype)
+        for dtype, own in MMA_FAMILIES_OF.items()
+        for family, inputs in (MMA_FAMILIES | own).items()
+    ]
     dots += [(f"dot_fp32/{family}", inputs, 32, FP32) for family, inputs in FP32_FAMILIES.items()]
     for key, *which in dots:
         golden |= {f"{key}/{part}": array for part, array in record_dot(*which, draw).items()}
@@ -244,7 +281,7 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
             inputs, key = operands(dtype, count, draw), f"{group}/{name(dtype)}"
             golden |= {f"{key}/{part}": bits(t) for part, t in zip("abc", inputs)}
             a, b, c = (t.cuda() for t in (inputs + inputs)[:3])
-            grid = (triton.cdiv(len(a), 256), )
+            grid = (triton.cdiv(len(a), 256),)
             for operation in operations:
                 if operation != "div" or dtype == FP32:  # tl.div_rn takes nothing else
                     out = torch.empty_like(a)
@@ -253,7 +290,7 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
     for source, target, rounding in CASTS:
         a = to_cast(source, draw)
         out = torch.empty(len(a), dtype=target).cuda()
-        cast[(triton.cdiv(len(a), 256), )](a.cuda(), out, len(a), ROUNDING=rounding)
+        cast[(triton.cdiv(len(a), 256),)](a.cuda(), out, len(a), ROUNDING=rounding)
         key = f"cast/{name(source)}/{name(target)}" + (f"_{rounding}" if rounding else "")
         golden |= {f"{key}/a": bits(a), f"{key}/out": bits(out)}
     return golden

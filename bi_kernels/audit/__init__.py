@@ -8,5 +8,6 @@ for: the notebooks decide first whether Triton interprets.
 def __getattr__(name: str):
     if name == "audit":
         from bi_kernels.audit.callables.audit import audit
+
         return audit
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,14 @@ from pathlib import Path
 from bi_kernels.audit.runner import needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
-DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")  # "": it did not run to its end
+DRIFT = (
+    "invariance",
+    "gradient invariance",
+    "determinism",
+    "parity",
+    "atomics-free",
+    "",
+)  # "": it did not run to its end
 LAYOUTS = 6  # named in one line
 SHOWN = 3  # rows of evidence in one test case
 LISTED = 40  # lines of the summary; GitHub cuts a summary off at 1 MiB
@@ -27,8 +34,9 @@ def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
     """Rows by (audit, op, case, dtype, relation): one test case, one line of the summary; those of a control by themselves."""
     groups: dict[tuple, list[dict]] = {}
     for r in rows:
-        groups.setdefault((r["audit"], r["op"], r["case"], r["dtype"], r["relation"],
-                           r["candidate"] if r["control"] else ""), []).append(r)
+        groups.setdefault(
+            (r["audit"], r["op"], r["case"], r["dtype"], r["relation"], r["candidate"] if r["control"] else ""), []
+        ).append(r)
     return groups
 
 
@@ -79,8 +87,10 @@ def lines(failing: list[dict], out: Path) -> list[str]:
         said = f"{r['mismatches']} of {r['elements']} elements {off(r)}" if r["elements"] else ""
         said += f", the first at index {r['first_index']}" if r["first_index"] is not None else ""
         at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
-        found.append(f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First{at}: "
-                     f"{'; '.join(filter(None, (said, r['detail'])))}. {reproducer(r, out)}".rstrip())
+        found.append(
+            f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First{at}: "
+            f"{'; '.join(filter(None, (said, r['detail'])))}. {reproducer(r, out)}".rstrip()
+        )
     return found
 
 
@@ -90,9 +100,16 @@ def drift(r: dict) -> str:
     said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
     if r["elements"]:
         said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} {off(r)}"
-        said += [f"{label} {worst([r], name)}" for name, label in (
-            ("max_abs", "max abs"), ("max_rel", "max relative"), ("max_ulp", "max ULP"), ("threshold_share", "share of the bound"))
-            if worst([r], name)]
+        said += [
+            f"{label} {worst([r], name)}"
+            for name, label in (
+                ("max_abs", "max abs"),
+                ("max_rel", "max relative"),
+                ("max_ulp", "max ULP"),
+                ("threshold_share", "share of the bound"),
+            )
+            if worst([r], name)
+        ]
     said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
     said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
     return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
@@ -103,16 +120,23 @@ def _text(text: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text)
 
 
-def _case(suite: ET.Element, classname: str, name: str, outcome: str = "", message: str = "", text: str = "",
-          kind: str = "") -> None:
+def _case(
+    suite: ET.Element, classname: str, name: str, outcome: str = "", message: str = "", text: str = "", kind: str = ""
+) -> None:
     case = ET.SubElement(suite, "testcase", classname=_text(classname), name=_text(name), time="0.000")
     if outcome:
         found = ET.SubElement(case, outcome, message=_text(message), type=_text(kind or outcome))
         found.text = _text(text) or None
 
 
-def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequence[str], digests: Sequence[str] | None = None,
-          level: str = "needs-fix") -> str:
+def junit(
+    rows: list[dict],
+    out: Path,
+    seconds: dict[str, float],
+    names: Sequence[str],
+    digests: Sequence[str] | None = None,
+    level: str = "needs-fix",
+) -> str:
     """JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
 
     A case that needs a fix is a failure with the drift report of its first rows, an unsupported one is skipped, and an
@@ -135,8 +159,15 @@ def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequenc
                 continue
             if control:
                 missed = needs_fix(mine)
-                _case(suite, f"{name}.controls", f"{control} ({label} {dtype}, {relation})", "failure" * bool(missed),
-                      "a control was missed: the audit cannot see this fault", "\n".join(map(drift, missed)), relation)
+                _case(
+                    suite,
+                    f"{name}.controls",
+                    f"{control} ({label} {dtype}, {relation})",
+                    "failure" * bool(missed),
+                    "a control was missed: the audit cannot see this fault",
+                    "\n".join(map(drift, missed)),
+                    relation,
+                )
                 continue
             bad = needs_fix(mine)
             refused = [r for r in mine if r["verdict"] == "unsupported"]
@@ -145,7 +176,7 @@ def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequenc
             if bad:
                 message = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}: {where(bad)}"
                 shown = first(bad)
-                chosen = [shown, *[r for r in bad if r is not shown][:SHOWN - 1]]
+                chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
                 more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
                 text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
             _case(suite, f"{name}.{label}", f"{relation} {dtype}".strip(), outcome, message, text, relation)
@@ -169,28 +200,42 @@ def junit(rows: list[dict], out: Path, seconds: dict[str, float], names: Sequenc
 def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
     """The Markdown of a job's summary: verdict, status matrix, what needs a fix, documents. `file`: where it will stand."""
     from bi_kernels.audit.evidence.index import MARK, matrix, table
+
     mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
     bad, failed = needs_fix(rows), fails(rows, warnings, level)
     verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
     devices = list(dict.fromkeys(r["device"] for r in mine if r["device"]))
     note = "; no statement about a GPU" if "interpreter" in devices else ""
     specs = list(dict.fromkeys(r["candidate"] for r in mine if r["candidate"]))
-    parts = [f"## {MARK[verdict]} bi-audit: {verdict}",
-             f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
-             f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
-             f"{len(controls)}" + (f"; warnings: {len(warnings)}" if warnings else "")
-             + f". The run {'fails' if failed else 'does not fail'} at `--fail-on {level}`.",
-             matrix(mine).rstrip() if any(r["op"] for r in mine) else ""]
+    parts = [
+        f"## {MARK[verdict]} bi-audit: {verdict}",
+        f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
+        f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
+        f"{len(controls)}"
+        + (f"; warnings: {len(warnings)}" if warnings else "")
+        + f". The run {'fails' if failed else 'does not fail'} at `--fail-on {level}`.",
+        matrix(mine).rstrip() if any(r["op"] for r in mine) else "",
+    ]
     listed = []
     for (audit, op, case, dtype, relation, control), found in grouped(bad).items():
         row = first(found)
         command = reproducer(row, out)
         differ = f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"]
-        listed.append({k: v.replace("|", r"\|") for k, v in {
-            "audit": audit, "op": f"{op} {case}".strip() or "–", "dtype": dtype or "–",
-                      "relation": relation or "did not run to its end",
-                      "where": f"control missed: {control}" if control else where(found) or "–", "at most": size(found),
-                      "elements, first": differ, "reproduce": f"`{command}`" if command else "–"}.items()})
+        listed.append(
+            {
+                k: v.replace("|", r"\|")
+                for k, v in {
+                    "audit": audit,
+                    "op": f"{op} {case}".strip() or "–",
+                    "dtype": dtype or "–",
+                    "relation": relation or "did not run to its end",
+                    "where": f"control missed: {control}" if control else where(found) or "–",
+                    "at most": size(found),
+                    "elements, first": differ,
+                    "reproduce": f"`{command}`" if command else "–",
+                }.items()
+            }
+        )
     if listed:
         more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
@@ -205,7 +250,8 @@ def _links(out: Path, file: Path, names: Sequence[str]) -> str:
     server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
     documents = [out / name / "README.md" for name in names if (out / name / "README.md").exists()]
     if server and repository and number:
-        return (f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): "
-                + ", ".join(f"`{d.as_posix()}`" for d in documents))
+        return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): " + ", ".join(
+            f"`{d.as_posix()}`" for d in documents
+        )
     relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
     return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))

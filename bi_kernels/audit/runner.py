@@ -42,21 +42,28 @@ def audits() -> dict[str, Audit]:
     for path in sorted(folder.glob("[0-9]*_*.ipynb")):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
         first = "".join(notebook["cells"][0]["source"])
-        found[name] = Audit(name, path, first.splitlines()[0].lstrip("# "),
-                            notebook["metadata"].get("bi_audit", {}).get("only_named", False))
+        found[name] = Audit(
+            name,
+            path,
+            first.splitlines()[0].lstrip("# "),
+            notebook["metadata"].get("bi_audit", {}).get("only_named", False),
+        )
     return found
 
 
 def of_audit(name: str, parameters: dict) -> dict:
     """The parameters that an audit has: `any` and `zoo` have neither dtype nor shapes."""
     from bi_kernels.audit.callables.session import PARAMETERS
+
     return {k: v for k, v in parameters.items() if k in PARAMETERS.get(name, parameters)}
 
 
 def clean(notebook) -> None:
     """Drops what names the machine or the hour: papermill's records, warnings of libraries, and paths in outputs."""
     notebook.metadata.pop("papermill", None)
-    roots = sorted({str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True)
+    roots = sorted(
+        {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True
+    )
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
@@ -73,11 +80,16 @@ def document(notebook, name: str) -> tuple[str, dict[str, bytes]]:
     """(Markdown without code, figures by file name)."""
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
+
     config = Config()
     config.MarkdownExporter.exclude_input = True
     config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
-    config.TagRemovePreprocessor.remove_cell_tags = {"papermill-error-cell-tag", "injected-parameters", "parameters",
-                                                     "setup"}
+    config.TagRemovePreprocessor.remove_cell_tags = {
+        "papermill-error-cell-tag",
+        "injected-parameters",
+        "parameters",
+        "setup",
+    }
     config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
     body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
     return body, resources["outputs"]
@@ -88,6 +100,7 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
     import nbformat
     import papermill
     from papermill.exceptions import PapermillExecutionError
+
     partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -96,8 +109,14 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
     total = len(json.loads(audit.notebook.read_text(encoding="utf-8"))["cells"])
     error, finished = "", False
     try:
-        papermill.execute_notebook(str(audit.notebook), str(target), parameters, kernel_name=KERNEL, progress_bar=False,
-                                   on_cell_start=lambda cell, cell_index: progress(cell_index, total))
+        papermill.execute_notebook(
+            str(audit.notebook),
+            str(target),
+            parameters,
+            kernel_name=KERNEL,
+            progress_bar=False,
+            on_cell_start=lambda cell, cell_index: progress(cell_index, total),
+        )
     except PapermillExecutionError as failed:
         if failed.ename == "KeyboardInterrupt":
             raise KeyboardInterrupt from None
@@ -122,6 +141,7 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
 def stopped(audit: str, why: str, candidate: str = "") -> dict:
     """The row of an audit that did not run to its end; it names neither an op nor a relation."""
     from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
+
     return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
 
 
@@ -164,7 +184,9 @@ def _keep(folder: Path, console: Console) -> None:
     if read_rows(partial):
         shutil.rmtree(kept, ignore_errors=True)
         partial.rename(kept)
-        console.print(f"{folder.name}: what it had recorded is in {kept}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{folder.name}: what it had recorded is in {kept}", markup=False, highlight=False, soft_wrap=True
+        )
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -175,7 +197,9 @@ def needs_fix(rows: list[dict]) -> list[dict]:
 
 def collect(folder: Path) -> list[dict]:
     """The rows of every document in `folder`, also written to its verdicts.json."""
-    rows = [r for path in sorted(folder.glob("[!.]*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))]
+    rows = [
+        r for path in sorted(folder.glob("[!.]*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))
+    ]
     write_rows(folder / "verdicts.json", rows)
     return rows
 
@@ -186,16 +210,25 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
     seconds: gets how long each took as it finishes, so that a caller that is interrupted knows which did.
     """
     every, children = audits(), []
-    columns = TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn(
-        "{task.fields[word]}")
+    columns = (
+        TextColumn("{task.description:14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[word]}"),
+    )
     with Progress(*columns, console=console) as progress:
         tasks = {name: progress.add_task(name, total=None, word="waiting") for name in names}
 
         def one(name: str) -> None:
             start = time.monotonic()
             order = json.dumps({"audit": name, "parameters": of_audit(name, parameters), "folder": str(out / name)})
-            child = subprocess.Popen([sys.executable, "-m", "bi_kernels.audit.runner", order], stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, text=True)
+            child = subprocess.Popen(
+                [sys.executable, "-m", "bi_kernels.audit.runner", order],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             children.append(child)
             errors: list[str] = []
             reader = threading.Thread(target=lambda: errors.extend(child.stderr), daemon=True)
@@ -211,12 +244,18 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
             if child.returncode not in (0, 1):
                 console.print("".join(errors[-15:]), markup=False, highlight=False)
                 _partial(out / name).mkdir(parents=True, exist_ok=True)
-                publish(every[name], parameters, out / name, f"# {every[name].title}",
-                        f"the process ended with status {child.returncode}")
+                publish(
+                    every[name],
+                    parameters,
+                    out / name,
+                    f"# {every[name].title}",
+                    f"the process ended with status {child.returncode}",
+                )
             seconds[name] = time.monotonic() - start
             total = next(t.total for t in progress.tasks if t.id == tasks[name]) or 1
-            progress.update(tasks[name], completed=total, total=total,
-                            word="[green]pass[/]" if passed else "[red]needs-fix[/]")
+            progress.update(
+                tasks[name], completed=total, total=total, word="[green]pass[/]" if passed else "[red]needs-fix[/]"
+            )
 
         with ThreadPoolExecutor(jobs) as pool:
             try:
@@ -234,8 +273,12 @@ def run(names: list[str], parameters: dict, out: Path, jobs: int, console: Conso
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
     try:
-        ok = execute(audits()[task["audit"]], task["parameters"], Path(task["folder"]),
-                     lambda done, of: print("cell", done, of, flush=True))
+        ok = execute(
+            audits()[task["audit"]],
+            task["parameters"],
+            Path(task["folder"]),
+            lambda done, of: print("cell", done, of, flush=True),
+        )
     except Exception:
         traceback.print_exc()
         raise SystemExit(3) from None

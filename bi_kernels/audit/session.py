@@ -20,8 +20,11 @@ def start(audit: str, namespace: dict) -> "Session":
     with one sentence naming the parameter, its value and what is allowed.
     """
     plain = (str, int, float, bool, list, dict, type(None))
-    given = {k: v for k, v in namespace.items()
-             if isinstance(v, plain) and not k.startswith("_") and k not in _NOTEBOOK_NAMES}
+    given = {
+        k: v
+        for k, v in namespace.items()
+        if isinstance(v, plain) and not k.startswith("_") and k not in _NOTEBOOK_NAMES
+    }
     unknown = sorted(set(given) - set(PARAMETERS))
     if unknown:
         raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(PARAMETERS)}")
@@ -93,24 +96,27 @@ class Session:
     @property
     def dtypes(self) -> list[str]:
         from bi_kernels.contract import DTYPES
+
         return list(DTYPES) if self.parameters["dtype"] == "all" else [self.parameters["dtype"]]
 
     @property
     def device_label(self) -> str:
         """The device of a row: a GPU's name, 'interpreter' for kernels on a CPU, 'cpu' for stock operators there."""
         from bi_kernels.audit.evidence.provenance import device_name
+
         return "cpu" if not self.on_gpu and self.candidate.spec == "torch" else device_name(self.device)
 
     @property
     def command(self) -> str:
         changed = {k: v for k, v in self.parameters.items() if v != PARAMETERS[k]}
-        flags = [f"--{k} {v}" if k not in ("op", ) else f"-p {k} {v}" for k, v in changed.items()]
+        flags = [f"--{k} {v}" if k not in ("op",) else f"-p {k} {v}" for k, v in changed.items()]
         return " ".join(["bi-audit run", self.audit, *flags])
 
     def provenance(self):
         """A table of commit, device, versions and parameters."""
         from bi_kernels.audit.evidence import tables as show
         from bi_kernels.audit.evidence.provenance import provenance
+
         fields = provenance(self.device, self.parameters) | {"command": f"`{self.command}`"}
         if self.out:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
@@ -120,18 +126,29 @@ class Session:
         """The subjects of an audit: the candidate's functions at every case and dtype."""
         from bi_kernels.audit.problem.registry import problems
         from bi_kernels.audit.problem.subject import Subject
-        chosen = candidate or self.candidate
-        return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command)
-                for p in problems(audit or self.audit, list(dtypes) or self.dtypes, self.parameters["shapes"],
-                                  self.device, self.parameters["seed"], tuple(chosen.functions))]
 
-    def subject(self, op: str, dtype: str = "bf16", function: "Callable | None" = None, candidate: str = "bi_kernels"
-                ) -> "Subject":
+        chosen = candidate or self.candidate
+        return [
+            Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command)
+            for p in problems(
+                audit or self.audit,
+                list(dtypes) or self.dtypes,
+                self.parameters["shapes"],
+                self.device,
+                self.parameters["seed"],
+                tuple(chosen.functions),
+            )
+        ]
+
+    def subject(
+        self, op: str, dtype: str = "bf16", function: "Callable | None" = None, candidate: str = "bi_kernels"
+    ) -> "Subject":
         """One op at its first case: this package's, or another's function."""
         import bi_kernels
         from bi_kernels.audit.problem.registry import OPS, Problem
         from bi_kernels.audit.problem.subject import Subject
         from bi_kernels.contract import DTYPES
+
         case = next(iter(OPS[op].cases(self.parameters["shapes"])))
         problem = Problem(OPS[op], case, DTYPES[dtype], self.parameters["shapes"], self.device, self.parameters["seed"])
         return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
@@ -141,12 +158,13 @@ class Session:
 
         backward: gradients too, and the static audit of all that was launched.
         """
+        from bi_kernels.audit.problem.subject import UNSUPPORTED
         from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.static import binary as static
-        from bi_kernels.audit.reproduce.gradient import export_gradient
         from bi_kernels.audit.relations.forward import coverage, judge
         from bi_kernels.audit.reproduce.forward import export
-        from bi_kernels.audit.problem.subject import UNSUPPORTED
+        from bi_kernels.audit.reproduce.gradient import export_gradient
+        from bi_kernels.audit.static import binary as static
+
         added, launched = [], []
         for subject in self.make():
             self.subjects.append(subject)
@@ -178,31 +196,43 @@ class Session:
         self.rows += rows
         if self.out:
             from bi_kernels.audit.evidence.verdicts import write_rows
+
             write_rows(self.out / "verdicts.json", [r.json() for r in self.rows])
 
     def controls(self) -> list:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
-        from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.static import binary as static
-        from bi_kernels.audit.relations import forward as j
         from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
         from bi_kernels.audit.broken.forward import CONTROLS
         from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-        from bi_kernels.audit.problem.registry import OPS, Problem
         from bi_kernels.audit.evidence.provenance import device_name
+        from bi_kernels.audit.problem.registry import OPS, Problem
         from bi_kernels.audit.problem.subject import NEEDS_FIX, Subject
+        from bi_kernels.audit.relations import forward as j
+        from bi_kernels.audit.relations import gradient as gradients
+        from bi_kernels.audit.static import binary as static
         from bi_kernels.contract import DTYPES
+
         rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
         for control in every:
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
-            problem = Problem(OPS[control.op], control.case, DTYPES[control.dtype], self.parameters["shapes"],
-                              self.device, self.parameters["seed"])
+            problem = Problem(
+                OPS[control.op],
+                control.case,
+                DTYPES[control.dtype],
+                self.parameters["shapes"],
+                self.device,
+                self.parameters["seed"],
+            )
             s = Subject(problem, control.function, control.name, device_name(self.device))
             try:
                 if control.relation == "invariance":
-                    found = up_to_a_drift(chain(j.by_row_count(s), j.by_layout(
-                        s, only=("singles", "batch", "neighbours", "permuted", "decode"))))
+                    found = up_to_a_drift(
+                        chain(
+                            j.by_row_count(s),
+                            j.by_layout(s, only=("singles", "batch", "neighbours", "permuted", "decode")),
+                        )
+                    )
                 elif control.relation == "parity":
                     found = [r for r in j.parity(s) if r.layout == "decode=packed"]
                 elif control.relation == "determinism":
@@ -236,12 +266,16 @@ class Session:
     @property
     def passed(self) -> bool:
         """Something was judged, nothing needs a fix, and there were controls, all caught."""
-        return (any(r.verdict == "pass" for r in self.rows if not r.control) and any(r.control for r in self.rows)
-                and not self.failures)
+        return (
+            any(r.verdict == "pass" for r in self.rows if not r.control)
+            and any(r.control for r in self.rows)
+            and not self.failures
+        )
 
     def verdict(self):
         """The verdict bundle: a table for people, JSON for programs, the same on every run."""
         from bi_kernels.audit.evidence import tables as show
+
         return show.verdict(self)
 
     def failure(self) -> str:
@@ -249,7 +283,11 @@ class Session:
         seen = {}
         for r in self.failures:
             seen.setdefault((r.candidate if r.control else r.op, r.case, r.dtype, r.relation), []).append(r)
-        return "\n".join(
-            f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
-            f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
-            for (op, case, dtype, relation), rows in seen.items()) or "nothing was judged, or no control was run"
+        return (
+            "\n".join(
+                f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
+                f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
+                for (op, case, dtype, relation), rows in seen.items()
+            )
+            or "nothing was judged, or no control was run"
+        )

@@ -30,8 +30,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def rope(x: Tensor, table: RopeTable, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
-         interleaved: bool = False) -> Tensor:
+def rope(
+    x: Tensor,
+    table: RopeTable,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
     """As Hugging Face's Llama does it: cos and sin rounded to x's dtype, x cos + rotate_half(x) sin in that dtype."""
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])
@@ -59,27 +64,41 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
     return F.embedding(ids, weight, padding_id)
 
 
-def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+def token_logprob(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     logp = F.log_softmax(logits.float() / temperature, -1)
     ignored = targets == ignore_index
     chosen = logp.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
     return chosen.masked_fill(ignored, 0), -(logp.exp() * logp).sum(-1).masked_fill(ignored, 0)
 
 
-def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
-                    ) -> tuple[Tensor, Tensor]:
+def lm_head_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     return token_logprob(F.linear(hidden, weight), targets, temperature, ignore_index)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, lengths_q: Tensor | None = None,
-              lengths_k: Tensor | None = None, left_padded: bool = False, window: int | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    left_padded: bool = False,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """Packed sequences one by one; a padded batch in one call, with a mask. The LSE is a product and a logsumexp of its own."""
     if cu_seqlens_q is not None:
         ends = cu_seqlens_q.tolist()
-        parts = [attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b]
+        parts = [
+            attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b
+        ]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
     (L, S), device = (q.shape[1], k.shape[1]), q.device
-    length = lambda lengths, width: torch.full((len(q), ), width, device=device) if lengths is None else lengths
+    length = lambda lengths, width: torch.full((len(q),), width, device=device) if lengths is None else lengths
     length_q, length_k = length(lengths_q, L)[:, None, None], length(lengths_k, S)[:, None, None]
     query, key = torch.arange(L, device=device)[:, None], torch.arange(S, device=device)
     if left_padded:
@@ -93,8 +112,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = 
     how = {"is_causal": L > 1} if plain and L in (1, S) else {"attn_mask": seen}
     out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), enable_gqa=True, **how)
     wide = heads(k).float().repeat_interleave(q.shape[2] // k.shape[2], 1).mT
-    lse = [(some @ wide * q.shape[-1]**-0.5).masked_fill(~there, -torch.inf).logsumexp(-1)
-           for some, there in zip(heads(q).float().split(512, 2), seen.split(512, 2))]  # else their scores fill the memory
+    lse = [
+        (some @ wide * q.shape[-1] ** -0.5).masked_fill(~there, -torch.inf).logsumexp(-1)
+        for some, there in zip(heads(q).float().split(512, 2), seen.split(512, 2))
+    ]  # else their scores fill the memory
     return heads(out.masked_fill(~seen.any(-1)[..., None], 0)), heads(torch.cat(lse, -1))
 
 

@@ -84,25 +84,35 @@ def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float,
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        _elementwise_kernel[(triton.cdiv(x.numel(), BLOCK), )](
-            x, other, y, x.numel(), x.shape[-1] if x.dim() else 1, factor, OP=op, BLOCK=BLOCK, num_warps=WARPS,
-            enable_fp_fusion=False)
+        _elementwise_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            x,
+            other,
+            y,
+            x.numel(),
+            x.shape[-1] if x.dim() else 1,
+            factor,
+            OP=op,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
     return y
 
 
-def _launch_gradient(op: str, x: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, needs_dx: bool,
-                     needs_d_up: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _launch_gradient(
+    op: str, x: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, needs_dx: bool, needs_d_up: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx, d_up) of silu, gelu, gelu_tanh or swiglu, each None where it is not needed."""
     x, up, dy = x.contiguous(), None if up is None else up.contiguous(), dy.contiguous()
     dx, d_up = torch.empty_like(x) if needs_dx else None, torch.empty_like(x) if needs_d_up else None
     if x.numel():
-        _gradient_kernel[(triton.cdiv(x.numel(), BLOCK), )](x, up, dy, dx, d_up, x.numel(), OP=op, BLOCK=BLOCK,
-                                                            num_warps=WARPS, enable_fp_fusion=False)
+        _gradient_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            x, up, dy, dx, d_up, x.numel(), OP=op, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+        )
     return dx, d_up
 
 
 class _Elementwise(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, op, x, other, factor, dtype):
         ctx.op, ctx.factor, ctx.dtype = op, factor, x.dtype
@@ -124,8 +134,11 @@ class _Elementwise(torch.autograd.Function):
         if op in ("add", "bias_add"):
             dx = dy if needs_x else None
             if needs_other:
-                d_other = dy if op == "add" else fold_bias(
-                    op, dy.reshape(ctx.layout.rows, ctx.bias.numel()), ctx.bias, ctx.layout)
+                d_other = (
+                    dy
+                    if op == "add"
+                    else fold_bias(op, dy.reshape(ctx.layout.rows, ctx.bias.numel()), ctx.bias, ctx.layout)
+                )
         elif op == "mask_fill":
             dx = _launch(op, dy, *ctx.saved_tensors, 0.0, dy.dtype)
         elif op in ("scale", "cast"):
@@ -143,8 +156,9 @@ def _(op, x, other, factor, dtype):
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _apply(op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0,
-           dtype: torch.dtype | None = None) -> torch.Tensor:
+def _apply(
+    op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     return apply(_launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
 
 
@@ -199,8 +213,9 @@ def mask_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor
     try:
         mask = mask.expand_as(x)
     except RuntimeError:
-        raise ValueError(f"mask_fill: mask has shape {tuple(mask.shape)}, which does not broadcast to x's "
-                         f"{tuple(x.shape)}") from None
+        raise ValueError(
+            f"mask_fill: mask has shape {tuple(mask.shape)}, which does not broadcast to x's {tuple(x.shape)}"
+        ) from None
     return _apply("mask_fill", x, mask, factor=check_number("mask_fill", "value", value))
 
 

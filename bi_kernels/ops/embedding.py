@@ -34,7 +34,7 @@ def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, 
 def _add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """total + rows[:, 0] + rows[:, 1] + …, from the left; rows is (BLOCK, COUNT)."""
     if COUNT == 1:
-        total += tl.reshape(rows, (BLOCK, )).to(tl.float32)
+        total += tl.reshape(rows, (BLOCK,)).to(tl.float32)
     else:
         before, after = tl.split(tl.permute(tl.reshape(rows, (BLOCK, 2, COUNT // 2)), (0, 2, 1)))
         total = _add_rows(_add_rows(total, before, BLOCK, COUNT // 2), after, BLOCK, COUNT // 2)
@@ -42,9 +42,24 @@ def _add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, vocab, width, padding_id, HEAVY: tl.constexpr,
-                               MANY: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-                               EVEN: tl.constexpr, CONTINUES: tl.constexpr):
+def _embedding_backward_kernel(
+    dy,
+    rows,
+    starts,
+    ends,
+    ids,
+    out,
+    vocab,
+    width,
+    padding_id,
+    HEAVY: tl.constexpr,
+    MANY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
     """The tokens' rows of dy, sorted by id, with the first and the last of the same id: one program folds all of an id's.
 
     An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
@@ -62,13 +77,15 @@ def _embedding_backward_kernel(dy, rows, starts, ends, ids, out, vocab, width, p
     if mine & (index >= 0) & (index < vocab) & (index != padding_id):
         col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = (col < width) | EVEN
-        total = tl.zeros((BLOCK, ), dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
         if CONTINUES:
             total = tl.load(out + index * width + col, mask=inside, other=0.0)
         for token in tl.range(first, end, TOKENS, num_stages=STAGES):
             some = token + tl.arange(0, TOKENS)
             row = tl.load(rows + some, mask=some < end, other=0).to(tl.int64)
-            values = tl.load(dy + row[:, None] * width + col[None, :], mask=(some < end)[:, None] & inside[None, :], other=0.0)
+            values = tl.load(
+                dy + row[:, None] * width + col[None, :], mask=(some < end)[:, None] & inside[None, :], other=0.0
+            )
             total = _add_rows(total, tl.trans(values), BLOCK, TOKENS)
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
@@ -80,12 +97,19 @@ def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if y.numel():
         block = min(ELEMENTS, triton.next_power_of_2(width))
         _embedding_kernel[(triton.cdiv(ids.numel(), ELEMENTS // block), triton.cdiv(width, block))](
-            ids, weight, y, ids.numel(), vocab, width, ROWS=ELEMENTS // block, BLOCK=block, num_warps=WARPS)
+            ids, weight, y, ids.numel(), vocab, width, ROWS=ELEMENTS // block, BLOCK=block, num_warps=WARPS
+        )
     return y
 
 
-def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None,
-               layout: TokenLayout, padding_id: int | None) -> torch.Tensor | None:
+def _fold_rows(
+    dy: torch.Tensor,
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    buffer: torch.Tensor | None,
+    layout: TokenLayout,
+    padding_id: int | None,
+) -> torch.Tensor | None:
     dy, width = dy.contiguous(), dy.shape[-1]
     rows = layout.rows_on(ids.device)
     ids = ids.reshape(-1)[rows].long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
@@ -98,14 +122,26 @@ def _fold_rows(dy: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, buffer
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
         block = min(blocks["BLOCK"], triton.next_power_of_2(width))
         if programs and width:
-            _embedding_backward_kernel[(programs * triton.cdiv(width, block), )](
-                dy, rows, starts, ends, ids, out, len(out), width, padding_id, HEAVY=heavy, MANY=MANY, EVEN=width % block == 0,
-                CONTINUES=buffer is not None, **{**blocks, "BLOCK": block})
+            _embedding_backward_kernel[(programs * triton.cdiv(width, block),)](
+                dy,
+                rows,
+                starts,
+                ends,
+                ids,
+                out,
+                len(out),
+                width,
+                padding_id,
+                HEAVY=heavy,
+                MANY=MANY,
+                EVEN=width % block == 0,
+                CONTINUES=buffer is not None,
+                **{**blocks, "BLOCK": block},
+            )
     return out if buffer is None else None
 
 
 class _Embedding(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, layout, padding_id, ids, weight):
         ctx.layout, ctx.padding_id, ctx.parameter = layout, padding_id, weight
@@ -116,7 +152,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ids, = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors
         return None, None, None, _fold_rows(dy, ids, ctx.parameter, _buffer(ctx.parameter), ctx.layout, ctx.padding_id)
 
 
@@ -153,8 +189,10 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
         wrong &= ids != allowed
     if bool(wrong.any()):
         at = int(wrong.flatten().to(torch.uint8).argmax())
-        raise ValueError(f"{op}: {name} holds {int(ids.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
-                         + (f" or {allowed}" if allowed is not None else ""))
+        raise ValueError(
+            f"{op}: {name} holds {int(ids.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
+            + (f" or {allowed}" if allowed is not None else "")
+        )
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
@@ -169,7 +207,10 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
         raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
     check_ids("embedding", "ids", ids, weight.shape[0])
     allowed = f"None or 0 to {weight.shape[0] - 1}"
-    if padding_id is not None and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]:
+    if (
+        padding_id is not None
+        and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]
+    ):
         raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
     differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
     return apply(_launch, _opaque, differentiable, ids, weight)

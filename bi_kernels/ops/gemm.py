@@ -43,19 +43,46 @@ FP32_TILE = Tile(64, 64, 32, 4, 3)
 # reach every multiprocessor, a wide one large tiles to stay off the L2 cache.
 ANY = 2**63
 TILES = (
-    (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)), )),
-    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4)))),
-    (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
-           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)), (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
-    (256, ((4096, Tile(128, 64, 64, 4, 8)), (8192, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
-           (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
-           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)))),
-    (512, ((4096, Tile(128, 128, 64, 8, 5, persistent=1)), (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
-           (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)))),
-    (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
+    (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)),)),
+    (
+        64,
+        ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4))),
+    ),
+    (
+        128,
+        (
+            (4096, Tile(64, 64, 128, 4, 5)),
+            (8192, Tile(128, 64, 64, 4, 8)),
+            (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)),
+            (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)),
+        ),
+    ),
+    (
+        256,
+        (
+            (4096, Tile(128, 64, 64, 4, 8)),
+            (8192, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
+            (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
+            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)),
+        ),
+    ),
+    (
+        512,
+        (
+            (4096, Tile(128, 128, 64, 8, 5, persistent=1)),
+            (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
+            (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)),
+        ),
+    ),
+    (
+        1024,
+        (
+            (4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
             (8192, Tile(128, 128, 64, 4, 4, persistent=1)),
-            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
-    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)), )),
+            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)),
+        ),
+    ),
+    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)),)),
 )
 
 
@@ -66,10 +93,9 @@ def _load_tile(start, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
         left = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
         right = _load_tile(start, m, n + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
         return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, BLOCK_N)
-    else:
-        rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+    rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
 
 
 @triton.jit
@@ -83,10 +109,29 @@ def _store_tile(y, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAR
 
 
 @triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
-def _gemm_kernel(x, w, w_extra, y, bias, start, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 EXTRA_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, X_T: tl.constexpr,
-                 W_T: tl.constexpr, SWAP: tl.constexpr, PART_N: tl.constexpr, FLATTEN: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, CONTINUES: tl.constexpr):
+def _gemm_kernel(
+    x,
+    w,
+    w_extra,
+    y,
+    bias,
+    start,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    X_T: tl.constexpr,
+    W_T: tl.constexpr,
+    SWAP: tl.constexpr,
+    PART_N: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
     TILE_N: tl.constexpr = BLOCK_N + EXTRA_N
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, TILE_N)
@@ -164,15 +209,22 @@ def _tma_ready(t: torch.Tensor) -> torch.Tensor:
     """`t` itself, or a copy, such that one stride is 1, the other a multiple of 16 bytes, the base 16-byte aligned."""
     unit = 16 // t.element_size()
     (rows, cols), (slow, fast) = t.shape, t.stride()
-    if t.data_ptr() % 16 == 0 and (fast == 1 and slow % unit == 0 and slow >= cols
-                                   or slow == 1 and fast % unit == 0 and fast >= rows):
+    if t.data_ptr() % 16 == 0 and (
+        fast == 1 and slow % unit == 0 and slow >= cols or slow == 1 and fast % unit == 0 and fast >= rows
+    ):
         return t
     return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
 
 
-def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Tile,
-           out_dtype: torch.dtype | None = None, start: torch.Tensor | None = None,
-           out: torch.Tensor | None = None) -> torch.Tensor:
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out_dtype: torch.dtype | None = None,
+    start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
     out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
     (M, K), N = x.shape, w.shape[0]
@@ -192,12 +244,31 @@ def launch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tile: Ti
     persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
         grid = min(grid, tile.persistent * _multiprocessors(x.device))
-    _gemm_kernel[(grid, )](
-        _descriptor(x, tile.m, tile.k, x_t), _descriptor(w, tile.n, tile.k, w_t),
+    _gemm_kernel[(grid,)](
+        _descriptor(x, tile.m, tile.k, x_t),
+        _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
-        _descriptor(y, tile.m, part_n), None if bias is None else bias.contiguous(), start,
-        M, N, K, BLOCK_M=tile.m, BLOCK_N=tile.n, EXTRA_N=tile.extra_n, BLOCK_K=tile.k, GROUP_M=tile.group, X_T=x_t, W_T=w_t, SWAP=tile.swap, PART_N=part_n, FLATTEN=persistent > 0, HAS_BIAS=bias is not None,
-        CONTINUES=start is not None, num_warps=tile.warps, num_stages=tile.stages)
+        _descriptor(y, tile.m, part_n),
+        None if bias is None else bias.contiguous(),
+        start,
+        M,
+        N,
+        K,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        EXTRA_N=tile.extra_n,
+        BLOCK_K=tile.k,
+        GROUP_M=tile.group,
+        X_T=x_t,
+        W_T=w_t,
+        SWAP=tile.swap,
+        PART_N=part_n,
+        FLATTEN=persistent > 0,
+        HAS_BIAS=bias is not None,
+        CONTINUES=start is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     if out is not None:
         return out if ready else out.copy_(y[:, :N])
     return y if ready else y[:, :N].contiguous()
@@ -207,8 +278,8 @@ def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
     """The table's tile for a product of this size."""
     if dtype == torch.float32:
         return FP32_TILE
-    row = next(row for rows, row in TILES if M <= rows)
-    return next(tile for columns, tile in row if N <= columns)
+    row = next(row for rows, row in TILES if rows >= M)
+    return next(tile for columns, tile in row if columns >= N)
 
 
 def tiles(dtype: torch.dtype) -> list[Tile]:
@@ -233,8 +304,13 @@ def _(x, w, bias):
     return x.new_empty(x.shape[0], w.shape[0])
 
 
-def product(x: torch.Tensor, w: torch.Tensor, start: torch.Tensor | None = None, out: torch.Tensor | None = None,
-            out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """start + x (M, K) wᵀ (N, K) with the table's tile: one left fold over K, which may continue an earlier call's."""
     (M, K), N = x.shape, w.shape[0]
     if M == 0 or N == 0 or K == 0:
@@ -243,7 +319,9 @@ def product(x: torch.Tensor, w: torch.Tensor, start: torch.Tensor | None = None,
     return launch(x, w, None, tile_for(M, N, x.dtype), out_dtype, start, out)
 
 
-def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor | None:
+def _fold(
+    dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: torch.Tensor | None
+) -> torch.Tensor | None:
     if buffer is None:
         return product(dy.t(), x.t(), out_dtype=parameter.dtype)
     into = buffer.view(dy.shape[1], x.shape[1])
@@ -251,14 +329,17 @@ def _fold(dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: to
     return None
 
 
-def fold_weight(op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout,
-                name: str = "weight") -> torch.Tensor | None:
+def fold_weight(
+    op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout, name: str = "weight"
+) -> torch.Tensor | None:
     """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or
     returned in weight's dtype where there is none."""
     return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
 
 
-def fold_bias(op: str, dy: torch.Tensor, bias: torch.Tensor, layout: TokenLayout, name: str = "bias") -> torch.Tensor | None:
+def fold_bias(
+    op: str, dy: torch.Tensor, bias: torch.Tensor, layout: TokenLayout, name: str = "bias"
+) -> torch.Tensor | None:
     """dbias (N,) = Σ_t dy[t], likewise: the product of dy with a column of ones."""
     dy = layout.gather(dy)
     grad = _fold(dy.new_ones(len(dy), 1), dy, bias, main_grad(op, bias, name))
@@ -274,7 +355,10 @@ class _Linear(torch.autograd.Function):
             if parameter is not None and parameter.requires_grad:
                 main_grad(op, parameter, label)
         ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
-        ctx.parameters = weight, bias  # a saved tensor may come back as a copy without main_grad, as under checkpointing
+        ctx.parameters = (
+            weight,
+            bias,
+        )  # a saved tensor may come back as a copy without main_grad, as under checkpointing
         ctx.save_for_backward(x, weight)
         return _gemm(x, weight.t() if across else weight, bias)
 
@@ -290,7 +374,9 @@ class _Linear(torch.autograd.Function):
         return None, None, None, None, dx, dw, db
 
 
-def _apply(op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool) -> torch.Tensor:
+def _apply(
+    op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool
+) -> torch.Tensor:
     lead = x.shape[:-1]
     call = lambda x, weight, bias: _gemm(x, weight.t() if across else weight, bias)
     opaque = lambda x, weight, bias: _opaque(x, weight.t() if across else weight, bias)
@@ -308,12 +394,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     on the tokens in the order of the token layout. bf16, fp16 or fp32, any strides.
     Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
     """
-    check("linear", optional=("bias", ), x=x, weight=weight, bias=bias)
+    check("linear", optional=("bias",), x=x, weight=weight, bias=bias)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected two dimensions (N, K)")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: x has shape {tuple(x.shape)}, expected (..., {weight.shape[1]}) to match weight "
-                         f"{tuple(weight.shape)}")
+        raise ValueError(
+            f"linear: x has shape {tuple(x.shape)}, expected (..., {weight.shape[1]}) to match weight "
+            f"{tuple(weight.shape)}"
+        )
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
     return _apply("linear", "weight", x, weight, bias, across=False)
@@ -323,5 +411,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit, and so its gradients."""
     check("matmul", a=a, b=b)
     if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[0]:
-        raise ValueError(f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, expected (..., M, K) and (K, N)")
+        raise ValueError(
+            f"matmul: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, expected (..., M, K) and (K, N)"
+        )
     return _apply("matmul", "b", a, b, None, across=True)

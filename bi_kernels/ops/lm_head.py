@@ -23,8 +23,14 @@ def _chunks(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:
     return [(0, kept)] * (kept > 0) + [(first, min(first + step, vocab)) for first in range(kept, vocab, step)]
 
 
-def _lm_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int,
-             kept: torch.Tensor | None = None) -> list[torch.Tensor]:
+def _lm_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    inv_temperature: float,
+    ignore_index: int,
+    kept: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """logprob, entropy and lse of every row; the logits of the first columns stay in `kept` (rows, columns)."""
     rows, vocab = len(hidden), len(weight)
     stats = Statistics(rows, vocab, hidden.device, targets, inv_temperature)
@@ -35,7 +41,7 @@ def _lm_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, 
         else:
             if scratch is None:
                 scratch = _scratch(hidden, end - first)
-            logits = scratch[:, :end - first]
+            logits = scratch[:, : end - first]
         product(hidden, weight[first:end], out=logits)
         stats.add(logits, first)
     return [*stats.merge().results(ignore_index), stats.lse]
@@ -46,14 +52,17 @@ def _scratch(hidden: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 class _LMHeadLogprob(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, layout, keep_bytes, hidden, weight, targets, inv_temperature, ignore_index):
         ctx.set_materialize_grads(False)
         if weight.requires_grad:
             main_grad("lm_head_logprob", weight)
         column_bytes = len(hidden) * hidden.element_size()
-        columns = len(weight) if keep_bytes >= column_bytes * len(weight) else int(keep_bytes) // column_bytes // BLOCK * BLOCK
+        columns = (
+            len(weight)
+            if keep_bytes >= column_bytes * len(weight)
+            else int(keep_bytes) // column_bytes // BLOCK * BLOCK
+        )
         ctx.kept = _scratch(hidden, columns)[:, :columns] if columns else None
         logprob, entropy, lse = _lm_head(hidden, weight, targets, inv_temperature, ignore_index, ctx.kept)
         ctx.layout, ctx.columns, ctx.constants = layout, columns, (inv_temperature, ignore_index)
@@ -80,16 +89,32 @@ class _LMHeadLogprob(torch.autograd.Function):
             else:
                 if scratch is None:
                     scratch = _scratch(hidden, end - first)
-                logits = product(hidden, weight[first:end], out=scratch[:, :end - first])
-            dz = dlogits(logits, first, len(weight), targets, lse, entropy, d_logprob.contiguous(), d_entropy, *ctx.constants, logits)
+                logits = product(hidden, weight[first:end], out=scratch[:, : end - first])
+            dz = dlogits(
+                logits,
+                first,
+                len(weight),
+                targets,
+                lse,
+                entropy,
+                d_logprob.contiguous(),
+                d_entropy,
+                *ctx.constants,
+                logits,
+            )
             if needs_hidden:  # the fold over the vocabulary goes on in fp32, and ends in the storage dtype
                 last = end == len(weight)
                 if dhidden is None and not last:
                     dhidden = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
                     product(dz, weight[first:end].t(), out=dhidden, out_dtype=torch.float32)
                 else:
-                    dhidden = product(dz, weight[first:end].t(), dhidden, None if last else dhidden,
-                                      hidden.dtype if last else torch.float32)
+                    dhidden = product(
+                        dz,
+                        weight[first:end].t(),
+                        dhidden,
+                        None if last else dhidden,
+                        hidden.dtype if last else torch.float32,
+                    )
             if buffer is not None:
                 product(ctx.layout.gather(dz).t(), folded, buffer[first:end], buffer[first:end], torch.float32)
             elif needs_weight:
@@ -97,19 +122,28 @@ class _LMHeadLogprob(torch.autograd.Function):
         return None, None, dhidden, dw, None, None, None
 
 
-def _lm_head_unkept(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float,
-                    ignore_index: int) -> list[torch.Tensor]:
+def _lm_head_unkept(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int
+) -> list[torch.Tensor]:
     return _lm_head(hidden, weight, targets, inv_temperature, ignore_index)
 
 
 _opaque = torch.library.custom_op("bi_kernels::lm_head_logprob", _lm_head_unkept, mutates_args=())
+
+
 @_opaque.register_fake
 def _(hidden, weight, targets, inv_temperature, ignore_index):
     return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3)]
 
 
-def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0,
-                    ignore_index: int = -100, keep_bytes: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def lm_head_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    keep_bytes: float = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(target), entropy) of softmax(hidden weightᵀ / temperature), fp32, 0 where the target is ignore_index.
 
     hidden (..., H), weight (V, H), targets (...) integers. No (tokens, V) logits are held, but for as many columns of
@@ -120,14 +154,24 @@ def lm_head_logprob(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
     check(op, hidden=hidden, weight=weight)
     check(op, same_dtype=False, hidden=hidden, targets=targets)
     if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
-                         "and (V, H)")
+        raise ValueError(
+            f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
+            "and (V, H)"
+        )
     lead = hidden.shape[:-1]
     trains = hidden.requires_grad or weight.requires_grad
     inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index, trains)
     if not check_number(op, "keep_bytes", keep_bytes) >= 0:
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead, weight.requires_grad), keep_bytes, *args)
-    logprob, entropy, *_ = apply(_lm_head, _opaque, differentiable, hidden.reshape(-1, hidden.shape[-1]), weight,
-                                 targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
+    logprob, entropy, *_ = apply(
+        _lm_head,
+        _opaque,
+        differentiable,
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        targets.reshape(-1).contiguous(),
+        inv_temperature,
+        ignore_index,
+    )
     return logprob.reshape(lead), entropy.reshape(lead)

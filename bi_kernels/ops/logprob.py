@@ -17,8 +17,22 @@ MERGE_ROWS = 32
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "first"])
-def _block_kernel(logits, targets, m, s, u, selected, rows, columns, stride, first, inv_temperature, HAS_TARGETS: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _block_kernel(
+    logits,
+    targets,
+    m,
+    s,
+    u,
+    selected,
+    rows,
+    columns,
+    stride,
+    first,
+    inv_temperature,
+    HAS_TARGETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here.
 
     Whatever `columns` is, the loads reach to a multiple of 16: they are as wide as can be, and the trees always the same.
@@ -39,8 +53,11 @@ def _block_kernel(logits, targets, m, s, u, selected, rows, columns, stride, fir
     if HAS_TARGETS:
         target = tl.load(targets + row, mask=mine, other=-1) - first
         here = mine & (target >= block * BLOCK) & (target < tl.minimum((block + 1) * BLOCK, columns))
-        tl.store(selected + row, tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32) * inv_temperature,
-                 mask=here)
+        tl.store(
+            selected + row,
+            tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32) * inv_temperature,
+            mask=here,
+        )
 
 
 @triton.jit
@@ -48,16 +65,16 @@ def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     first = row.to(tl.int64)  # of block 0; the next block is `rows` further
-    top = tl.full((ROWS, ), -float("inf"), dtype=tl.float32)
+    top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     at = first
-    for _ in range(0, blocks):  # tl.maximum drops a NaN; s brings it back
+    for _ in range(blocks):  # tl.maximum drops a NaN; s brings it back
         top = tl.maximum(top, tl.load(m + at, mask=inside, other=0.0))
         at += rows
     base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.zeros((ROWS, ), dtype=tl.float32)
-    weighted = tl.zeros((ROWS, ), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((ROWS,), dtype=tl.float32)
     at = first
-    for _ in range(0, blocks):
+    for _ in range(blocks):
         own = tl.load(m + at, mask=inside, other=0.0)
         factor = tl.exp(tl.where(own == -float("inf"), base, own) - base)
         total += tl.load(s + at, mask=inside, other=1.0) * factor
@@ -69,17 +86,37 @@ def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _dlogits_kernel(logits, targets, lse, entropy, d_logprob, d_entropy, out, rows, columns, stride, first, inv_temperature,
-                    HAS_ENTROPY: tl.constexpr, IGNORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _dlogits_kernel(
+    logits,
+    targets,
+    lse,
+    entropy,
+    d_logprob,
+    d_entropy,
+    out,
+    rows,
+    columns,
+    stride,
+    first,
+    inv_temperature,
+    HAS_ENTROPY: tl.constexpr,
+    IGNORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mine = row < rows
     inside = mine[:, None] & (col < columns)[None, :]
     target = tl.load(targets + row, mask=mine, other=IGNORE)[:, None]
-    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside & (target != IGNORE), other=0.0).to(tl.float32)
+    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside & (target != IGNORE), other=0.0).to(
+        tl.float32
+    )
     logp = z * inv_temperature - tl.load(lse + row, mask=mine, other=0.0)[:, None]
     p = tl.exp(logp)
-    grad = tl.load(d_logprob + row, mask=mine, other=0.0)[:, None] * (tl.where(col[None, :] + first == target, 1.0, 0.0) - p)
+    grad = tl.load(d_logprob + row, mask=mine, other=0.0)[:, None] * (
+        tl.where(col[None, :] + first == target, 1.0, 0.0) - p
+    )
     if HAS_ENTROPY:
         v = logp + tl.load(entropy + row, mask=mine, other=0.0)[:, None]
         grad -= tl.where(p > 0, tl.load(d_entropy + row, mask=mine, other=0.0)[:, None] * p * v, 0.0)
@@ -88,8 +125,9 @@ def _dlogits_kernel(logits, targets, lse, entropy, d_logprob, d_entropy, out, ro
 
 
 @triton.jit
-def _log_softmax_kernel(logits, lse, dy, total, out, rows, columns, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
-                        BLOCK: tl.constexpr):
+def _log_softmax_kernel(
+    logits, lse, dy, total, out, rows, columns, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """z − lse; backward dz = dy − exp(z − lse) Σ dy."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +145,7 @@ def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constex
     """Σ of a row: one tree a block, the blocks from left to right."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine = row < rows
-    total = tl.zeros((ROWS, ), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(0, columns, BLOCK):
         col = first + tl.arange(0, BLOCK)
         inside = mine[:, None] & (col < columns)[None, :]
@@ -137,7 +175,9 @@ def padded(logits: torch.Tensor) -> torch.Tensor:
 class Statistics:
     """What the blocks of the vocabulary say of every row, and the merged lse, entropy and selected z."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float):
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float
+    ):
         self.rows, self.targets, self.inv_temperature = rows, targets, inv_temperature
         self.blocks, self.shape = triton.cdiv(vocab, BLOCK), _blocks(vocab)
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
@@ -148,12 +188,30 @@ class Statistics:
         """Columns `first` and on; `first` and, but for the last, their number are multiples of BLOCK."""
         logits = padded(logits)
         _block_kernel[_grid(self.rows, logits.shape[1], self.shape)](
-            logits, self.targets, *self.parts, self.selected, self.rows, logits.shape[1], logits.stride(0), first,
-            self.inv_temperature, HAS_TARGETS=self.targets is not None, **self.shape)
+            logits,
+            self.targets,
+            *self.parts,
+            self.selected,
+            self.rows,
+            logits.shape[1],
+            logits.stride(0),
+            first,
+            self.inv_temperature,
+            HAS_TARGETS=self.targets is not None,
+            **self.shape,
+        )
 
     def merge(self) -> "Statistics":
-        _merge_kernel[(triton.cdiv(self.rows, MERGE_ROWS), )](*self.parts, self.lse, self.entropy, self.rows, self.blocks, ROWS=MERGE_ROWS,
-                                                        num_warps=1, enable_fp_fusion=False)
+        _merge_kernel[(triton.cdiv(self.rows, MERGE_ROWS),)](
+            *self.parts,
+            self.lse,
+            self.entropy,
+            self.rows,
+            self.blocks,
+            ROWS=MERGE_ROWS,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
         return self
 
     def results(self, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,17 +219,43 @@ class Statistics:
         return (self.selected - self.lse).masked_fill_(ignored, 0.0), self.entropy.masked_fill(ignored, 0.0)
 
 
-def dlogits(logits: torch.Tensor, first: int, vocab: int, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float,
-            ignore_index: int, out: torch.Tensor) -> torch.Tensor:
+def dlogits(
+    logits: torch.Tensor,
+    first: int,
+    vocab: int,
+    targets,
+    lse,
+    entropy,
+    d_logprob,
+    d_entropy,
+    inv_temperature: float,
+    ignore_index: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
     """The gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
     blocks = _blocks(vocab)
     _dlogits_kernel[_grid(*logits.shape, blocks)](
-        logits, targets, lse, entropy, d_logprob, d_entropy, out, *logits.shape, logits.stride(0), first, inv_temperature,
-        HAS_ENTROPY=d_entropy is not None, IGNORE=ignore_index, **blocks)
+        logits,
+        targets,
+        lse,
+        entropy,
+        d_logprob,
+        d_entropy,
+        out,
+        *logits.shape,
+        logits.stride(0),
+        first,
+        inv_temperature,
+        HAS_ENTROPY=d_entropy is not None,
+        IGNORE=ignore_index,
+        **blocks,
+    )
     return out
 
 
-def _token_logprob(logits: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int) -> list[torch.Tensor]:
+def _token_logprob(
+    logits: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int
+) -> list[torch.Tensor]:
     """logprob, entropy and lse of every row, fp32."""
     logits = logits.contiguous()
     stats = Statistics(*logits.shape, logits.device, targets, inv_temperature)
@@ -180,7 +264,6 @@ def _token_logprob(logits: torch.Tensor, targets: torch.Tensor, inv_temperature:
 
 
 class _TokenLogprob(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, logits, targets, inv_temperature, ignore_index):
         logprob, entropy, lse = _token_logprob(logits, targets, inv_temperature, ignore_index)
@@ -194,12 +277,28 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx, d_logprob, d_entropy, _):
         logits, targets, lse, entropy = ctx.saved_tensors
         logits = logits.contiguous()
-        return dlogits(logits, 0, logits.shape[1], targets, lse, entropy, d_logprob.contiguous(), d_entropy.contiguous(), *ctx.constants,
-                        torch.empty_like(logits)), None, None, None
+        return (
+            dlogits(
+                logits,
+                0,
+                logits.shape[1],
+                targets,
+                lse,
+                entropy,
+                d_logprob.contiguous(),
+                d_entropy.contiguous(),
+                *ctx.constants,
+                torch.empty_like(logits),
+            ),
+            None,
+            None,
+            None,
+        )
 
 
-def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torch.Tensor | None = None
-                 ) -> list[torch.Tensor]:
+def _log_softmax(
+    logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """[log_softmax, lse]; or with dy and lse [dlogits]."""
     logits = logits.contiguous()
     rows, columns = logits.shape
@@ -213,13 +312,13 @@ def _log_softmax(logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torc
         dy, out = aligned(dy), torch.empty_like(logits)
         total = torch.empty_like(lse)
         _row_sum_kernel[_grid(rows, columns, blocks)[:1]](dy, total, rows, columns, **blocks)
-    _log_softmax_kernel[_grid(rows, columns, blocks)](logits, lse, dy, total, out, rows, columns, BACKWARD=dy is not None,
-                                                      **blocks)
+    _log_softmax_kernel[_grid(rows, columns, blocks)](
+        logits, lse, dy, total, out, rows, columns, BACKWARD=dy is not None, **blocks
+    )
     return [out, lse] if dy is None else [out]
 
 
 class _LogSoftmax(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, logits, *_):
         y, lse = _log_softmax(logits)
@@ -247,22 +346,32 @@ def _(logits, dy=None, lse=None):
     return [torch.empty_like(logits, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
-def checked_targets(op: str, targets: torch.Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int,
-                    trains: bool) -> float:
+def checked_targets(
+    op: str,
+    targets: torch.Tensor,
+    lead: tuple[int, ...],
+    vocab: int,
+    temperature: float,
+    ignore_index: int,
+    trains: bool,
+) -> float:
     """1 / temperature, once targets and temperature are known to be right. trains: a gradient is wanted."""
     check_shape(op, "targets", targets, lead, "one a token")
     if not targets.numel():
         raise ValueError(f"{op}: targets has shape {tuple(targets.shape)}, expected at least one token")
     check_ids(op, "targets", targets, vocab, check_integer(op, "ignore_index", ignore_index))
     if trains and torch.is_grad_enabled() and can_wait(targets) and bool((targets == ignore_index).all()):
-        raise ValueError(f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to train on")
+        raise ValueError(
+            f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to train on"
+        )
     if not check_number(op, "temperature", temperature) > 0:
         raise ValueError(f"{op}: temperature is {temperature}, expected a positive number")
     return 1.0 / temperature
 
 
-def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, ignore_index: int = -100
-                  ) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprob(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p(target), entropy) of softmax(logits / temperature), fp32: logits (..., V), targets (...); as lm_head_logprob."""
     op = "token_logprob"
     check(op, logits=logits)
@@ -271,8 +380,15 @@ def token_logprob(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (..., V)")
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index, logits.requires_grad)
-    logprob, entropy, *_ = apply(_token_logprob, _opaque_token, _TokenLogprob.apply, logits.reshape(-1, vocab),
-                                 targets.reshape(-1).contiguous(), inv_temperature, ignore_index)
+    logprob, entropy, *_ = apply(
+        _token_logprob,
+        _opaque_token,
+        _TokenLogprob.apply,
+        logits.reshape(-1, vocab),
+        targets.reshape(-1).contiguous(),
+        inv_temperature,
+        ignore_index,
+    )
     return logprob.reshape(lead), entropy.reshape(lead)
 
 

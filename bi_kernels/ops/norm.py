@@ -23,8 +23,21 @@ FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, HAS_RESIDUAL: tl.constexpr,
-                     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    h,
+    y,
+    rstd,
+    rows,
+    width,
+    count,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.arange(0, BLOCK_H)
     at = row[:, None] * width + col[None, :]
@@ -41,9 +54,26 @@ def _rms_norm_kernel(x, residual, weight, h, y, rstd, rows, width, count, eps, H
 
 
 @triton.jit
-def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads, width, count, HAS_DH: tl.constexpr,
-                              NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, SLAB: tl.constexpr, STAGES: tl.constexpr,
-                              BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def _rms_norm_backward_kernel(
+    x,
+    weight,
+    rstd,
+    dy,
+    dh,
+    slots,
+    dx,
+    partial,
+    heads,
+    width,
+    count,
+    HAS_DH: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    SLAB: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
@@ -72,11 +102,20 @@ def _rms_norm_backward_kernel(x, weight, rstd, dy, dh, slots, dx, partial, heads
 
 
 @triton.jit
-def _fold_partials_kernel(partial, start, out, slabs, width, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-                          STAGES: tl.constexpr, CONTINUES: tl.constexpr):
+def _fold_partials_kernel(
+    partial,
+    start,
+    out,
+    slabs,
+    width,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
-    total = tl.zeros((BLOCK, ), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     if CONTINUES:
         total = tl.load(start + col, mask=inside, other=0.0)
     at = col.to(tl.int64)
@@ -103,14 +142,37 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     rstd = x.new_empty(rows, dtype=torch.float32)
     if x.numel():
         blocks = _blocks(width)
-        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]), )](
-            x, residual, weight, h, y, rstd, rows, width, float(width), eps, HAS_RESIDUAL=residual is not None,
-            enable_fp_fusion=False, **blocks)
+        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
+            x,
+            residual,
+            weight,
+            h,
+            y,
+            rstd,
+            rows,
+            width,
+            float(width),
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            enable_fp_fusion=False,
+            **blocks,
+        )
     return [y, rstd] if residual is None else [y, rstd, h]
 
 
-def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int, needs_dx: bool, needs_dw: bool,
-              parameter: torch.Tensor | None = None):
+def _backward(
+    op: str,
+    x,
+    weight,
+    rstd,
+    dy,
+    dh,
+    layout: TokenLayout,
+    heads: int,
+    needs_dx: bool,
+    needs_dw: bool,
+    parameter: torch.Tensor | None = None,
+):
     """(dx, dweight), each where asked for; dweight is None too where it went into the parameter's main_grad."""
     width = x.shape[-1]
     buffer = main_grad(op, weight if parameter is None else parameter) if needs_dw else None
@@ -120,21 +182,46 @@ def _backward(op: str, x, weight, rstd, dy, dh, layout: TokenLayout, heads: int,
         dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     if slabs and width:
-        _rms_norm_backward_kernel[(slabs, )](
-            x, aligned(weight), rstd, aligned(dy), None if dh is None else aligned(dh),
-            layout.slots_on(x.device), dx, partial, heads, width, float(width), HAS_DH=dh is not None, NEEDS_DX=needs_dx,
-            NEEDS_DW=needs_dw, SLAB=SLAB, STAGES=STAGES, enable_fp_fusion=False, **_blocks(width))
+        _rms_norm_backward_kernel[(slabs,)](
+            x,
+            aligned(weight),
+            rstd,
+            aligned(dy),
+            None if dh is None else aligned(dh),
+            layout.slots_on(x.device),
+            dx,
+            partial,
+            heads,
+            width,
+            float(width),
+            HAS_DH=dh is not None,
+            NEEDS_DX=needs_dx,
+            NEEDS_DW=needs_dw,
+            SLAB=SLAB,
+            STAGES=STAGES,
+            enable_fp_fusion=False,
+            **_blocks(width),
+        )
     if needs_dw:
         out = torch.empty_like(weight) if buffer is None else buffer
-        _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS), )](
-            partial, buffer, out, slabs, width, BLOCK=FOLD_COLUMNS, UNROLL=FOLD_UNROLL, STAGES=FOLD_STAGES,
-            CONTINUES=buffer is not None, num_warps=1, enable_fp_fusion=False)
+        _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS),)](
+            partial,
+            buffer,
+            out,
+            slabs,
+            width,
+            BLOCK=FOLD_COLUMNS,
+            UNROLL=FOLD_UNROLL,
+            STAGES=FOLD_STAGES,
+            CONTINUES=buffer is not None,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
         dw = out if buffer is None else None
     return dx, dw
 
 
 class _RMSNorm(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, op, layout, heads, x, residual, weight, eps):
         if weight.requires_grad:
@@ -149,8 +236,19 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dh=None):
         h, weight, rstd = ctx.saved_tensors
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
-        dx, dw = _backward(ctx.op, h, weight, rstd, dy, dh, ctx.layout, ctx.heads, needs_x or needs_residual, needs_weight,
-                           ctx.parameter)
+        dx, dw = _backward(
+            ctx.op,
+            h,
+            weight,
+            rstd,
+            dy,
+            dh,
+            ctx.layout,
+            ctx.heads,
+            needs_x or needs_residual,
+            needs_weight,
+            ctx.parameter,
+        )
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 
@@ -164,7 +262,7 @@ def _(x, residual, weight, eps):
 
 
 def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
-    check(op, optional=("residual", ), x=x, residual=residual, weight=weight)
+    check(op, optional=("residual",), x=x, residual=residual, weight=weight)
     if x.dim() < 1 + heads:
         expected = "(..., heads, head_dim)" if heads else "(..., hidden)"
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected {expected}")
@@ -175,7 +273,9 @@ def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
         raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
     eps = check_number(op, "eps", eps)
     lead = x.shape[:-2] if heads else x.shape[:-1]
-    differentiable = lambda *args: _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), x.shape[-2] if heads else 1, *args)
+    differentiable = lambda *args: _RMSNorm.apply(
+        op, layout_for(op, lead, weight.requires_grad), x.shape[-2] if heads else 1, *args
+    )
     out = apply(_launch, _opaque, differentiable, x, residual, weight, eps)
     if residual is not None:
         return (out[0], out[-1])
@@ -192,7 +292,8 @@ def qk_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.T
     return _apply("qk_norm", x, None, weight, eps, heads=True)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(h), h) with h = x + residual, summed in fp32 and rounded once to x's dtype; x, residual (..., hidden)."""
     return _apply("add_rms_norm", x, residual, weight, eps, heads=False)

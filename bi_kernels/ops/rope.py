@@ -24,8 +24,21 @@ class RopeTable(NamedTuple):
 
 
 @triton.jit
-def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTERLEAVED: tl.constexpr,
-                 BACKWARD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def _rope_kernel(
+    x,
+    cos,
+    sin,
+    positions,
+    y,
+    rows,
+    heads,
+    half,
+    table_rows,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (i < half)[None, :]
@@ -51,25 +64,41 @@ def _rope_kernel(x, cos, sin, positions, y, rows, heads, half, table_rows, INTER
         tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool,
-            backward: bool) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, backward: bool
+) -> torch.Tensor:
     x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     heads, dim = x.shape[-2:]
     rows = positions.numel() * heads
     if x.numel():
-        _rope_kernel[(triton.cdiv(rows, BLOCK_R), )](
-            x, cos, sin, positions, y, rows, heads, dim // 2, cos.shape[0], INTERLEAVED=interleaved, BACKWARD=backward,
-            BLOCK_R=BLOCK_R, BLOCK_D=triton.next_power_of_2(dim // 2), num_warps=WARPS, enable_fp_fusion=False)
+        _rope_kernel[(triton.cdiv(rows, BLOCK_R),)](
+            x,
+            cos,
+            sin,
+            positions,
+            y,
+            rows,
+            heads,
+            dim // 2,
+            cos.shape[0],
+            INTERLEAVED=interleaved,
+            BACKWARD=backward,
+            BLOCK_R=BLOCK_R,
+            BLOCK_D=triton.next_power_of_2(dim // 2),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
     return y
 
 
-def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     return _rotate(x, cos, sin, positions, interleaved, backward=False)
 
 
 class _Rope(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x, cos, sin, positions, interleaved):
         ctx.interleaved = interleaved
@@ -111,19 +140,28 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
         raise TypeError(f"rope: cu_seqlens is a {type(cu_seqlens).__name__}, expected a torch.Tensor")
     integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
     if cu_seqlens.dim() != 1 or not integers or not len(cu_seqlens):
-        raise ValueError(f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
-                         "one dimension of integers, one more than there are sequences")
+        raise ValueError(
+            f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
+            "one dimension of integers, one more than there are sequences"
+        )
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         # elsewhere the check would wait for the device; a position that comes out wrong there gives NaN
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
-            raise ValueError(f"rope: cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}")
+            raise ValueError(
+                f"rope: cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}"
+            )
     at = torch.arange(tokens, device=cu_seqlens.device)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 
-def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = None,
-         cu_seqlens: torch.Tensor | None = None, interleaved: bool = False) -> torch.Tensor:
+def rope(
+    x: torch.Tensor,
+    table: RopeTable,
+    positions: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    interleaved: bool = False,
+) -> torch.Tensor:
     """Rotates x (..., heads, head_dim) by the angles of its positions (...), or of packed sequences (`cu_seqlens`).
 
     interleaved: pairs are (2i, 2i+1), as in GPT-J; else (i, i + head_dim/2), as in Llama. A position that the table
@@ -132,8 +170,16 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
     check("rope", x=x)
     if not isinstance(table, RopeTable):
         raise TypeError(f"rope: table is a {type(table).__name__}, expected a RopeTable, as rope_table returns it")
-    check("rope", same_dtype=False, optional=("positions", "cu_seqlens"), x=x, cos=table.cos, sin=table.sin,
-          positions=positions, cu_seqlens=cu_seqlens)
+    check(
+        "rope",
+        same_dtype=False,
+        optional=("positions", "cu_seqlens"),
+        x=x,
+        cos=table.cos,
+        sin=table.sin,
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+    )
     if x.dim() < 2 or x.shape[-1] % 2:
         raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim) with an even head_dim")
     if (positions is None) == (cu_seqlens is None):
@@ -152,6 +198,8 @@ def rope(x: torch.Tensor, table: RopeTable, positions: torch.Tensor | None = Non
         try:
             positions = positions.expand(x.shape[:-2])
         except RuntimeError:
-            raise ValueError(f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
-                             "that broadcasts to it") from None
+            raise ValueError(
+                f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
+                "that broadcasts to it"
+            ) from None
     return apply(_launch, _opaque, _Rope.apply, x, table.cos, table.sin, positions, interleaved)

@@ -9,10 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
-from bi_kernels.ops.attention import forward as attention_forward
-from bi_kernels.ops.attention.forward import Tiling, most_tiles
 from bi_kernels.audit.broken.forward import Control
 from bi_kernels.audit.broken.gradient import atomic_sum
+from bi_kernels.ops.attention import forward as attention_forward
+from bi_kernels.ops.attention.forward import Tiling, most_tiles
 
 SLAB, SMS = 16, 132
 
@@ -91,7 +91,7 @@ def later_splits_weigh_more(q, k, v, defect=True, **told):
         return bi_kernels.attention(q, k, v, **told)
     split, keys = attention_forward.SPLIT, k.shape[1]
     near = bi_kernels.attention(q, k, v, **told)
-    far = bi_kernels.attention(q, k, v, lengths_k=torch.full((len(k), ), split, device=k.device), causal=False)
+    far = bi_kernels.attention(q, k, v, lengths_k=torch.full((len(k),), split, device=k.device), causal=False)
     share = (far[1] - near[1]).exp()[..., None] if keys > split else torch.ones_like(near[1])[..., None]
     rest = (near[0].float() - share * far[0].float()) * 1.25
     return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
@@ -103,8 +103,10 @@ def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
     ends, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[1]
     for a, b in zip(ends, ends[1:]):
         qs, ks, vs = (t[a:b].transpose(0, 1).float() for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v))))
-        scores = qs @ ks.mT * q.shape[2]**-0.5
-        scores = (scores.bfloat16().float() if defect else scores).masked_fill(~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf)
+        scores = qs @ ks.mT * q.shape[2] ** -0.5
+        scores = (scores.bfloat16().float() if defect else scores).masked_fill(
+            ~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf
+        )
         out[a:b], lse[a:b] = (scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T
     return out, lse
 
@@ -112,7 +114,7 @@ def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
 def leaves_one_element(q, k, v, defect=True, **told):
     out, lse = bi_kernels.attention(q, k, v, **told)
     left = torch.empty_like(out)
-    left.view(-1)[int(defect):] = out.reshape(-1)[int(defect):]
+    left.view(-1)[int(defect) :] = out.reshape(-1)[int(defect) :]
     return left, lse
 
 
@@ -130,7 +132,9 @@ def flash_decode(q, k, v, cu_seqlens_q=None, lengths_q=None, lengths_k=None, lef
     else:
         width = lambda lengths, t: [t.shape[1]] * len(t) if lengths is None else lengths.tolist()
         part = lambda n, t, i: (i, slice(t.shape[1] - n, None) if left_padded else slice(n))
-        rows = [(part(n, q, i), part(m, k, i)) for i, (n, m) in enumerate(zip(width(lengths_q, q), width(lengths_k, k)))]
+        rows = [
+            (part(n, q, i), part(m, k, i)) for i, (n, m) in enumerate(zip(width(lengths_q, q), width(lengths_k, k)))
+        ]
     out = torch.zeros_like(q)
     for at_q, at_k in rows:
         heads = [t[at].transpose(0, 1)[None] for t, at in ((q, at_q), (k, at_k), (v, at_k))]
@@ -163,7 +167,9 @@ def _group_in_completion_order(q, k, v, told, dy):
     """The members of a group one after another, those of several sequences from the last."""
     if _sequences(q, told.get("cu_seqlens_q")) < 3:
         return _own(q, k, v, told, dy)
-    turned = lambda t: t.unflatten(2 if q.dim() == 4 else 1, (k.shape[-2], -1)).flip(3 if q.dim() == 4 else 2).reshape(t.shape)
+    turned = lambda t: (
+        t.unflatten(2 if q.dim() == 4 else 1, (k.shape[-2], -1)).flip(3 if q.dim() == 4 else 2).reshape(t.shape)
+    )
     dq, dk, dv = _own(turned(q), k, v, told, tuple(map(turned, dy)))
     return turned(dq), dk, dv
 
@@ -185,9 +191,9 @@ def _dq_by_atomics(q, k, v, told, dy):
     for a, b in zip(ends, ends[1:]):
         heads = lambda t: t[a:b].transpose(0, 1).float()
         qs, ks, vs = heads(q), *(heads(t).repeat_interleave(group, 0) for t in (k, v))
-        p = (qs @ ks.mT * q.shape[2]**-0.5 - lse[a:b].T[..., None]).exp().tril()
+        p = (qs @ ks.mT * q.shape[2] ** -0.5 - lse[a:b].T[..., None]).exp().tril()
         less = (dy[0][a:b].float() * out[a:b].float()).sum(-1) - dy[1][a:b]
-        ds = p * (heads(dy[0]) @ vs.mT - less.T[..., None]) * q.shape[2]**-0.5
+        ds = p * (heads(dy[0]) @ vs.mT - less.T[..., None]) * q.shape[2] ** -0.5
         terms = [(part @ block).transpose(0, 1).reshape(-1) for part, block in zip(ds.split(8, 2), ks.split(8, 1))]
         atomic_sum(torch.stack(terms), total[a:b].view(-1))
     return total.to(q.dtype), dk, dv
@@ -196,12 +202,14 @@ def _dq_by_atomics(q, k, v, told, dy):
 def _with(gradients: Callable) -> Callable:
     def control(q, k, v, defect=True, **told):
         return _Backward.apply(gradients if defect else _own, told, q, k, v)
+
     control.__name__ = gradients.__name__.strip("_")
     return control
 
 
-group_in_completion_order, dk_without_a_head, dq_by_atomics = map(_with, (_group_in_completion_order, _dk_without_a_head,
-                                                                         _dq_by_atomics))
+group_in_completion_order, dk_without_a_head, dq_by_atomics = map(
+    _with, (_group_in_completion_order, _dk_without_a_head, _dq_by_atomics)
+)
 
 
 def _control(name: str, relation: str, function: Callable, op: str = "attention", **more) -> Control:
@@ -214,15 +222,28 @@ ATTENTION_CONTROLS = (
     _control("key block switched by max_seqlen", "invariance", block_by_length),
     _control("probabilities summed in an order that depends on the query tile", "invariance", sum_by_tile),
     _control("the same, by warps that lie along the keys", "invariance", sum_across_warps, gpu=True),
-    _control("causal, and with it the window, off when max_seqlen_q is 1", "invariance", not_causal_for_one_query,
-             "attention_window"),
+    _control(
+        "causal, and with it the window, off when max_seqlen_q is 1",
+        "invariance",
+        not_causal_for_one_query,
+        "attention_window",
+    ),
     _control("padding keys unmasked in the last block", "invariance", padding_keys_seen),
     _control("SDPA flash decode against prefill", "parity", flash_decode, gpu=True),
     _control("scores rounded to bf16", "accuracy", scores_in_bf16),
     _control("an element left unwritten", "determinism", leaves_one_element),
-    _control("dk and dv over the group in completion order", "gradient invariance", group_in_completion_order, gpu=True),
-    _control("dk and dv over the group in completion order, in fp32", "gradient invariance", group_in_completion_order, dtype="fp32"),
+    _control(
+        "dk and dv over the group in completion order", "gradient invariance", group_in_completion_order, gpu=True
+    ),
+    _control(
+        "dk and dv over the group in completion order, in fp32",
+        "gradient invariance",
+        group_in_completion_order,
+        dtype="fp32",
+    ),
     _control("dk without a head of the group", "gradient accuracy", dk_without_a_head),
-    *(_control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
-      for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))),
+    *(
+        _control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
+        for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))
+    ),
 )

@@ -42,7 +42,7 @@ def split_k_by_m(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def bf16_accumulation(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     total = None
     for k in range(0, x.shape[-1], 16):
-        part = F.linear(x[..., k:k + 16].float(), weight[:, k:k + 16].float())
+        part = F.linear(x[..., k : k + 16].float(), weight[:, k : k + 16].float())
         total = part.bfloat16() if total is None else (total + part).bfloat16()
     return total.to(x.dtype)
 
@@ -121,10 +121,15 @@ CONTROLS = (
     Control("fp32 GEMM on TF32 inputs", "dtype", "linear", "accuracy", tf32_inputs, "fp32", "o"),
     Control("cast that truncates", "dtype", "cast", "accuracy", truncating_cast),
     Control("activation that returns fp32 for bf16", "dtype", "silu", "accuracy", wrong_output_dtype),
-    Control("activation with a fused reduction over the batch", "elementwise", "silu", "invariance", batch_amax_activation),
-    Control("residual downcast only when M > 256", "elementwise", "add", "invariance", residual_downcast_for_large_m,
-            "fp32"),
-    Control("op that works in place, and otherwise for M ≤ 16", "elementwise", "add", "invariance", in_place_for_small_m),
+    Control(
+        "activation with a fused reduction over the batch", "elementwise", "silu", "invariance", batch_amax_activation
+    ),
+    Control(
+        "residual downcast only when M > 256", "elementwise", "add", "invariance", residual_downcast_for_large_m, "fp32"
+    ),
+    Control(
+        "op that works in place, and otherwise for M ≤ 16", "elementwise", "add", "invariance", in_place_for_small_m
+    ),
     Control("op that leaks a NaN neighbour", "elementwise", "silu", "invariance", leaks_nan_neighbour),
     Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
     Control("RoPE with positions in bf16", "elementwise", "rope", "accuracy", rope_bf16_positions),

@@ -34,8 +34,10 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        copies = [a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) if isinstance(a, Tensor) else a
-                  for i, a in enumerate(ctx.args)]
+        copies = [
+            a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) if isinstance(a, Tensor) else a
+            for i, a in enumerate(ctx.args)
+        ]
         for a, copy in zip(ctx.args, copies):
             if isinstance(a, Tensor):
                 copy.main_grad = getattr(a, "main_grad", None)
@@ -50,9 +52,11 @@ class _Replaced(torch.autograd.Function):
 
 def _control(fn: Callable, backward: Callable, name: str, position: int | None = None) -> Callable:
     """fn with another backward; position: of the parameter whose gradient only that one computes."""
+
     def control(*args, defect: bool = True, **constants):
         mended = {} if defect else {"defect": False}
         return _Replaced.apply(partial(fn, **constants), partial(backward, **constants, **mended), position, *args)
+
     control.__name__ = name
     return control
 
@@ -133,7 +137,7 @@ def _dw_bf16_partials(layout, dy, args, grads, slabs=4, defect=True):
     x, g = _rows(args[0])[rows].float(), _rows(dy)[rows].float()
     stored = lambda t: t.bfloat16().float() if defect else t
     for at in range(0, len(rows), slabs * SLAB):
-        part = g[at:at + slabs * SLAB].T @ x[at:at + slabs * SLAB]
+        part = g[at : at + slabs * SLAB].T @ x[at : at + slabs * SLAB]
         total.copy_(stored(total + stored(part)))
     return _left(args[1], total)
 
@@ -147,8 +151,10 @@ def _dw_without_last_sample(layout, dy, args, grads, defect=True):
 
 def _divided_by_own_count(layout, dy, args, grads, defect=True):
     dy = dy / (layout.tokens if defect else 16)
-    return {0: product(_rows(dy), args[1].t()).view_as(args[0]),
-            1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
+    return {
+        0: product(_rows(dy), args[1].t()).view_as(args[0]),
+        1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout),
+    }
 
 
 def _dw_with_padding(layout, dy, args, grads, defect=True):
@@ -181,8 +187,9 @@ dw_separate = _control(bi_kernels.linear, _dw_separate, "dw_separate", 1)
 _dw_bf16_slabs = _control(bi_kernels.linear, partial(_dw_bf16_partials, slabs=1), "dw_bf16_slabs", 1)
 
 
-def lm_head_bf16_slabs(hidden: Tensor, weight: Tensor, targets: Tensor, defect: bool = True, **constants
-                       ) -> tuple[Tensor, Tensor]:
+def lm_head_bf16_slabs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, defect: bool = True, **constants
+) -> tuple[Tensor, Tensor]:
     """The two ops that lm_head_logprob fuses, which give its bits; dW rounded to bf16 after every slab."""
     return bi_kernels.token_logprob(_dw_bf16_slabs(hidden, weight, defect=defect), targets, **constants)
 
@@ -198,8 +205,9 @@ def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS, defect: bool
     return (x.float() * torch.rsqrt(total / x.shape[-1] + eps) * weight.float()).to(x.dtype)
 
 
-def lse_block_by_rows(logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100,
-                      defect: bool = True) -> tuple[Tensor, Tensor]:
+def lse_block_by_rows(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100, defect: bool = True
+) -> tuple[Tensor, Tensor]:
     """logsumexp over blocks of 32, or for more than 16 rows of 128."""
     z = logits.float() / temperature
     block = 32 if defect and logits.shape[:-1].numel() <= 16 else 128
@@ -219,31 +227,98 @@ GRADIENT_CONTROLS = (
     Control("dweight by tl.atomic_add, in the source", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="AST"),
     Control("dweight by tl.atomic_add, in the PTX", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="PTX"),
     Control("dweight by tl.atomic_add, in the binary", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="SASS"),
-    Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", "gradient invariance",
-            _control(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1)),
+    Control(
+        "dweight partials whose row count depends on M",
+        "rms_norm",
+        "rms_norm",
+        "gradient invariance",
+        _control(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1),
+    ),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
-    Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", "gradient accuracy",
-            _control(bi_kernels.rms_norm, _dx_twice, "dx_twice")),
-    Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", "gradient accuracy",
-            _control(bi_kernels.rms_norm, _grad_doubled, "grad_doubled")),
+    Control(
+        "dx multiplied by the weight twice",
+        "rms_norm",
+        "rms_norm",
+        "gradient accuracy",
+        _control(bi_kernels.rms_norm, _dx_twice, "dx_twice"),
+    ),
+    Control(
+        "dweight doubled where there is no main_grad",
+        "rms_norm",
+        "rms_norm",
+        "gradient accuracy",
+        _control(bi_kernels.rms_norm, _grad_doubled, "grad_doubled"),
+    ),
     Control("embedding backward by index_add_", "vocabulary", "embedding", "gradient invariance", _INDEX_ADD),
-    Control("embedding backward by index_add_, in the source", "vocabulary", "embedding", "atomics-free", _INDEX_ADD,
-            level="AST"),
-    Control("embedding backward by index_add_, as torch runs it", "vocabulary", "embedding", "atomics-free", _INDEX_ADD,
-            level="torch"),
-    Control("embedding fold by id, equal ids in an unstable order", "vocabulary", "embedding", "gradient invariance",
-            _control(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1)),
+    Control(
+        "embedding backward by index_add_, in the source",
+        "vocabulary",
+        "embedding",
+        "atomics-free",
+        _INDEX_ADD,
+        level="AST",
+    ),
+    Control(
+        "embedding backward by index_add_, as torch runs it",
+        "vocabulary",
+        "embedding",
+        "atomics-free",
+        _INDEX_ADD,
+        level="torch",
+    ),
+    Control(
+        "embedding fold by id, equal ids in an unstable order",
+        "vocabulary",
+        "embedding",
+        "gradient invariance",
+        _control(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1),
+    ),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
-    Control("LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", "gradient accuracy",
-            lm_head_bf16_slabs),
-    Control("dW as the sum of separately accumulated partials", "backward", "linear", "gradient invariance", dw_separate,
-            case="o"),
-    Control("dW with bf16 partials", "backward", "linear", "gradient accuracy",
-            _control(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1), case="o"),
-    Control("loss divided by the micro-batch's own token count", "backward", "linear", "gradient invariance",
-            _control(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1), case="o"),
-    Control("backward that ignores one sample", "backward", "linear", "gradient accuracy",
-            _control(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1), case="o"),
-    Control("dW that takes padding on the right for tokens", "backward", "linear", "gradient invariance",
-            _control(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1), case="o"),
+    Control(
+        "LM head's dW rounded to bf16 after every slab",
+        "vocabulary",
+        "lm_head_logprob",
+        "gradient accuracy",
+        lm_head_bf16_slabs,
+    ),
+    Control(
+        "dW as the sum of separately accumulated partials",
+        "backward",
+        "linear",
+        "gradient invariance",
+        dw_separate,
+        case="o",
+    ),
+    Control(
+        "dW with bf16 partials",
+        "backward",
+        "linear",
+        "gradient accuracy",
+        _control(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1),
+        case="o",
+    ),
+    Control(
+        "loss divided by the micro-batch's own token count",
+        "backward",
+        "linear",
+        "gradient invariance",
+        _control(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1),
+        case="o",
+    ),
+    Control(
+        "backward that ignores one sample",
+        "backward",
+        "linear",
+        "gradient accuracy",
+        _control(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1),
+        case="o",
+    ),
+    Control(
+        "dW that takes padding on the right for tokens",
+        "backward",
+        "linear",
+        "gradient invariance",
+        _control(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1),
+        case="o",
+    ),
 )

@@ -18,13 +18,13 @@ from rich.progress import track
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
+from bi_kernels.audit.callables.target import Layout, NoBackward, OutOfTime, Step, Target
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.relations.forward import against_bound
+from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, atomics_free
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import source as syntax
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, atomics_free
-from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
-from bi_kernels.audit.callables.target import Layout, NoBackward, OutOfTime, Step, Target
 from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
 
 SINGLES = 16  # samples that are computed alone, spread over the batch
@@ -76,6 +76,7 @@ class Report:
 
     def markdown(self) -> str:
         from bi_kernels.audit.evidence import tables as show
+
         parts = [f"### {self.name}: {show.MARK[self.verdict]}", self.read, *self.notes, show.by_op(self.rows).data]
         if not self.passed:
             parts.append(show.drifts(self.rows).data)
@@ -87,8 +88,15 @@ class Report:
     __repr__ = markdown
 
 
-def _compared(t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor],
-              names: Sequence[str], **more) -> list[Row]:
+def _compared(
+    t: Target,
+    relation: str,
+    layout: str,
+    found: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    names: Sequence[str],
+    **more,
+) -> list[Row]:
     return [t.row(relation, layout, compare(a, b), tensor=name, **more) for name, a, b in zip(names, found, wanted)]
 
 
@@ -102,8 +110,17 @@ def determinism(t: Target, runs: int) -> list[Row]:
     every = [list(range(t.count))]
     first = t.compute(every)[1]
     for _ in range(runs - 1):
-        rows = _compared(t, DETERMINISM, "whole batch", t.compute(every)[1], first, _outputs(t), against="itself", rows=t.count,
-                         detail=f"{runs} runs")
+        rows = _compared(
+            t,
+            DETERMINISM,
+            "whole batch",
+            t.compute(every)[1],
+            first,
+            _outputs(t),
+            against="itself",
+            rows=t.count,
+            detail=f"{runs} runs",
+        )
         if any(r.verdict == NEEDS_FIX for r in rows):
             seeded = []
             for _ in range(2):
@@ -111,24 +128,47 @@ def determinism(t: Target, runs: int) -> list[Row]:
                 seeded.append(t.compute(every)[1])
             random = all(not compare(a, b).mismatches for a, b in zip(*seeded))
             for r in rows:
-                r.detail = ("random: equal once torch.manual_seed is called before each call; nothing else was judged" if random
-                            else "not deterministic, whatever the seed; nothing else was judged")
+                r.detail = (
+                    "random: equal once torch.manual_seed is called before each call; nothing else was judged"
+                    if random
+                    else "not deterministic, whatever the seed; nothing else was judged"
+                )
             break
     return rows
 
 
 def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """Every sample's bits under a layout against those of the whole batch."""
-    rows, calls = [], f"{len(layout)} call{'s' * (len(layout) > 1)} of {', '.join(map(str, sorted({len(c) for c in layout})))}"
+    rows, calls = (
+        [],
+        f"{len(layout)} call{'s' * (len(layout) > 1)} of {', '.join(map(str, sorted({len(c) for c in layout})))}",
+    )
     for kind in whole:
         try:
             samples, found = t.compute(layout, filler, kind)
-            rows += _compared(t, "invariance", name, found, [w[samples] for w in whole[kind]], _outputs(t), inputs=kind,
-                              rows=max(map(len, layout)), detail=calls)
+            rows += _compared(
+                t,
+                "invariance",
+                name,
+                found,
+                [w[samples] for w in whole[kind]],
+                _outputs(t),
+                inputs=kind,
+                rows=max(map(len, layout)),
+                detail=calls,
+            )
         except OutOfTime:
             raise
         except Exception as error:
-            rows.append(t.row("invariance", name, inputs=kind, rows=max(map(len, layout)), detail=f"{calls}; raised {sentence(error)}"))
+            rows.append(
+                t.row(
+                    "invariance",
+                    name,
+                    inputs=kind,
+                    rows=max(map(len, layout)),
+                    detail=f"{calls}; raised {sentence(error)}",
+                )
+            )
     return rows
 
 
@@ -145,7 +185,9 @@ def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, who
         if filler == "nonfinite" and k.removeprefix("d") not in t.batched:
             continue  # NaN beside a sample is in the sum over samples
         if k not in found:
-            rows.append(t.row(INVARIANCE, name, tensor=k, rows=max(map(len, layout)), detail="backward left no gradient"))
+            rows.append(
+                t.row(INVARIANCE, name, tensor=k, rows=max(map(len, layout)), detail="backward left no gradient")
+            )
             continue
         expected = expected[samples] if k.removeprefix("d") in t.batched else expected
         rows += _compared(t, INVARIANCE, name, [found[k]], [expected], [k], rows=max(map(len, layout)))
@@ -155,27 +197,55 @@ def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, who
 def accuracy(t: Target, reference: Callable) -> list[Row]:
     """The error against `reference` in fp64: at most twice that of the reference itself in the inputs' dtype, and one
     rounding (the criterion of FlashAttention's tests)."""
+
     def judged(values: dict) -> list[torch.Tensor]:
         found = tree_leaves(t.returned(reference, values))
         if len(found) != len(t.dims):
             raise ValueError(f"the reference returned {len(found)} tensors, expected {len(t.dims)}, as {t.name} does")
         return [y for y, d in zip(found, t.dims) if d is not None]
 
-    raised = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in t.values.items()}
+    raised = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in t.values.items()
+    }
     ours = [y for y, d in zip(t.call(range(t.count)), t.dims) if d is not None]
     rows = []
     for name, y, low, exact in zip(_outputs(t), ours, judged(t.values), judged(raised)):
         u, tiny = contract.rounding(y.dtype)
         limit = CONTRACT["any"]["accuracy"] * (low.double() - exact).abs().max() + u * exact.abs() + tiny
-        rows.append(against_bound(t, "accuracy", y, exact.double(), limit.expand_as(exact), y.dtype, "given", t.count,
-                                  f"twice the reference's own error in {dtype_name(t.dtype)}", name))
+        rows.append(
+            against_bound(
+                t,
+                "accuracy",
+                y,
+                exact.double(),
+                limit.expand_as(exact),
+                y.dtype,
+                "given",
+                t.count,
+                f"twice the reference's own error in {dtype_name(t.dtype)}",
+                name,
+            )
+        )
     return rows
 
 
-def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), outputs: Iterable[str] = (),
-          reference: Callable | None = None, backward: bool | None = None, seconds: float = 120.0, seed: int = 0,
-          name: str = "", names: Sequence[str] = (), candidate: str = "", imports: str = "", folder: str | Path | None = None,
-          **constants) -> Report:
+def audit(
+    fn: Callable,
+    *inputs,
+    batch: int = 0,
+    shared: Iterable[str] = (),
+    outputs: Iterable[str] = (),
+    reference: Callable | None = None,
+    backward: bool | None = None,
+    seconds: float = 120.0,
+    seed: int = 0,
+    name: str = "",
+    names: Sequence[str] = (),
+    candidate: str = "",
+    imports: str = "",
+    folder: str | Path | None = None,
+    **constants,
+) -> Report:
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
 
     fn(*inputs, **constants) is called on parts of the batch, in other orders, beside other samples and beside NaN; a
@@ -192,9 +262,23 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
         raise TypeError(f"fn is {fn!r:.80}, expected a callable")
     if "torch._dynamo" in sys.modules and torch._dynamo.config.recompile_limit < RECOMPILES:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):  # beyond it a compiled function runs in eager mode
-            return audit(fn, *inputs, batch=batch, shared=shared, outputs=outputs, reference=reference, backward=backward,
-                         seconds=seconds, seed=seed, name=name, names=names, candidate=candidate, imports=imports,
-                         folder=folder, **constants)
+            return audit(
+                fn,
+                *inputs,
+                batch=batch,
+                shared=shared,
+                outputs=outputs,
+                reference=reference,
+                backward=backward,
+                seconds=seconds,
+                seed=seed,
+                name=name,
+                names=names,
+                candidate=candidate,
+                imports=imports,
+                folder=folder,
+                **constants,
+            )
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
@@ -224,10 +308,26 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
             steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
     steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
     if steady:
-        steps.append((DETERMINISM, "at the end", lambda: _compared(
-            t, DETERMINISM, "at the end", t.compute(every)[1], whole["given"], _outputs(t), against="at the start",
-            rows=t.count, detail="the same call before and after all others")))
-    steps.append(("atomics-free", "source, PTX, SASS", partial(_static, t)))  # last: watched, a function is compiled anew
+        steps.append(
+            (
+                DETERMINISM,
+                "at the end",
+                lambda: _compared(
+                    t,
+                    DETERMINISM,
+                    "at the end",
+                    t.compute(every)[1],
+                    whole["given"],
+                    _outputs(t),
+                    against="at the start",
+                    rows=t.count,
+                    detail="the same call before and after all others",
+                ),
+            )
+        )
+    steps.append(
+        ("atomics-free", "source, PTX, SASS", partial(_static, t))
+    )  # last: watched, a function is compiled anew
     shown = track(steps, description=name, transient=True, disable=not sys.stderr.isatty())
     late: dict[str, list[str]] = {}
     t.deadline = started + seconds
@@ -239,19 +339,30 @@ def audit(fn: Callable, *inputs, batch: int = 0, shared: Iterable[str] = (), out
         except Exception as error:
             rows.append(t.row(relation, layout, detail=f"raised {sentence(error)}"))
     for relation, missing in late.items():
-        rows.append(t.row(relation, "not run", detail=f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}: the budget of {seconds:g} "
-                          f"s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"))
+        rows.append(
+            t.row(
+                relation,
+                "not run",
+                detail=f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}: the budget of {seconds:g} "
+                f"s was spent, one call takes {one_call:.2g} s; raise the parameter seconds",
+            )
+        )
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
     if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):
-        notes.append("Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "
-                     "differs between layouts may come from that.")
+        notes.append(
+            "Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "
+            "differs between layouts may come from that."
+        )
     if any(d is None for d in t.dims):
-        notes.append(f"Not judged, because nothing in them counts samples: outputs {[i for i, d in enumerate(t.dims) if d is None]}.")
+        notes.append(
+            f"Not judged, because nothing in them counts samples: outputs {[i for i, d in enumerate(t.dims) if d is None]}."
+        )
     report = Report(name, rows, t.read(), notes, target=t)
     t.deadline = float("inf")
     if folder is not None and any(r.verdict == NEEDS_FIX and r.mismatches for r in rows):
         from bi_kernels.audit.reproduce.callable import export
+
         report.repro = export(t, rows, candidate, imports, Path(folder))
     return report
 
@@ -260,12 +371,22 @@ def _backward_steps(t: Target, step: Step, whole: dict) -> list[tuple[str, str, 
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
         layouts["micro_batches:each"] = [[i] for i in range(t.count)], "stale"
-    steps: list = [(INVARIANCE, layout, partial(gradients, t, step, layout, calls[:1] if filler == "nonfinite" else calls, filler, whole))
-                   for layout, (calls, filler) in layouts.items()]
+    steps: list = [
+        (
+            INVARIANCE,
+            layout,
+            partial(gradients, t, step, layout, calls[:1] if filler == "nonfinite" else calls, filler, whole),
+        )
+        for layout, (calls, filler) in layouts.items()
+    ]
 
     def again() -> list[Row]:
         found = step.gradients([list(range(t.count))])
-        return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, against="itself", rows=t.count) for k in whole]
+        return [
+            t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, against="itself", rows=t.count)
+            for k in whole
+        ]
+
     return [*steps, (DETERMINISM, "backward", again)]
 
 

@@ -7,9 +7,20 @@ import re
 
 from bi_kernels.audit.session import Session, choose
 
-PARAMETERS = {"any": {"candidate": "", "inputs": "", "batch": 0, "shared": "", "outputs": "", "reference": "", "seconds": 120,
-                      "device": "auto", "seed": 0},
-              "zoo": {"animals": "", "seconds": 60, "device": "auto", "seed": 0}}
+PARAMETERS = {
+    "any": {
+        "candidate": "",
+        "inputs": "",
+        "batch": 0,
+        "shared": "",
+        "outputs": "",
+        "reference": "",
+        "seconds": 120,
+        "device": "auto",
+        "seed": 0,
+    },
+    "zoo": {"animals": "", "seconds": 60, "device": "auto", "seed": 0},
+}
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -24,15 +35,21 @@ def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
     p = defaults | given
     for name in ("candidate", "inputs"):
         if not p.get(name, name):
-            raise ValueError(f"{name} is empty, expected " + (
-                "package.module:function or path/to/file.py:function" if name == "candidate" else
-                "the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or path/to/file.py:function that returns them"))
+            raise ValueError(
+                f"{name} is empty, expected "
+                + (
+                    "package.module:function or path/to/file.py:function"
+                    if name == "candidate"
+                    else "the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or path/to/file.py:function that returns them"
+                )
+            )
     for name in ("seconds", "seed", "batch"):
         if not isinstance(p.get(name, 0), int):
             raise ValueError(f"{name} is {p[name]!r}, expected an integer")
     device = choose(p["device"])
-    from bi_kernels.audit.problem.candidates import Candidate, load
     from bi_kernels.audit.callables.target import first_and_batch
+    from bi_kernels.audit.problem.candidates import Candidate, load
+
     if audit == "zoo":
         session = ZooSession(audit, p, device, Candidate("zoo", {}))
         session.chosen()
@@ -57,6 +74,7 @@ def read_inputs(spec: str, device, seed: int) -> dict:
 
     if "[" not in spec:
         from bi_kernels.audit.problem.candidates import load
+
         found = load(spec)()
         found = found if isinstance(found, dict) else dict(zip((f"input{i}" for i in range(len(found))), found))
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
@@ -72,7 +90,9 @@ def read_inputs(spec: str, device, seed: int) -> dict:
             continue
         dtype = getattr(torch, DTYPES.get(tensor["dtype"], tensor["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"inputs: {part!r} has dtype {tensor['dtype']!r}, expected one of torch's, or {', '.join(DTYPES)}")
+            raise ValueError(
+                f"inputs: {part!r} has dtype {tensor['dtype']!r}, expected one of torch's, or {', '.join(DTYPES)}"
+            )
         shape = tuple(int(n) for n in tensor["shape"].split(",") if n.strip())
         if dtype == torch.bool:
             out[name] = torch.rand(shape, generator=g, device=device) < 0.5
@@ -92,18 +112,28 @@ class AnySession(Session):
         """Runs the audit; the rows are this session's, and a drift leaves a reproducer."""
         from bi_kernels.audit.callables.audit import audit
         from bi_kernels.audit.problem.candidates import load
+
         p = self.parameters
-        self.report = audit(self.candidate.functions["fn"], *self.inputs.values(), names=tuple(self.inputs),
-                            batch=p["batch"], shared=named(p["shared"]),
-                            outputs=named(p["outputs"]), reference=load(p["reference"]) if p["reference"] else None,
-                            seconds=p["seconds"], seed=p["seed"], candidate=p["candidate"],
-                            folder=self.out / "repro" if self.out else None)
+        self.report = audit(
+            self.candidate.functions["fn"],
+            *self.inputs.values(),
+            names=tuple(self.inputs),
+            batch=p["batch"],
+            shared=named(p["shared"]),
+            outputs=named(p["outputs"]),
+            reference=load(p["reference"]) if p["reference"] else None,
+            seconds=p["seconds"],
+            seed=p["seed"],
+            candidate=p["candidate"],
+            folder=self.out / "repro" if self.out else None,
+        )
         self.add(self.report.rows)
         return self.report
 
     def controls(self) -> list:
         """Twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
         from bi_kernels.audit.callables import audit as c
+
         rows = []
         for name, relation, change in CONTROLS:
             t = copy.copy(self.report.target)
@@ -113,8 +143,12 @@ class AnySession(Session):
                 found = c.determinism(t, 3)
             else:
                 whole = {"given": t.compute([list(range(t.count))])[1]}
-                found = [r for layout, (calls, filler) in c.plan(t.count, t.seed).items()
-                         if not layout.startswith("rows:") for r in c.invariance(t, layout, calls, filler, whole)]
+                found = [
+                    r
+                    for layout, (calls, filler) in c.plan(t.count, t.seed).items()
+                    if not layout.startswith("rows:")
+                    for r in c.invariance(t, layout, calls, filler, whole)
+                ]
             row = next((r for r in found if r.verdict == "needs-fix"), found[0])
             row.candidate, row.control, row.caught = name, True, row.verdict == "needs-fix" and bool(row.mismatches)
             rows.append(row)
@@ -129,8 +163,14 @@ class AnySession(Session):
     def command(self) -> str:
         p = self.parameters
         changed = {k: v for k, v in p.items() if v != PARAMETERS[self.audit][k]}
-        flags = (f"--{k} {v}" if k in ("candidate", "device", "seed") else f"--{k} '{v}'" if k == "inputs" else f"-p {k} '{v}'"
-                 for k, v in changed.items())
+        flags = (
+            f"--{k} {v}"
+            if k in ("candidate", "device", "seed")
+            else f"--{k} '{v}'"
+            if k == "inputs"
+            else f"-p {k} '{v}'"
+            for k, v in changed.items()
+        )
         return " ".join(["bi-audit run", self.audit, *flags])
 
 
@@ -140,10 +180,12 @@ class ZooSession(AnySession):
     def chosen(self) -> list[str]:
         """The names of the callables that are judged; ValueError for one that there is not."""
         from bi_kernels.audit.zoo import judge as zoo
+
         size = zoo.LARGE if self.on_gpu else zoo.SMALL
         known = [name for name, _ in zoo.zoo(self.device, size)]
         chosen = {"": list(zoo.FEW), "all": known}.get(self.parameters["animals"]) or [
-            x.strip() for x in self.parameters["animals"].split(";")]
+            x.strip() for x in self.parameters["animals"].split(";")
+        ]
         unknown = [name for name in chosen if name not in known]
         if unknown:
             raise ValueError(f"animals holds {unknown[0]!r}, expected all, or some of {'; '.join(known)}")
@@ -152,6 +194,7 @@ class ZooSession(AnySession):
     def judge(self) -> list[dict]:
         """A line a callable; the rows say whether the auditor was right about it."""
         from bi_kernels.audit.zoo import judge as zoo
+
         size = zoo.LARGE if self.on_gpu else zoo.SMALL
         folder = self.out / "repro" if self.out else None
         lines = zoo.judge(self.device, size, folder, self.parameters["seconds"], self.chosen(), self.parameters["seed"])
@@ -162,6 +205,7 @@ class ZooSession(AnySession):
 def _one_ulp(y, x, t):
     """The last bit of the last element, if the batch holds more than one sample."""
     from bi_kernels.audit.evidence.drift import raw
+
     y = y.contiguous()
     if x.shape[t.batch] > 1:
         raw(y).view(-1)[-1] ^= 1
@@ -175,9 +219,12 @@ def _leaks(y, x, t):
 
 def _noise(y, x, t):
     import torch
+
     return y + torch.rand_like(y)
 
 
-CONTROLS = (("one ULP in one element of a batch of more than one", "invariance", _one_ulp),
-            ("a neighbour that leaks, NaN above all", "invariance", _leaks),
-            ("random noise", "determinism", _noise))
+CONTROLS = (
+    ("one ULP in one element of a batch of more than one", "invariance", _one_ulp),
+    ("a neighbour that leaks, NaN above all", "invariance", _leaks),
+    ("random noise", "determinism", _noise),
+)

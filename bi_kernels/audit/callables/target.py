@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.evidence.provenance import device_name
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, Row, poisoned_memory, sentence
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
@@ -33,7 +33,9 @@ def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Se
     """The name of the first tensor and its dimension that counts samples; ValueError with one sentence for what cannot be."""
     tensors = {k: t for k, t in values.items() if isinstance(t, torch.Tensor)}
     if not tensors:
-        raise ValueError(f"the inputs {', '.join(values) or '(none)'} hold no tensor, expected at least one with a row a sample")
+        raise ValueError(
+            f"the inputs {', '.join(values) or '(none)'} hold no tensor, expected at least one with a row a sample"
+        )
     for what, given in (("shared", shared), ("outputs", outputs)):
         for k in given:
             if k not in tensors:
@@ -50,8 +52,18 @@ def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Se
 class Target:
     """A callable with its arguments, and what it returned for the whole batch."""
 
-    def __init__(self, function: Callable, inputs: Sequence, constants: dict, batch: int, shared: Iterable[str],
-                 outputs: Iterable[str], name: str, seed: int, names: Sequence[str] = ()):
+    def __init__(
+        self,
+        function: Callable,
+        inputs: Sequence,
+        constants: dict,
+        batch: int,
+        shared: Iterable[str],
+        outputs: Iterable[str],
+        name: str,
+        seed: int,
+        names: Sequence[str] = (),
+    ):
         self.function, self.name, self.batch, self.seed = function, name, batch, seed
         names = list(names) or _names(function, len(inputs))
         self.values = dict(zip(names, inputs)) | constants
@@ -70,46 +82,71 @@ class Target:
     def _batched(self, tensors: dict, shared: set) -> frozenset:
         """The tensors that hold a row a sample: of the right size there, and such that half of the batch and the batch
         in reverse give the results of the whole."""
-        sized = [k for k, t in tensors.items() if t.dim() > self.batch and t.shape[self.batch] == self.count and k not in shared]
+        sized = [
+            k
+            for k, t in tensors.items()
+            if t.dim() > self.batch and t.shape[self.batch] == self.count and k not in shared
+        ]
         rest, every = [k for k in sized if k != self.first], list(range(self.count))
         self.batched = frozenset()
         try:
             whole = self.call(every)
         except TypeError as error:
-            raise error if str(error).startswith(self.name) else ValueError(f"{self.name} raised on the inputs as given: "
-                                                                            f"{sentence(error)}") from error
+            raise (
+                error
+                if str(error).startswith(self.name)
+                else ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}")
+            ) from error
         except Exception as error:
             raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from error
         found, why = [], ""
         parts = list(dict.fromkeys(((self.count + 1) // 2, *reversed(contract.rows(self.count - 1)))))  # some may raise
-        subsets = [frozenset((self.first, *c)) for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)]
+        subsets = [
+            frozenset((self.first, *c)) for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)
+        ]
         for m, self.batched in itertools.product(parts, subsets):
             if found and m != found[0][2]:
                 break
             try:
                 part, reverse = self.call(every[:m]), self.call(every[::-1])
             except Exception as error:
-                why = why or f"with {m} of {self.count} samples along dimension {self.batch} of {self.first} it raised {sentence(error)}"
+                why = (
+                    why
+                    or f"with {m} of {self.count} samples along dimension {self.batch} of {self.first} it raised {sentence(error)}"
+                )
                 continue
             self.dims = [_dimension(a, b, self.count, m) for a, b in zip(whole, part)]
             if all(d is None for d in self.dims):
                 continue
             found.append((self.batched, self.dims, m))
-            if all(_alike(_by_sample(a, d, self.count)[:m], _by_sample(b, d, m))
-                   and _alike(_by_sample(a, d, self.count).flip(0), _by_sample(c, d, self.count))
-                   for a, b, c, d in zip(whole, part, reverse, self.dims) if d is not None):
+            if all(
+                _alike(_by_sample(a, d, self.count)[:m], _by_sample(b, d, m))
+                and _alike(_by_sample(a, d, self.count).flip(0), _by_sample(c, d, self.count))
+                for a, b, c, d in zip(whole, part, reverse, self.dims)
+                if d is not None
+            ):
                 return self.batched
         if not found:
-            why = why or f"no output has a row for each of the {self.count} samples along dimension {self.batch} of {self.first}"
-            raise ValueError(f"{self.name}: {why}; expected a callable that takes any number of samples (is the parameter batch right?)")
+            why = (
+                why
+                or f"no output has a row for each of the {self.count} samples along dimension {self.batch} of {self.first}"
+            )
+            raise ValueError(
+                f"{self.name}: {why}; expected a callable that takes any number of samples (is the parameter batch right?)"
+            )
         self.batched, self.dims, _ = found[0]
         return self.batched
 
     def read(self) -> str:
-        kinds = {"a row a sample": sorted(self.batched), "shared by all": sorted(
-            k for k, t in self.values.items() if isinstance(t, torch.Tensor) and k not in self.batched)}
+        kinds = {
+            "a row a sample": sorted(self.batched),
+            "shared by all": sorted(
+                k for k, t in self.values.items() if isinstance(t, torch.Tensor) and k not in self.batched
+            ),
+        }
         return f"{self.count} samples along dimension {self.batch}; " + "; ".join(
-            f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
+            f"{what}: {', '.join(names)}" for what, names in kinds.items() if names
+        )
 
     def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
         """The arguments of a call on these samples."""
@@ -149,46 +186,82 @@ class Target:
         self.changed |= {k for k, v in versions.items() if arguments[k]._version != v} - set(self.outputs)
         found = [arguments[k] for k in self.outputs] or [t for t in tree_leaves(y) if isinstance(t, torch.Tensor)]
         if not found:
-            raise TypeError(f"{self.name} returned {type(y).__name__}, expected a tensor or several; if it writes into an "
-                            "argument, name that one in the parameter outputs")
+            raise TypeError(
+                f"{self.name} returned {type(y).__name__}, expected a tensor or several; if it writes into an "
+                "argument, name that one in the parameter outputs"
+            )
         return found
 
     def returned(self, function: Callable, arguments: dict):
-        by_position = list(arguments)[:self.positional]
-        return function(*(arguments[k] for k in by_position), **{k: v for k, v in arguments.items() if k not in by_position})
+        by_position = list(arguments)[: self.positional]
+        return function(
+            *(arguments[k] for k in by_position), **{k: v for k, v in arguments.items() if k not in by_position}
+        )
 
     def layout(self, call: Sequence[int]):
         """What this package's own ops are told: which sample each token belongs to."""
         x = self.values[self.first]
-        inner = x.shape[self.batch + 1:-1] if x.is_floating_point() and x.dim() > 1 else x.shape[self.batch + 1:]
+        inner = x.shape[self.batch + 1 : -1] if x.is_floating_point() and x.dim() > 1 else x.shape[self.batch + 1 :]
         length = torch.Size(inner).numel()
         order = {s: n for n, s in enumerate(sorted(i for i in call if i >= 0))}
         used = [at for at, i in enumerate(call) if i >= 0]
         if self.batch or not length or not used:
             return contextlib.nullcontext()
-        return TokenLayout([at * length for at in used], [length] * len(used), len(call) * length, [order[call[at]] for at in used])
+        return TokenLayout(
+            [at * length for at in used], [length] * len(used), len(call) * length, [order[call[at]] for at in used]
+        )
 
     def call(self, samples: Sequence[int], filler: str = "stale", kind: str = "given") -> list[torch.Tensor]:
         with torch.no_grad(), self.layout(samples):
             return self.results(self.take(samples, filler, kind))
 
-    def compute(self, layout: Layout, filler: str = "stale", kind: str = "given") -> tuple[list[int], list[torch.Tensor]]:
+    def compute(
+        self, layout: Layout, filler: str = "stale", kind: str = "given"
+    ) -> tuple[list[int], list[torch.Tensor]]:
         """(samples, what each output holds of them, by sample) over the calls of a layout."""
         samples, parts = [], []
         for call in layout:
             real = [at for at, i in enumerate(call) if i >= 0]
             samples += [call[at] for at in real]
-            parts.append([_by_sample(y, d, len(call))[real] for y, d in zip(self.call(call, filler, kind), self.dims)
-                          if d is not None])
+            parts.append(
+                [
+                    _by_sample(y, d, len(call))[real]
+                    for y, d in zip(self.call(call, filler, kind), self.dims)
+                    if d is not None
+                ]
+            )
         order = sorted(range(len(samples)), key=samples.__getitem__)
         return [samples[i] for i in order], [torch.cat(p)[order] for p in zip(*parts)]
 
-    def row(self, relation: str, layout: str, drift: Drift | None = None, against: str = "the whole batch",
-            inputs: str = "given", rows: int = 0, verdict: str = "", **more) -> Row:
+    def row(
+        self,
+        relation: str,
+        layout: str,
+        drift: Drift | None = None,
+        against: str = "the whole batch",
+        inputs: str = "given",
+        rows: int = 0,
+        verdict: str = "",
+        **more,
+    ) -> Row:
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
-        return Row("any", self.name, "", self.name, dtype_name(self.dtype), device_name(self.device), relation, layout, against,
-                   inputs, rows, verdict, first_failing_op=self.name if verdict == NEEDS_FIX else None,
-                   **({} if drift is None else drift.json()), **more)
+        return Row(
+            "any",
+            self.name,
+            "",
+            self.name,
+            dtype_name(self.dtype),
+            device_name(self.device),
+            relation,
+            layout,
+            against,
+            inputs,
+            rows,
+            verdict,
+            first_failing_op=self.name if verdict == NEEDS_FIX else None,
+            **({} if drift is None else drift.json()),
+            **more,
+        )
 
 
 def _names(function: Callable, count: int) -> list[str]:
@@ -237,8 +310,11 @@ class Step:
 
     def __init__(self, t: Target):
         self.t, self.upstream = t, []
-        self.floating = [k for k, v in t.values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
-                         and k not in t.outputs]
+        self.floating = [
+            k
+            for k, v in t.values.items()
+            if isinstance(v, torch.Tensor) and v.is_floating_point() and k not in t.outputs
+        ]
 
     def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
         """{name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all calls."""
@@ -249,7 +325,10 @@ class Step:
         parameters = dict(t.module.named_parameters()) if t.module else {}
         with gradients_kept(t.module):
             for k, p in (shared | parameters).items():
-                p.grad, p.main_grad = None, torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+                p.grad, p.main_grad = (
+                    None,
+                    torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format),
+                )
             parts, samples = self._backward(layout, filler, shared)
             return self._left(parts, samples, shared | parameters)
 
@@ -262,7 +341,9 @@ class Step:
             leaves = {k: arguments[k].detach().requires_grad_() for k in parts}
             real = [at for at, i in enumerate(call) if i >= 0]
             with torch.enable_grad(), t.layout(call):
-                found = t.results(arguments | {k: leaf.clone() for k, leaf in leaves.items()})  # so that it may work in place
+                found = t.results(
+                    arguments | {k: leaf.clone() for k, leaf in leaves.items()}
+                )  # so that it may work in place
             outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
             if not outputs:
                 raise NoBackward("no output requires a gradient")

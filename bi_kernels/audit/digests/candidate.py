@@ -35,8 +35,12 @@ def measure(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         order = json.dumps({"names": names, "parameters": parameters, "answer": str(answer)})
-        done = subprocess.run([sys.executable, "-m", "bi_kernels.audit.digests.candidate", order], stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "bi_kernels.audit.digests.candidate", order],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if not answer.exists():
             return [], [f"digests: could not be computed ({(done.stderr.strip() or 'killed').splitlines()[-1]})"]
         return tuple(json.loads(answer.read_text(encoding="utf-8")))
@@ -55,13 +59,17 @@ def changes(recorded: list[dict], found: list[dict], problems: list[str], file: 
         since = {k: (known[key(r)].get(k), r[k]) for r in rows for k in VERSIONS if known[key(r)].get(k) != r[k]}
         which = ", ".join(" ".join(filter(None, (r["case"], r["dtype"], r["what"]))) for r in rows)
         why = ", ".join(f"{k} {old} → {new}" for k, (old, new) in since.items()) or "no version that is recorded"
-        warnings.append(f"{op}: other bits on {rows[0]['architecture']} than {file} holds ({which}); changed since: {why}")
+        warnings.append(
+            f"{op}: other bits on {rows[0]['architecture']} than {file} holds ({which}); changed since: {why}"
+        )
     unknown = [r for r in found if key(r) not in known]
     if unknown:
         r = unknown[0]
-        warnings.append(f"digests: {file} holds {len(found) - len(unknown)} of {len(found)} that were computed, and not "
-                        f"{' '.join(filter(None, (r['op'], r['case'], r['dtype'], r['what'])))} of {r['candidate']} on "
-                        f"{r['architecture']}; record them with `bi-audit digest`")
+        warnings.append(
+            f"digests: {file} holds {len(found) - len(unknown)} of {len(found)} that were computed, and not "
+            f"{' '.join(filter(None, (r['op'], r['case'], r['dtype'], r['what'])))} of {r['candidate']} on "
+            f"{r['architecture']}; record them with `bi-audit digest`"
+        )
     return warnings
 
 
@@ -86,16 +94,18 @@ def _code(function: Callable) -> str:
 def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     """As `measure`, in this process."""
     from bi_kernels.audit.session import start
+
     # decides first whether Triton interprets; what the audit `any` judges is no op, and has no inputs of ours
     sessions = [start(name, dict(parameters)) for name in names if name != "any"]
     import torch
 
     import bi_kernels
-    from bi_kernels.audit.evidence.drift import raw
     from bi_kernels.audit.digests.exact_inputs import ExactProblem, ExactStep
+    from bi_kernels.audit.evidence.drift import raw
     from bi_kernels.audit.evidence.provenance import architecture, provenance
     from bi_kernels.audit.problem.subject import sentence
     from bi_kernels.contract import dtype_name
+
     package = Path(bi_kernels.__file__).parent
     ours = f"{version('bi-kernels')} ({_hash(*sorted([*package.glob('*.py'), *(package / 'ops').rglob('*.py')]))})"
 
@@ -132,13 +142,26 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
                         break
                     continue  # no backward of its own
                 if digest != again:
-                    problems.append(f"{' '.join(filter(None, label))}: no digest of its {what}, which gave other bits when "
-                                    "called again")
+                    problems.append(
+                        f"{' '.join(filter(None, label))}: no digest of its {what}, which gave other bits when "
+                        "called again"
+                    )
                     continue
-                found.append({"architecture": architecture(session.device), "candidate": s.candidate, "shapes": p.shapes,
-                              "op": label[0], "case": label[1], "dtype": label[2], "what": what, "seed": p.seed,
-                              "sha256": digest, **{k: made[k] for k in VERSIONS if k in made},
-                              "candidate's code": _code(s.function)})
+                found.append(
+                    {
+                        "architecture": architecture(session.device),
+                        "candidate": s.candidate,
+                        "shapes": p.shapes,
+                        "op": label[0],
+                        "case": label[1],
+                        "dtype": label[2],
+                        "what": what,
+                        "seed": p.seed,
+                        "sha256": digest,
+                        **{k: made[k] for k in VERSIONS if k in made},
+                        "candidate's code": _code(s.function),
+                    }
+                )
             s.forget()
     return found, problems
 

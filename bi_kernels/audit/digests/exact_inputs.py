@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.digests.golden import draw_exact
-from bi_kernels.audit.relations.gradient import Step
 from bi_kernels.audit.problem.inputs import cancel
 from bi_kernels.audit.problem.registry import Problem
+from bi_kernels.audit.relations.gradient import Step
 from bi_kernels.contract import evaluate
 
 BLOCK = 2**20 - 3  # numbers drawn; a larger tensor repeats them, and as they are odd in number its rows differ
@@ -20,11 +20,17 @@ def rng(*names: object) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([*"/".join(map(str, names)).encode()]))
 
 
-def draw(g: np.random.Generator, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-         shared: bool = False) -> torch.Tensor:
+def draw(
+    g: np.random.Generator,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: bool = False,
+) -> torch.Tensor:
     """As inputs.draw, of the families normal, wide and cancelling."""
     count = math.prod(shape)
-    block = draw_exact(g, (min(count, BLOCK), ), "wide" if kind == "wide" else "normal", dtype).to(device)
+    block = draw_exact(g, (min(count, BLOCK),), "wide" if kind == "wide" else "normal", dtype).to(device)
     x = block.repeat(-(-count // max(1, len(block))))[:count].reshape(shape)
     if kind == "cancelling" and shape:
         cancel(x, shared)
@@ -33,7 +39,6 @@ def draw(g: np.random.Generator, kind: str, shape: tuple[int, ...], dtype: torch
 
 @dataclass(frozen=True)
 class ExactProblem(Problem):
-
     def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         g = rng(self.op.name, self.case, self.dtype, kind, self.seed)
 
@@ -48,11 +53,13 @@ class ExactProblem(Problem):
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
-        return ({k: make(v, tokens) for k, v in self.op.tokens.items()}, {k: make(v) for k, v in self.op.shared.items()})
+        return (
+            {k: make(v, tokens) for k, v in self.op.tokens.items()},
+            {k: make(v) for k, v in self.op.shared.items()},
+        )
 
 
 class ExactStep(Step):
-
     def upstream(self, outputs: Sequence[torch.Tensor], lead: int) -> None:
         p = self.subject.problem
         g = rng("upstream", p.op.name, p.case, p.dtype, self.kind, p.seed)

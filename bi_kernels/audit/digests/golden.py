@@ -54,11 +54,11 @@ def draw_exact(rng: np.random.Generator, shape: tuple[int, ...], inputs: str, dt
     normal: a sum of four uniform integers; wide: times a power of two; special: raw bits of the dtype, NaN too.
     """
     if inputs == "special":
-        bits = rng.integers(0, 2**(8 * dtype.itemsize), shape, dtype=np.uint32 if dtype.itemsize == 4 else np.uint16)
+        bits = rng.integers(0, 2 ** (8 * dtype.itemsize), shape, dtype=np.uint32 if dtype.itemsize == 4 else np.uint16)
         return torch.from_numpy(bits.view(np.int32 if dtype.itemsize == 4 else np.int16)).view(dtype)
-    x = rng.integers(-2**15, 2**15, (4, *shape)).sum(0) / 2.0**15
+    x = rng.integers(-(2**15), 2**15, (4, *shape)).sum(0) / 2.0**15
     if inputs == "wide":
-        x = x * 2.0**rng.integers(-8, 5 if dtype == torch.float16 else 9, shape)
+        x = x * 2.0 ** rng.integers(-8, 5 if dtype == torch.float16 else 9, shape)
     return torch.from_numpy(x).to(dtype)
 
 
@@ -73,8 +73,12 @@ def digest(case: Case, device: torch.device | str) -> str:
         y = bi_kernels.matmul(draw(37, case.k), draw(case.k, 56))
     elif case.op.startswith("rope"):
         positions = torch.from_numpy(rng.integers(0, 4096, 40)).to(device)
-        y = bi_kernels.rope(draw(40, 4, 16), bi_kernels.rope_table(4096, 16, device=device), positions,
-                            interleaved=case.op == "rope_interleaved")
+        y = bi_kernels.rope(
+            draw(40, 4, 16),
+            bi_kernels.rope_table(4096, 16, device=device),
+            positions,
+            interleaved=case.op == "rope_interleaved",
+        )
     elif case.op == "add":
         y = bi_kernels.add(draw(40, 64), draw(40, 64))
     elif case.op == "bias_add":
@@ -102,6 +106,10 @@ def check(device: torch.device | str) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "Triton": triton.__version__,
-              "digests": {str(case): digest(case, "cuda") for case in cases()}}
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "Triton": triton.__version__,
+        "digests": {str(case): digest(case, "cuda") for case in cases()},
+    }
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 def ordered(t: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the floats of `t`: neighbours differ by 1, −0 and +0 are both 0."""
     bits = raw(t).long()
-    magnitude = bits & (2**(8 * t.element_size() - 1) - 1)
+    magnitude = bits & (2 ** (8 * t.element_size() - 1) - 1)
     return torch.where(bits < 0, -magnitude, magnitude)
 
 
@@ -35,13 +35,18 @@ class Drift:
     def __str__(self) -> str:
         if not self.mismatches:
             return f"equal bits in {self.elements} elements"
-        return (f"{self.mismatches} of {self.elements} elements differ, first at {self.first_index}: max abs "
-                f"{self.max_abs:.3g}, max relative {self.max_rel:.3g}, max {self.max_ulp} ULP")
+        return (
+            f"{self.mismatches} of {self.elements} elements differ, first at {self.first_index}: max abs "
+            f"{self.max_abs:.3g}, max relative {self.max_rel:.3g}, max {self.max_ulp} ULP"
+        )
 
     def json(self) -> dict:
         """The report as JSON values; a difference that is not finite becomes the string 'inf'."""
-        return {k: "inf" if v == float("inf") else list(v) if isinstance(v, tuple) else v
-                for k, v in asdict(self).items() if k != "part"}
+        return {
+            k: "inf" if v == float("inf") else list(v) if isinstance(v, tuple) else v
+            for k, v in asdict(self).items()
+            if k != "part"
+        }
 
 
 def script_drifts(lines: Sequence[str], function: Callable, a: str = "a", b: str = "b") -> bool:
@@ -64,11 +69,19 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
         parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
         most = lambda name: max(getattr(p, name) for p in parts)
         part = next((i for i, p in enumerate(parts) if p.mismatches), 0)
-        return Drift(sum(p.mismatches for p in parts), sum(p.elements for p in parts), most("max_abs"), most("max_rel"), most("max_ulp"),
-                     parts[part].first_index, part)
+        return Drift(
+            sum(p.mismatches for p in parts),
+            sum(p.elements for p in parts),
+            most("max_abs"),
+            most("max_rel"),
+            most("max_ulp"),
+            parts[part].first_index,
+            part,
+        )
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise ValueError(f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} "
-                         f"{tuple(expected.shape)}")
+        raise ValueError(
+            f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} {tuple(expected.shape)}"
+        )
     differ = raw(actual) != raw(expected)
     count = int(differ.sum())
     if not count:
@@ -77,8 +90,9 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     a, e = actual.flatten()[flat], expected.flatten()[flat]
     first = torch.unravel_index(flat.to(torch.uint8).argmax(), actual.shape)
     if not actual.dtype.is_floating_point:
-        return Drift(count, actual.numel(), float((a.double() - e.double()).abs().max()), 0.0, 0,
-                     tuple(int(i) for i in first))
+        return Drift(
+            count, actual.numel(), float((a.double() - e.double()).abs().max()), 0.0, 0, tuple(int(i) for i in first)
+        )
     finite = a.isfinite() & e.isfinite()
     infinite = float("inf") if not bool(finite.all()) else 0.0
     a64, e64 = a[finite].double(), e[finite].double()
@@ -87,5 +101,11 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     worst = lambda t: max(infinite, float(t.max()) if t.numel() else 0.0)
     steps = (ordered(a[finite]) - ordered(e[finite])).abs()
     ulp = infinite or (int(steps.max()) if steps.numel() else 0)
-    return Drift(count, actual.numel(), worst(gap), worst(gap / scale.clamp(min=torch.finfo(torch.float64).tiny)), ulp,
-                 tuple(int(i) for i in first))
+    return Drift(
+        count,
+        actual.numel(),
+        worst(gap),
+        worst(gap / scale.clamp(min=torch.finfo(torch.float64).tiny)),
+        ulp,
+        tuple(int(i) for i in first),
+    )

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pandas as pd
 
-RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy", "gradient invariance": "gradient invariance",
-            "gradient accuracy": "gradient accuracy", "determinism": "determinism", "atomics-free": "atomics-free",
-            "parity": "parity", "contract": "contract"}
+RELATION = {
+    "forward invariance": "invariance",
+    "forward accuracy": "accuracy",
+    "gradient invariance": "gradient invariance",
+    "gradient accuracy": "gradient accuracy",
+    "determinism": "determinism",
+    "atomics-free": "atomics-free",
+    "parity": "parity",
+    "contract": "contract",
+}
 MARK = {"pass": "✅", "needs-fix": "❌", "unsupported": "⬜", "": "–"}
 
 
@@ -29,18 +36,37 @@ def matrix(rows: list[dict]) -> str:
         for column in RELATION:
             found: dict[str, list[str]] = {}
             for d in [d for name, d in ops if name == op]:
-                found.setdefault(_worst([r["verdict"] for r in rows if (r["op"], r["dtype"], r["relation"]) ==
-                                         (op, d, RELATION[column])]), []).append(d)
-            line[column] = " ".join(f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
-                                    for v, d in found.items() if v) or MARK[""]
+                found.setdefault(
+                    _worst(
+                        [
+                            r["verdict"]
+                            for r in rows
+                            if (r["op"], r["dtype"], r["relation"]) == (op, d, RELATION[column])
+                        ]
+                    ),
+                    [],
+                ).append(d)
+            line[column] = (
+                " ".join(
+                    f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
+                    for v, d in found.items()
+                    if v
+                )
+                or MARK[""]
+            )
         lines.append(line)
     return table(lines) + "\n"
 
 
 def report(folder: Path) -> str:
     """The text of folder/README.md, made from every verdicts.json below it."""
-    documents = sorted(p.parent for p in folder.rglob("verdicts.json") if not list(p.parent.glob("*/verdicts.json"))
-                       and p.parent != folder and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    documents = sorted(
+        p.parent
+        for p in folder.rglob("verdicts.json")
+        if not list(p.parent.glob("*/verdicts.json"))
+        and p.parent != folder
+        and not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    )
     listing, parts = [], []
     groups: dict[Path, list] = {}
     for path in documents:
@@ -51,17 +77,32 @@ def report(folder: Path) -> str:
         controls = [r for r in rows if r["control"]]
         verdict = _worst([r["verdict"] for r in mine] + ["needs-fix" for r in controls if not r["caught"]])
         where = path.relative_to(folder).as_posix()
-        listing.append({"document": f"[{where}]({where}/README.md)", "device": made.get("device", "–"),
-                        "candidate": next((r["candidate"] for r in mine), ""), "verdict": f"{MARK[verdict]} {verdict}",
-                        "checks": f"{len(mine):,}", "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
-                        "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
-                        "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
-                        "commit": made.get("commit", "–"), "command": made.get("command", "–")})
+        listing.append(
+            {
+                "document": f"[{where}]({where}/README.md)",
+                "device": made.get("device", "–"),
+                "candidate": next((r["candidate"] for r in mine), ""),
+                "verdict": f"{MARK[verdict]} {verdict}",
+                "checks": f"{len(mine):,}",
+                "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
+                "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
+                "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
+                "commit": made.get("commit", "–"),
+                "command": made.get("command", "–"),
+            }
+        )
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
         if any(r["relation"] in RELATION.values() for r in rows):
-            parts.append(f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n\n{matrix(rows)}")
+            parts.append(
+                f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n\n{matrix(rows)}"
+            )
     missing = "" if listing else "\nNo document here yet.\n"
-    return ("# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
-            "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
-            + (table(listing) if listing else "") + missing + "\n\n## Status matrix\n\n" + "\n".join(parts)).rstrip() + "\n"
+    return (
+        "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
+        "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
+        + (table(listing) if listing else "")
+        + missing
+        + "\n\n## Status matrix\n\n"
+        + "\n".join(parts)
+    ).rstrip() + "\n"

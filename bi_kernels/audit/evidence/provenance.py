@@ -17,8 +17,9 @@ def commit() -> str:
     given = os.environ.get("BI_COMMIT")
     if given:
         return given
-    git = lambda *arguments: subprocess.run(["git", "-C", str(Path(__file__).parents[2]), *arguments], capture_output=True,
-                                            text=True, check=True).stdout.strip()
+    git = lambda *arguments: subprocess.run(
+        ["git", "-C", str(Path(__file__).parents[2]), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
     try:
         git("ls-files", "--error-unmatch", "contract.toml")  # installed into somebody else's repository, it is not ours
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
@@ -37,8 +38,12 @@ def device_name(device: torch.device) -> str:
 
 def driver() -> str:
     try:
-        out = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                             text=True, check=True).stdout
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         return out.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "none"
@@ -46,6 +51,7 @@ def driver() -> str:
 
 def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
     """Field name to value, in the order in which a reader wants them."""
+
     def package(name: str) -> str:
         try:
             return version(name)

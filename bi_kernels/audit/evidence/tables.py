@@ -11,12 +11,32 @@ from matplotlib.colors import LogNorm, Normalize
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
-RELATIONS = ("invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy",
-             "atomics-free", "reproducer", "no false alarm")
+RELATIONS = (
+    "invariance",
+    "determinism",
+    "accuracy",
+    "parity",
+    "contract",
+    "gradient invariance",
+    "gradient accuracy",
+    "atomics-free",
+    "reproducer",
+    "no false alarm",
+)
 MARK = {PASS: "✅ pass", NEEDS_FIX: "❌ needs-fix", UNSUPPORTED: "⬜ unsupported", "": "–"}
-plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-                     "axes.titlelocation": "left", "axes.titlesize": 11, "axes.spines.top": False,
-                     "axes.spines.right": False, "image.cmap": "viridis"})
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "image.cmap": "viridis",
+    }
+)
 
 
 class Bundle:
@@ -56,11 +76,20 @@ def by_op(rows: Sequence[Row]) -> Markdown:
     lines = []
     for (op, dtype), mine in groups.items():
         shares = [r.threshold_share for r in mine if r.threshold_share is not None]
-        lines.append({"op": op, "dtype": dtype} | {
-            k: MARK[worst([r for r in mine if r.relation == k])] for k in RELATIONS if any(x.relation == k for x in rows)
-        } | {"checks": len(mine), "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of "
-             f"{sum(r.elements or 0 for r in mine):,}",
-             "error / bound": ("inf" if "inf" in shares else f"{max(shares):.2f}") if shares else "–"})
+        lines.append(
+            {"op": op, "dtype": dtype}
+            | {
+                k: MARK[worst([r for r in mine if r.relation == k])]
+                for k in RELATIONS
+                if any(x.relation == k for x in rows)
+            }
+            | {
+                "checks": len(mine),
+                "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of "
+                f"{sum(r.elements or 0 for r in mine):,}",
+                "error / bound": ("inf" if "inf" in shares else f"{max(shares):.2f}") if shares else "–",
+            }
+        )
     return table(lines)
 
 
@@ -76,22 +105,44 @@ def variants(found: Sequence) -> Markdown:
     if not groups:
         return Markdown("No Triton kernel was launched.")
     most = lambda mine, name: max((getattr(v, name) for v in mine if getattr(v, name) is not None), default="–")
-    return table([{"kernel": f"`{kernel}`", "variants": len(mine),
-                   "compiled": ", ".join(sorted({v.level for v in mine})), "registers": most(mine, "registers"),
-                   "spilled bytes": most(mine, "spills"), "shared bytes": most(mine, "shared"),
-                   "findings": "; ".join(dict.fromkeys(str(f) for v in mine for f in v.findings)) or "none"}
-                  for kernel, mine in sorted(groups.items())])
+    return table(
+        [
+            {
+                "kernel": f"`{kernel}`",
+                "variants": len(mine),
+                "compiled": ", ".join(sorted({v.level for v in mine})),
+                "registers": most(mine, "registers"),
+                "spilled bytes": most(mine, "spills"),
+                "shared bytes": most(mine, "shared"),
+                "findings": "; ".join(dict.fromkeys(str(f) for v in mine for f in v.findings)) or "none",
+            }
+            for kernel, mine in sorted(groups.items())
+        ]
+    )
 
 
 def controls(rows: Sequence[Row]) -> Markdown:
     mine = [r for r in rows if r.control]
     head = f"**{sum(bool(r.caught) for r in mine)} of {len(mine)} controls caught.**\n\n"
-    return Markdown(head + table([{
-        "control": r.candidate, "op": label(r), "dtype": r.dtype, "flagged by": r.relation,
-        "caught": "✅" if r.caught else "❌ missed",
-        "where": f"{r.layout}, M = {r.rows}, {r.inputs}", "elements": f"{r.mismatches} of {r.elements}",
-        "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
-        "first at [row, …]": r.first_index} for r in mine]).data)
+    return Markdown(
+        head
+        + table(
+            [
+                {
+                    "control": r.candidate,
+                    "op": label(r),
+                    "dtype": r.dtype,
+                    "flagged by": r.relation,
+                    "caught": "✅" if r.caught else "❌ missed",
+                    "where": f"{r.layout}, M = {r.rows}, {r.inputs}",
+                    "elements": f"{r.mismatches} of {r.elements}",
+                    "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
+                    "first at [row, …]": r.first_index,
+                }
+                for r in mine
+            ]
+        ).data
+    )
 
 
 def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
@@ -100,11 +151,30 @@ def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
     if not mine:
         return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")
     more = f"\n\n{len(mine) - most} more in verdicts.json." if len(mine) > most else ""
-    return Markdown(table([{
-        "op": label(r), "dtype": r.dtype, "relation": r.relation, "tensor": r.tensor, "layout": r.layout, "M": r.rows,
-        "inputs": r.inputs, "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}", "max abs": _number(r.max_abs),
-        "max rel": _number(r.max_rel), "max ULP": r.max_ulp, "first at [row, …]": r.first_index, "reproduce": f"`{r.repro}`" if r.repro else "–",
-        "detail": r.detail} for r in mine[:most]]).data + more)
+    return Markdown(
+        table(
+            [
+                {
+                    "op": label(r),
+                    "dtype": r.dtype,
+                    "relation": r.relation,
+                    "tensor": r.tensor,
+                    "layout": r.layout,
+                    "M": r.rows,
+                    "inputs": r.inputs,
+                    "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}",
+                    "max abs": _number(r.max_abs),
+                    "max rel": _number(r.max_rel),
+                    "max ULP": r.max_ulp,
+                    "first at [row, …]": r.first_index,
+                    "reproduce": f"`{r.repro}`" if r.repro else "–",
+                    "detail": r.detail,
+                }
+                for r in mine[:most]
+            ]
+        ).data
+        + more
+    )
 
 
 def _number(x) -> str:
@@ -116,21 +186,34 @@ def verdict(session) -> Bundle:
     rows = session.rows
     ops = list(dict.fromkeys(r.op for r in rows if not r.control))
     relations = [k for k in RELATIONS if any(r.relation == k and not r.control for r in rows)]
-    mine = {op: {k: worst([r for r in rows if r.op == op and r.relation == k and not r.control]) for k in relations}
-            for op in ops}
+    mine = {
+        op: {k: worst([r for r in rows if r.op == op and r.relation == k and not r.control]) for k in relations}
+        for op in ops
+    }
     caught = [r for r in rows if r.control and r.caught]
     missed = [r.candidate for r in rows if r.control and not r.caught]
     judged = {r.verdict for r in rows if not r.control}
     word = PASS if session.passed else UNSUPPORTED if judged == {UNSUPPORTED} and not missed else NEEDS_FIX
-    data = {"audit": session.audit, "candidate": session.candidate.spec, "device": session.device_label,
-            "dtypes": session.dtypes, "verdict": word, "ops": mine,
-            "controls": {"caught": len(caught), "total": len(caught) + len(missed), "missed": missed}}
+    data = {
+        "audit": session.audit,
+        "candidate": session.candidate.spec,
+        "device": session.device_label,
+        "dtypes": session.dtypes,
+        "verdict": word,
+        "ops": mine,
+        "controls": {"caught": len(caught), "total": len(caught) + len(missed), "missed": missed},
+    }
     lines = [{"op": op} | {k: MARK[v] for k, v in mine[op].items()} for op in ops]
-    where = "on Triton's interpreter; no statement about a GPU" if session.device_label == "interpreter" else (
-        f"on {session.device_label}")
+    where = (
+        "on Triton's interpreter; no statement about a GPU"
+        if session.device_label == "interpreter"
+        else (f"on {session.device_label}")
+    )
     subject = ", ".join(filter(None, [f"`{session.candidate.spec}`", *session.dtypes, where]))
-    text = (f"### Verdict: {MARK[word]}\n\n{subject}. "
-            f"Controls caught: {len(caught)} of {len(caught) + len(missed)}.\n\n" + table(lines).data)
+    text = (
+        f"### Verdict: {MARK[word]}\n\n{subject}. "
+        f"Controls caught: {len(caught)} of {len(caught) + len(missed)}.\n\n" + table(lines).data
+    )
     return Bundle(text, data, MIME)
 
 
@@ -159,7 +242,9 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
             v = data[i, j]
             text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
             dark = positive.count() and v > 0 and norm(v) > 0.45
-            ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333")
+            ax.text(
+                j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "#333333"
+            )
     ax.set_xticks(np.arange(data.shape[1]) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(np.arange(data.shape[0]) + 0.5, frame.index)
     ax.set(xlim=(0, data.shape[1]), ylim=(data.shape[0], 0), title=title)
@@ -170,20 +255,36 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     return figure
 
 
-def lines(series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits: dict[str, float],
-          log: bool = False) -> plt.Figure:
+def lines(
+    series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits: dict[str, float], log: bool = False
+) -> plt.Figure:
     """One line a series over categories, with the limits drawn in; a series named "fixed…" is grey."""
     figure, ax = plt.subplots(figsize=(8.5, 4.2))
     styles = iter([("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v")] * 3)
     for name, points in series.items():
         fixed = name.startswith("fixed")
         color, marker = ("#888888", "x") if fixed else next(styles)
-        ax.plot([str(x) for x in points], list(points.values()), marker=marker, color=color, label=name,
-                linewidth=1 if fixed else 1.6, linestyle=":" if fixed else "-", markersize=5)
+        ax.plot(
+            [str(x) for x in points],
+            list(points.values()),
+            marker=marker,
+            color=color,
+            label=name,
+            linewidth=1 if fixed else 1.6,
+            linestyle=":" if fixed else "-",
+            markersize=5,
+        )
     for text, y in limits.items():
         ax.axhline(y, color="#D55E00" if len(limits) == 1 or y != 1 else "black", linewidth=0.9, linestyle="--")
-        ax.annotate(text, (1, y), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
-                    va="center", fontsize=8)
+        ax.annotate(
+            text,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     if log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)

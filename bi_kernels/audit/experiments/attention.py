@@ -12,24 +12,36 @@ from torch.nn.utils.rnn import pad_sequence
 import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit.broken import attention as attention_controls
-from bi_kernels.audit.experiments import late_copies as attention_late
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.relations.forward import against_bound, shapes_launched
+from bi_kernels.audit.experiments import late_copies as attention_late
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject, sentence
+from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.forward import against_bound, shapes_launched
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 
 PAGE = 16
-GENERATED = {True: [(4200, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
-             False: [(132, 6, (1, 4))]}
+GENERATED = {
+    True: [(4200, 256, (1, 7, 16, 64, 100, 1000)), (32768, 256, (1, 1000))],  # tokens, of which last, in chunks of
+    False: [(132, 6, (1, 4))],
+}
 LAST = 16  # queries of a long sequence that are held against fp64
-SCORES = {"": 1, ", large scores": 8}  # their factors: with 1, a few splits weigh too little in a long mean for an error to show
+SCORES = {
+    "": 1,
+    ", large scores": 8,
+}  # their factors: with 1, a few splits weigh too little in a long mean for an error to show
 UNEVENLY = ("packed", "permuted", "batch", "left_padded")
-WIDTHS = {True: (64, 96, 256), False: (96, )}
-WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two", "micro_batches:each", "batch")  # two of gradients
+WIDTHS = {True: (64, 96, 256), False: (96,)}
+WIDE_LAYOUTS = (
+    "singles",
+    "left_padded",
+    "chunked:16",
+    "decode of the last two",
+    "micro_batches:each",
+    "batch",
+)  # two of gradients
 UNEVEN = {True: (16384, 1, 700, 15, 5000, 129, 2, 64), False: (130, 1, 70, 15, 2)}
 
 
@@ -41,14 +53,14 @@ def _fold_in_small(session):
 def _parts(n: int, tail: int, size: int) -> list[Call]:
     """A sequence of n tokens: all but `tail` of them in one call, and then chunks of `size`."""
     every = np.arange(n)[None]
-    return [Call(every[:, :n - tail])] + [Call(every[:, at:min(at + size, n)]) for at in range(n - tail, n, size)]
+    return [Call(every[:, : n - tail])] + [Call(every[:, at : min(at + size, n)]) for at in range(n - tail, n, size)]
 
 
 def _ways(session, s: Subject) -> list[tuple[int, int, int, int, dict, str]]:
     """(tokens, how many of them last, in chunks of, page, what of the fold is changed, name) of the ways to compute a long
     sequence; of the op with a window, at the first length, decode and the longest chunks alone."""
     ours, ways = session.candidate.spec == "bi_kernels", []
-    for n, tail, sizes in GENERATED[session.on_gpu][:1 if s.problem.op.constants else None]:
+    for n, tail, sizes in GENERATED[session.on_gpu][: 1 if s.problem.op.constants else None]:
         if s.problem.dtype == torch.float32 and n > 10_000:  # no tensor core: it would take minutes
             continue
         for size in (sizes[0], sizes[-1]) if s.problem.op.constants else sizes:
@@ -68,16 +80,18 @@ def generation(session) -> list[Row]:
     for s in _subjects(session):
         whole = cache(lambda: s.compute([pack(spans(s.lengths))]))
         for n, tail, size, page, change, name in _ways(session, s):
-            first = s.lengths != (n, )
+            first = s.lengths != (n,)
             if first:
                 s.forget()
                 whole.cache_clear()
-                s.own_lengths = (n, )
+                s.own_lengths = (n,)
             with _fold_in_small(session), attention_controls.fold(**change):
                 calls = _parts(n, tail, size)
                 rows.append(_row(s, name, calls, lambda: compare(s.compute(calls, page=page), whole()), n))
                 rows += last_queries(s) if first else []
-    broken = session.subject("attention", session.dtypes[0], attention_controls.later_splits_weigh_more, "later splits weigh more")
+    broken = session.subject(
+        "attention", session.dtypes[0], attention_controls.later_splits_weigh_more, "later splits weigh more"
+    )
     broken = replace(broken, own_lengths=GENERATED[session.on_gpu][-1][:1], memo={})
     with _fold_in_small(session):
         rows.append(_as_control(last_queries(broken)))
@@ -86,27 +100,43 @@ def generation(session) -> list[Row]:
 
 def last_queries(s: Subject) -> list[Row]:
     """The last queries of a long sequence, of several splits, in one call: against fp64, and ten times."""
-    (n, ), p, rows = s.lengths, s.problem, []
+    (n,), p, rows = s.lengths, s.problem, []
     q, k, v = s.inputs("normal", n)[0].values()
     for suffix, large in SCORES.items():
-        last, layout = q[n - LAST:] * large, f"last {LAST} of {n}{suffix}"
+        last, layout = q[n - LAST :] * large, f"last {LAST} of {n}{suffix}"
         ours = lambda last=last: s.called(last[None], k[None], v[None], **p.op.constants)
         try:
             found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **p.op.constants)
-            rows += [_bounded(s, y[0], *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
-                p.returned.items(), found, exact, strict=True)]
+            rows += [
+                _bounded(s, y[0], *e, dtype=dtype, layout=layout, tensor=name)
+                for (name, dtype), y, e in zip(p.returned.items(), found, exact, strict=True)
+            ]
             again = (compare(ours(), found) for _ in range(contract.SWEEP["runs"] - 1))
             drift = next((d for d in again if d.mismatches), compare(found, found))
-            rows.append(s.row("determinism", layout, drift, "itself", "normal", LAST, detail=f"{contract.SWEEP['runs']} runs"))
+            rows.append(
+                s.row("determinism", layout, drift, "itself", "normal", LAST, detail=f"{contract.SWEEP['runs']} runs")
+            )
         except Exception as error:
             rows.append(s.row("accuracy", layout, None, "fp64", "normal", LAST, detail=sentence(error)))
     return rows
 
 
-def _bounded(s: Subject, y: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, n: int | None = None, *, dtype: torch.dtype,
-             layout: str, tensor: str, of: str | None = None) -> Row:
+def _bounded(
+    s: Subject,
+    y: torch.Tensor,
+    exact: torch.Tensor,
+    magnitude: torch.Tensor,
+    n: int | None = None,
+    *,
+    dtype: torch.dtype,
+    layout: str,
+    tensor: str,
+    of: str | None = None,
+) -> Row:
     """of: the input whose gradient y is."""
-    limit = contract.bound("attention", dtype, exact, magnitude, n or s.problem.reduction, gradient=of, inputs=s.problem.dtype)
+    limit = contract.bound(
+        "attention", dtype, exact, magnitude, n or s.problem.reduction, gradient=of, inputs=s.problem.dtype
+    )
     relation = gradients.ACCURACY if of else "accuracy"
     return replace(against_bound(s, relation, y, exact, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
 
@@ -121,10 +151,16 @@ def stock_generation(session) -> dict[str, float]:
     for n, tail, _ in GENERATED[session.on_gpu]:
         if dtype == torch.float32 and session.on_gpu:  # it has none
             continue
-        (q, k, v), _ = (list(x.values()) for x in session.subject("attention", contract.dtype_name(dtype)).problem.inputs("normal", n))
+        (q, k, v), _ = (
+            list(x.values())
+            for x in session.subject("attention", contract.dtype_name(dtype)).problem.inputs("normal", n)
+        )
         whole = attention_controls.flash_decode(q[None], k[None], v[None])[0]
-        parts = [attention_controls.flash_decode(*(t[None] for t in (q[i:i + 1], k[:i + 1], v[:i + 1])))[0] for i in range(n - tail, n)]
-        line[f"decode, cache of {n}"] = compare(torch.cat(parts, 1), whole[:, n - tail:]).mismatches
+        parts = [
+            attention_controls.flash_decode(*(t[None] for t in (q[i : i + 1], k[: i + 1], v[: i + 1])))[0]
+            for i in range(n - tail, n)
+        ]
+        line[f"decode, cache of {n}"] = compare(torch.cat(parts, 1), whole[:, n - tail :]).mismatches
     return line
 
 
@@ -133,13 +169,23 @@ def uneven(session) -> list[Row]:
     lengths, rows = UNEVEN[session.on_gpu], []
     for s in _subjects(session, "attention"):
         s.own_lengths, samples = lengths, spans(lengths)
-        every = dict(zip(UNEVENLY, ([c] for c in (pack(samples), pack(samples[::-1]), pad(samples), pad(samples, left=True)))))
+        every = dict(
+            zip(UNEVENLY, ([c] for c in (pack(samples), pack(samples[::-1]), pad(samples), pad(samples, left=True))))
+        )
         with _fold_in_small(session):
             for kind in (SHARPEST, "nonfinite"):
                 alone = cache(lambda kind=kind: s.compute([Call(x[None]) for x in samples], kind))
                 for name, calls in every.items():
-                    rows.append(_row(s, f"{name}, lengths 1 to {max(lengths)}", calls,
-                                     lambda: compare(s.compute(calls, kind), alone()), sum(lengths), kind))
+                    rows.append(
+                        _row(
+                            s,
+                            f"{name}, lengths 1 to {max(lengths)}",
+                            calls,
+                            lambda: compare(s.compute(calls, kind), alone()),
+                            sum(lengths),
+                            kind,
+                        )
+                    )
         s.forget()
     return rows
 
@@ -150,31 +196,55 @@ def _subjects(session, op: str = "") -> Iterator[Subject]:
             yield replace(s, memo={})
 
 
-def _row(s: Subject, name: str, calls: list[Call], drift: Callable[[], Drift], tokens: int, kind: str = SHARPEST) -> Row:
+def _row(
+    s: Subject, name: str, calls: list[Call], drift: Callable[[], Drift], tokens: int, kind: str = SHARPEST
+) -> Row:
     try:
         return s.row("invariance", name, drift(), "one call", kind, tokens, detail=shapes_launched(calls))
     except Exception as error:
-        return s.row("invariance", name, None, "one call", kind, tokens, detail=f"{shapes_launched(calls)}; {sentence(error)}")
+        return s.row(
+            "invariance", name, None, "one call", kind, tokens, detail=f"{shapes_launched(calls)}; {sentence(error)}"
+        )
 
 
 def widths(session) -> list[Row]:
     """Heads of other widths, in the first dtype: layouts, decode, gradients, and both against fp64."""
     rows, dtype, n = [], session.dtypes[0], 1500 if session.on_gpu else 70
     for width in WIDTHS[session.on_gpu]:
-        first = next(s for s in session.make() if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == dtype)
+        first = next(
+            s
+            for s in session.make()
+            if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == dtype
+        )
         case = f"{width} wide"
         op = replace(first.problem.op, cases=lambda shapes, w=width, c=case: {c: {"head_dim": w}})
         s = replace(first, problem=replace(first.problem, op=op, case=case), own_lengths=(n, 1, n // 11, 5), memo={})
         rows += judge.invariance(s, only=WIDE_LAYOUTS[:3])
         tokens = np.arange(n)[None]
-        calls = [Call(tokens[:, :n - 2]), *(Call(tokens[:, i:i + 1]) for i in (n - 2, n - 1)), *(Call(x[None]) for x in spans(s.lengths)[1:])]
-        rows.append(_row(s, WIDE_LAYOUTS[3], calls, lambda: compare(s.compute(calls), s.layout("packed")), sum(s.lengths)))
+        calls = [
+            Call(tokens[:, : n - 2]),
+            *(Call(tokens[:, i : i + 1]) for i in (n - 2, n - 1)),
+            *(Call(x[None]) for x in spans(s.lengths)[1:]),
+        ]
+        rows.append(
+            _row(s, WIDE_LAYOUTS[3], calls, lambda: compare(s.compute(calls), s.layout("packed")), sum(s.lengths))
+        )
         step = gradients.Step(s, SHARPEST, s.lengths)
         whole = step.gradients(step.layouts["packed"])
         for name in WIDE_LAYOUTS[4:]:
             found = step.gradients(step.layouts[name])
-            rows += [s.row(gradients.INVARIANCE, name, compare(found[k], whole[k]), "packed", SHARPEST, step.count, tensor=f"d{k}")
-                     for k in whole]
+            rows += [
+                s.row(
+                    gradients.INVARIANCE,
+                    name,
+                    compare(found[k], whole[k]),
+                    "packed",
+                    SHARPEST,
+                    step.count,
+                    tensor=f"d{k}",
+                )
+                for k in whole
+            ]
         rows += [judge.accuracy(s, "normal"), *gradients.gradient_accuracy(s, "normal")]
     return rows
 
@@ -194,8 +264,8 @@ def starts(session) -> list[Row]:
     rows, places = [], STARTS[session.on_gpu]
     for s in _subjects(session):
         n = FROM[session.on_gpu] + places[-1]
-        s.own_lengths, name = (n, ), _from(session)
-        step = gradients.Step(s, SHARPEST, (n, ))
+        s.own_lengths, name = (n,), _from(session)
+        step = gradients.Step(s, SHARPEST, (n,))
         q, k, v = step.tokens.values()
 
         def run(start: int) -> tuple[tuple, torch.Tensor | None]:
@@ -230,7 +300,14 @@ def _first(drifts: Iterator[Drift]) -> Drift:
     return Drift(0, seen)
 
 
-EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]  # queries, keys
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [
+    (5, 0),
+    (40, 9),
+    (9, 40),
+    (0, 7),
+    (70, 132),
+    (130, 161),
+]  # queries, keys
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 
 
@@ -246,7 +323,9 @@ def edges(session) -> list[Row]:
         with attention_controls.fold(FEW=0):
             rows += _edges(s, "edges, as prefill", backward=False) + _padded_edges(s, "edges, padded, as prefill")
         s.forget()
-    broken = session.subject("attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN")
+    broken = session.subject(
+        "attention", session.dtypes[0], attention_controls.nan_without_keys, "−inf rows giving NaN"
+    )
     return [*rows, _as_control(_edges(replace(broken, memo={})))]
 
 
@@ -263,15 +342,20 @@ def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
 
 def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
     p, constants = s.problem, s.problem.op.constants
-    ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device) for name, column in zip("qk", zip(*EDGES))}
+    ends = {
+        f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(column)], device=p.device)
+        for name, column in zip("qk", zip(*EDGES))
+    }
     try:
         inputs, exact = _edge_inputs(s, large)
         given = {name: t.clone().requires_grad_() for name, t in inputs.items()}
         found = s.called(*given.values(), **ends, **constants)
-        rows = [_bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in zip(
-            p.returned.items(), found, exact, strict=True)]
+        rows = [
+            _bounded(s, y.detach(), *e, dtype=dtype, layout=layout, tensor=name)
+            for (name, dtype), y, e in zip(p.returned.items(), found, exact, strict=True)
+        ]
         if backward:
-            step = gradients.Step(s, "normal", (len(given["q"]), ))
+            step = gradients.Step(s, "normal", (len(given["q"]),))
             step.upstream(found, 1)
             exact = gradient("attention", inputs, constants, step.dy, EDGES)
             for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
@@ -287,7 +371,11 @@ def _padded_edges(s: Subject, layout: str) -> list[Row]:
     try:
         given, exact = _edge_inputs(s)
         wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
-        found = s.called(*wide, **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}, **p.op.constants)
+        found = s.called(
+            *wide,
+            **{f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()},
+            **p.op.constants,
+        )
         real = torch.arange(wide[0].shape[1], device=p.device) < torch.tensor(counts["q"], device=p.device)[:, None]
         rows = []
         for (name, dtype), y, parts, nothing in zip(p.returned.items(), found, exact, (0.0, -torch.inf), strict=True):
@@ -304,7 +392,9 @@ def captured(session) -> list[Row]:
     the first dtype. GPU only."""
     rows = []
     torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True
+    )
     for s in _subjects(session, "attention"):
         n = 9000
         if contract.dtype_name(s.problem.dtype) != session.dtypes[0]:
@@ -313,7 +403,10 @@ def captured(session) -> list[Row]:
         whole = bi_kernels.attention(q[None], k[None], v[None])
         for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
             at = slice(length - queries, length)
-            given, lengths = [torch.zeros_like(t)[None] for t in (q[at], k, v)], torch.ones(1, dtype=torch.int32, device=s.problem.device)
+            given, lengths = (
+                [torch.zeros_like(t)[None] for t in (q[at], k, v)],
+                torch.ones(1, dtype=torch.int32, device=s.problem.device),
+            )
             bi_kernels.attention(*given, lengths_k=lengths.fill_(queries))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -324,19 +417,34 @@ def captured(session) -> list[Row]:
             graph.replay()
             expected = tuple(t[:, at] for t in whole)
             for name, y in {"cuda_graph": out, "torch.compile": compiled(*given, lengths)}.items():
-                rows.append(s.row("invariance", name, compare(tuple(y), expected), "eager, one call", SHARPEST, queries,
-                                  detail=f"{queries} of {length} queries, in a cache of {n}"))
+                rows.append(
+                    s.row(
+                        "invariance",
+                        name,
+                        compare(tuple(y), expected),
+                        "eager, one call",
+                        SHARPEST,
+                        queries,
+                        detail=f"{queries} of {length} queries, in a cache of {n}",
+                    )
+                )
     return rows
 
 
 def missing(session) -> list[Row]:
     """A needs-fix row for every experiment that is not in the rows."""
     out, first = [], DTYPES[session.dtypes[0]]
-    met = {(r.op, r.case, r.dtype, r.layout, tensor) for r in session.rows if not r.control for tensor in ("", r.tensor)}
+    met = {
+        (r.op, r.case, r.dtype, r.layout, tensor) for r in session.rows if not r.control for tensor in ("", r.tensor)
+    }
     for s in _subjects(session):
         p, ways = s.problem, _ways(session, s)
         required = {name for *_, name in ways} | {f"last {LAST} of {n}{x}" for n, *_ in ways for x in SCORES}
-        required |= {_from(session), "edges, huge scores", *(f"edges{x}{y}" for x in ("", ", padded") for y in ("", ", as prefill"))}
+        required |= {
+            _from(session),
+            "edges, huge scores",
+            *(f"edges{x}{y}" for x in ("", ", padded") for y in ("", ", as prefill")),
+        }
         if p.op.name == "attention":
             required |= {f"{name}, lengths 1 to {max(UNEVEN[session.on_gpu])}" for name in UNEVENLY}
         if p.op.name == "attention" and p.dtype == first and session.on_gpu:
@@ -344,12 +452,23 @@ def missing(session) -> list[Row]:
         if p.op.name == "attention" and p.dtype.itemsize == 2 and attention_late.applies(session):
             required |= {attention_late.LAYOUT}
         wanted = [(p.case, layout, "") for layout in sorted(required)]
-        wanted += [(p.case, layout, f"d{k}") for layout in ("edges", "edges, huge scores", attention_late.LAYOUT, _from(session))
-                   if layout in required for k in ("q" if layout == _from(session) else "qkv")]
-        wanted += [(f"{w} wide", layout, "") for w in WIDTHS[session.on_gpu] for layout in (*WIDE_LAYOUTS, "rows")
-                   if p.op.name == "attention" and p.dtype == first]
-        out += [s.row("invariance", layout, None, detail=f"{case} {tensor}: required, not run") for case, layout, tensor in wanted
-                if (p.op.name, case, contract.dtype_name(p.dtype), layout, tensor) not in met]
+        wanted += [
+            (p.case, layout, f"d{k}")
+            for layout in ("edges", "edges, huge scores", attention_late.LAYOUT, _from(session))
+            if layout in required
+            for k in ("q" if layout == _from(session) else "qkv")
+        ]
+        wanted += [
+            (f"{w} wide", layout, "")
+            for w in WIDTHS[session.on_gpu]
+            for layout in (*WIDE_LAYOUTS, "rows")
+            if p.op.name == "attention" and p.dtype == first
+        ]
+        out += [
+            s.row("invariance", layout, None, detail=f"{case} {tensor}: required, not run")
+            for case, layout, tensor in wanted
+            if (p.op.name, case, contract.dtype_name(p.dtype), layout, tensor) not in met
+        ]
     return out
 
 
@@ -358,12 +477,16 @@ def by_layout(rows: list[Row]) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     for r in rows:
         if r.relation == "invariance":
-            out.setdefault(f"{r.case or r.op} {r.dtype}", {})[r.layout] = float("nan") if r.mismatches is None else r.mismatches
+            out.setdefault(f"{r.case or r.op} {r.dtype}", {})[r.layout] = (
+                float("nan") if r.mismatches is None else r.mismatches
+            )
     return out
 
 
 def title(rows: list[Row]) -> str:
     ways = [r for r in rows if r.relation == "invariance" and not r.control]
     failed = sum(r.mismatches is None for r in ways)
-    return (f"{len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
-            + f", {failed} could not be computed" * (failed > 0))
+    return (
+        f"{len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
+        + f", {failed} could not be computed" * (failed > 0)
+    )

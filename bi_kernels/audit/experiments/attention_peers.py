@@ -11,33 +11,42 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.ops.attention import forward as attention_forward
 from bi_kernels.audit.experiments.gemm import launch_us, times_ms
 from bi_kernels.contract import CONTRACT
+from bi_kernels.ops.attention import forward as attention_forward
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
 
-def _qkv(session, batch: int, queries: int, keys: int, heads: tuple[int, int] | None = None, grad: bool = False) -> list[torch.Tensor]:
+def _qkv(
+    session, batch: int, queries: int, keys: int, heads: tuple[int, int] | None = None, grad: bool = False
+) -> list[torch.Tensor]:
     shape = contract.SHAPES[session.parameters["shapes"]]
     h, kv = heads or (shape["heads"], shape["kv_heads"])
     g = torch.Generator(session.device).manual_seed(session.parameters["seed"])
-    return [torch.randn(batch, n, count, shape["head_dim"], generator=g, device=session.device).bfloat16().requires_grad_(grad)
-            for n, count in ((queries, h), (keys, kv), (keys, kv))]
+    return [
+        torch.randn(batch, n, count, shape["head_dim"], generator=g, device=session.device)
+        .bfloat16()
+        .requires_grad_(grad)
+        for n, count in ((queries, h), (keys, kv), (keys, kv))
+    ]
 
 
 def _sdpa(backend: SDPBackend, q, k, v) -> torch.Tensor:
     """torch's attention by one backend, whose context the call leaves."""
     with sdpa_kernel([backend]):
-        return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=q.shape[1] > 1,
-                                            enable_gqa=q.shape[2] > k.shape[2]).transpose(1, 2)
+        return scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=q.shape[1] > 1, enable_gqa=q.shape[2] > k.shape[2]
+        ).transpose(1, 2)
 
 
 def errors(session, length: int = 2048) -> list[dict]:
     """Errors against fp64 of what everybody gives on the same inputs, bf16, causal: root mean square and largest, as a share
     of the exact result's root mean square."""
     q, k, v = _qkv(session, 1, length, length)
-    dy = torch.randn(q.shape, generator=torch.Generator(session.device).manual_seed(1), device=session.device).bfloat16()
+    dy = torch.randn(
+        q.shape, generator=torch.Generator(session.device).manual_seed(1), device=session.device
+    ).bfloat16()
 
     def results(function: Callable) -> list[torch.Tensor]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -46,16 +55,26 @@ def errors(session, length: int = 2048) -> list[dict]:
 
     q64, k64, v64 = (t.detach().double().requires_grad_() for t in (q, k, v))
     wide = [t.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for t in (k64, v64)]
-    s = q64.transpose(1, 2) @ wide[0].mT * q.shape[-1]**-0.5
-    out = (s.masked_fill(~torch.ones_like(s[0, 0], dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ wide[1]).transpose(1, 2)
+    s = q64.transpose(1, 2) @ wide[0].mT * q.shape[-1] ** -0.5
+    out = (
+        s.masked_fill(~torch.ones_like(s[0, 0], dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ wide[1]
+    ).transpose(1, 2)
     exact = [out.detach(), *torch.autograd.grad(out, (q64, k64, v64), dy.double())]
     lines = []
-    for name, function in {"bi_kernels": lambda *x: bi_kernels.attention(*x)[0], **{
-            peer: lambda *x, backend=backend: _sdpa(backend, *x) for peer, backend in PEERS.items()}}.items():
+    for name, function in {
+        "bi_kernels": lambda *x: bi_kernels.attention(*x)[0],
+        **{peer: lambda *x, backend=backend: _sdpa(backend, *x) for peer, backend in PEERS.items()},
+    }.items():
         for tensor, y, e in zip(("out", "dq", "dk", "dv"), results(function), exact):
             gap, scale = y.double() - e, e.square().mean().sqrt()
-            lines.append({"who": name, "tensor": tensor, "rms": float(gap.square().mean().sqrt() / scale),
-                          "largest": float(gap.abs().max() / scale)})
+            lines.append(
+                {
+                    "who": name,
+                    "tensor": tensor,
+                    "rms": float(gap.square().mean().sqrt() / scale),
+                    "largest": float(gap.abs().max() / scale),
+                }
+            )
     return lines
 
 
@@ -66,6 +85,7 @@ def _deterministic(call: Callable) -> Callable:
             return call()
         finally:
             torch.use_deterministic_algorithms(False)
+
     return wrapped
 
 
@@ -80,11 +100,17 @@ def speed(session) -> list[dict]:
             names, calls = ["bi_kernels", *PEERS], [lambda: bi_kernels.attention(q, k, v)]
             calls += [lambda b=b: _sdpa(b, q, k, v) for b in PEERS.values()]
             line = dict(zip(names, (flops / ms for ms in times_ms(*calls))))
-        lines.append({"pass": "forward", "length": length, "batch": batch} | line | {"ratio to cuDNN": line["bi_kernels"] / line["cuDNN"]})
+        lines.append(
+            {"pass": "forward", "length": length, "batch": batch}
+            | line
+            | {"ratio to cuDNN": line["bi_kernels"] / line["cuDNN"]}
+        )
         calls, names, dy = [], [], torch.randn_like(q)
-        candidates = {"bi_kernels": lambda: bi_kernels.attention(q, k, v)[0]} | {
-            name: lambda b=b: _sdpa(b, q, k, v) for name, b in PEERS.items()} | {
-            f"{name}, deterministic": lambda b=b: _sdpa(b, q, k, v) for name, b in PEERS.items()}
+        candidates = (
+            {"bi_kernels": lambda: bi_kernels.attention(q, k, v)[0]}
+            | {name: lambda b=b: _sdpa(b, q, k, v) for name, b in PEERS.items()}
+            | {f"{name}, deterministic": lambda b=b: _sdpa(b, q, k, v) for name, b in PEERS.items()}
+        )
         for name, make in candidates.items():
             y = make()
             call = lambda y=y: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
@@ -97,7 +123,11 @@ def speed(session) -> list[dict]:
             calls.append(call)
         line = dict(zip(names, (2.5 * flops / ms for ms in times_ms(*calls))))
         peer = line.get("cuDNN, deterministic", line["cuDNN"])
-        lines.append({"pass": "backward", "length": length, "batch": batch} | line | {"ratio to cuDNN": line["bi_kernels"] / peer})
+        lines.append(
+            {"pass": "backward", "length": length, "batch": batch}
+            | line
+            | {"ratio to cuDNN": line["bi_kernels"] / peer}
+        )
         del calls, candidates, y
     return lines
 
@@ -106,7 +136,7 @@ def decode_speed(session) -> list[dict]:
     """One query a sequence against a long cache, bf16: TB/s of the cache, and our time over that of SDPA's fastest backend."""
     lines, backends = [], PEERS | {"efficient": SDPBackend.EFFICIENT_ATTENTION}
     copied = torch.empty(2**30, dtype=torch.int8, device=session.device)
-    copy_ms, = times_ms(lambda: copied[:2**29].copy_(copied[2**29:]))
+    (copy_ms,) = times_ms(lambda: copied[: 2**29].copy_(copied[2**29 :]))
     for batch, length in ((32, 4096), (8, 8192), (1, 65536)):
         q, k, v = _qkv(session, batch, 1, length)
         calls, names = [lambda: bi_kernels.attention(q, k, v)], ["bi_kernels"]
@@ -121,10 +151,17 @@ def decode_speed(session) -> list[dict]:
         with torch.no_grad():
             ms = dict(zip(names, times_ms(*calls)))
         best = min(t for name, t in ms.items() if name != "bi_kernels")
-        lines.append({"batch": batch, "cache": length, **{f"{n} µs": t * 1e3 for n, t in ms.items()},
-                      "TB/s": 2 * k.nbytes / ms["bi_kernels"] / 1e9,
-                      "of a copy": 2 * k.nbytes / ms["bi_kernels"] / (2**30 / copy_ms), "ours / fastest SDPA": ms["bi_kernels"] / best,
-                      "launch µs": launch_us(lambda: bi_kernels.attention(q, k, v), 50)})
+        lines.append(
+            {
+                "batch": batch,
+                "cache": length,
+                **{f"{n} µs": t * 1e3 for n, t in ms.items()},
+                "TB/s": 2 * k.nbytes / ms["bi_kernels"] / 1e9,
+                "of a copy": 2 * k.nbytes / ms["bi_kernels"] / (2**30 / copy_ms),
+                "ours / fastest SDPA": ms["bi_kernels"] / best,
+                "launch µs": launch_us(lambda: bi_kernels.attention(q, k, v), 50),
+            }
+        )
     return lines
 
 
@@ -146,25 +183,58 @@ def fold_figure(length: int = 11_000) -> plt.Figure:
     """The keys of one query, block by block and split by split, and which program of each schedule adds them."""
     block, split = attention_forward.BLOCK, attention_forward.SPLIT
     splits = math.ceil(length / split)
-    schedules = {"prefill: a program for\na tile of queries": [0] * splits, "a long chunk:\nthe same": [0] * splits,
-                 "decode, a short chunk:\na program a split": list(range(splits))}
+    schedules = {
+        "prefill: a program for\na tile of queries": [0] * splits,
+        "a long chunk:\nthe same": [0] * splits,
+        "decode, a short chunk:\na program a split": list(range(splits)),
+    }
     palette = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
     figure, ax = plt.subplots(figsize=(9, 3.3))
     for lane, programs in enumerate(schedules.values()):
         for n, program in enumerate(programs):
             lo, hi = n * split, min((n + 1) * split, length)
             starts = np.arange(lo, hi, block)
-            ax.barh([lane] * len(starts), np.minimum(block, hi - starts), left=starts, height=0.42, color=palette[program % 5],
-                    edgecolor="white", linewidth=0.25)
-            ax.annotate("", (hi - block, lane + 0.32), (lo + block, lane + 0.32), arrowprops={"arrowstyle": "->", "color": "#333333"})
-            ax.text((lo + hi) / 2, lane + 0.36, f"blocks {lo // block + 1} to {math.ceil(hi / block)}",
-                    ha="center", va="top", fontsize=7.5)
+            ax.barh(
+                [lane] * len(starts),
+                np.minimum(block, hi - starts),
+                left=starts,
+                height=0.42,
+                color=palette[program % 5],
+                edgecolor="white",
+                linewidth=0.25,
+            )
+            ax.annotate(
+                "",
+                (hi - block, lane + 0.32),
+                (lo + block, lane + 0.32),
+                arrowprops={"arrowstyle": "->", "color": "#333333"},
+            )
+            ax.text(
+                (lo + hi) / 2,
+                lane + 0.36,
+                f"blocks {lo // block + 1} to {math.ceil(hi / block)}",
+                ha="center",
+                va="top",
+                fontsize=7.5,
+            )
             if n:
-                ax.annotate(f"merge {n}", (lo, lane - 0.22), (lo, lane - 0.42), ha="center", fontsize=7.5, color="#D55E00",
-                            arrowprops={"arrowstyle": "->", "color": "#D55E00"})
-    ax.set(yticks=range(len(schedules)), yticklabels=list(schedules), xlabel=f"key, counted from its sequence's first; a cell is a block of {block}",
-           title=f"One order of {length:,} keys, three schedules: blocks of {block} in splits of {split:,}",
-           xlim=(0, length), ylim=(len(schedules) - 0.35, -0.6))
+                ax.annotate(
+                    f"merge {n}",
+                    (lo, lane - 0.22),
+                    (lo, lane - 0.42),
+                    ha="center",
+                    fontsize=7.5,
+                    color="#D55E00",
+                    arrowprops={"arrowstyle": "->", "color": "#D55E00"},
+                )
+    ax.set(
+        yticks=range(len(schedules)),
+        yticklabels=list(schedules),
+        xlabel=f"key, counted from its sequence's first; a cell is a block of {block}",
+        title=f"One order of {length:,} keys, three schedules: blocks of {block} in splits of {split:,}",
+        xlim=(0, length),
+        ylim=(len(schedules) - 0.35, -0.6),
+    )
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     figure.tight_layout()
@@ -182,13 +252,24 @@ def speed_text(goal: dict, speed: list[dict], decode: list[dict]) -> str:
     peers = {"forward": "cuDNN", "backward": "cuDNN's deterministic one (its other one, where that raised)"}
     for name, peer in peers.items():
         least = min(x["ratio to cuDNN"] for x in speed if x["pass"] == name and x["length"] >= goal["length"])
-        parts.append(f"{name} at least **{least:.2f}** of {peer} from {goal['length']} tokens on (goal {goal[name]:.2f}): {word(least >= goal[name])}")
+        parts.append(
+            f"{name} at least **{least:.2f}** of {peer} from {goal['length']} tokens on (goal {goal[name]:.2f}): {word(least >= goal[name])}"
+        )
     many, one = decode[0], decode[-1]
-    parts.append(f"decode of {many['batch']} sequences with {many['cache']} keys **{many['of a copy']:.2f}** of a copy's bandwidth (goal "
-                 f"{goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}")
-    parts.append(f"of one with {one['cache']} keys **{one['ours / fastest SDPA']:.2f}** times SDPA's fastest backend (goal at most "
-                 f"{goal['decode_time']}): {word(one['ours / fastest SDPA'] <= goal['decode_time'])}")
-    parts.append("what limits each, as we read the machine code and the times: forward, the exponentials, which run under the "
-                 "products but not entirely; backward, q kᵀ and dout vᵀ, which are computed twice, for dq and for dk and dv; decode, "
-                 "beside the bytes of the cache, the partial results and the second launch that merges them")
-    return "## Speed\n\nbf16, causal, calls taking turns; times are the device's, as under a CUDA graph.\n\n" + "\n".join(f"- {p}" for p in parts)
+    parts.append(
+        f"decode of {many['batch']} sequences with {many['cache']} keys **{many['of a copy']:.2f}** of a copy's bandwidth (goal "
+        f"{goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}"
+    )
+    parts.append(
+        f"of one with {one['cache']} keys **{one['ours / fastest SDPA']:.2f}** times SDPA's fastest backend (goal at most "
+        f"{goal['decode_time']}): {word(one['ours / fastest SDPA'] <= goal['decode_time'])}"
+    )
+    parts.append(
+        "what limits each, as we read the machine code and the times: forward, the exponentials, which run under the "
+        "products but not entirely; backward, q kᵀ and dout vᵀ, which are computed twice, for dq and for dk and dv; decode, "
+        "beside the bytes of the cache, the partial results and the second launch that merges them"
+    )
+    return (
+        "## Speed\n\nbf16, causal, calls taking turns; times are the device's, as under a CUDA graph.\n\n"
+        + "\n".join(f"- {p}" for p in parts)
+    )

@@ -18,8 +18,10 @@ def bounds() -> list[dict]:
     lines = []
     for name, op in CONTRACT["ops"].items():
         factor = lambda d: contract.evaluate(op["c"].get(d, op["c"].get("any")), n=4096)
-        lines.append({"op": name, "rounding": op["rounding"], "contraction": op["fma"], "S": op["S"].replace("|", "\\|")} | {
-            f"c, {d}": f"{factor(d):.2g}" for d in DTYPES})
+        lines.append(
+            {"op": name, "rounding": op["rounding"], "contraction": op["fma"], "S": op["S"].replace("|", "\\|")}
+            | {f"c, {d}": f"{factor(d):.2g}" for d in DTYPES}
+        )
     return lines
 
 
@@ -37,14 +39,16 @@ def acceptance(session) -> tuple[list[Row], list[dict]]:
         for dtype in (*DTYPES.values(), *REFUSED):
             kept_as_is = [k for k, v in op.tokens.items() if v.endswith((":id", ":bool"))]
             convert = lambda given: {k: t if k in kept_as_is else t.float().to(dtype) for k, t in given.items()}
-            target = Problem(op, s.problem.case, dtype if op.casts else s.problem.dtype, s.problem.shapes, s.problem.device)
+            target = Problem(
+                op, s.problem.case, dtype if op.casts else s.problem.dtype, s.problem.shapes, s.problem.device
+            )
             subject = Subject(target, s.function, s.candidate, s.device, s.command)
             if op.casts:
                 arguments = tokens, shared
             else:
                 arguments = convert(tokens), convert(shared)
             try:
-                got = subject.call(*arguments, (3, ), at)
+                got = subject.call(*arguments, (3,), at)
                 dtypes = [t.dtype for t in (got if isinstance(got, tuple) else [got])]
                 said = f"returns {', '.join(map(dtype_name, dtypes))}"
                 kept = dtype in DTYPES.values() and dtypes == list(op.returned(dtype).values())
@@ -53,7 +57,9 @@ def acceptance(session) -> tuple[list[Row], list[dict]]:
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)
                 kept = dtype not in DTYPES.values() and isinstance(error, TypeError) and named
             line[dtype_name(dtype)] = "✅" if kept else f"❌ {said[:60]}"
-            row = s.row("contract", "dtype", Drift(int(not kept), 1), detail=said[:200], verdict=PASS if kept else NEEDS_FIX)
+            row = s.row(
+                "contract", "dtype", Drift(int(not kept), 1), detail=said[:200], verdict=PASS if kept else NEEDS_FIX
+            )
             row.dtype = dtype_name(dtype)
             rows.append(row)
         lines.append(line)
@@ -68,9 +74,14 @@ def accumulation(session) -> dict[str, dict[int, float]]:
         x, w = (torch.randn(32, k, generator=g).bfloat16().to(session.device) for _ in range(2))
         exact, magnitude = reference.linear(x, w)
         limit = contract.bound("linear", torch.bfloat16, exact, magnitude, k)
-        half = lambda x, w: (bi_kernels.linear(x[:, :k // 2], w[:, :k // 2]) + bi_kernels.linear(x[:, k // 2:], w[:, k // 2:]))
-        for name, fn in (("candidate", session.candidate.functions.get("linear", bi_kernels.linear)), ("partial sums rounded to bf16", half),
-                         ("every step rounded to bf16", bf16_accumulation)):
+        half = lambda x, w: (
+            bi_kernels.linear(x[:, : k // 2], w[:, : k // 2]) + bi_kernels.linear(x[:, k // 2 :], w[:, k // 2 :])
+        )
+        for name, fn in (
+            ("candidate", session.candidate.functions.get("linear", bi_kernels.linear)),
+            ("partial sums rounded to bf16", half),
+            ("every step rounded to bf16", bf16_accumulation),
+        ):
             out.setdefault(name, {})[k] = float(((fn(x, w).double() - exact).abs() / limit).max())
     return out
 

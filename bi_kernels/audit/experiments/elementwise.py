@@ -24,7 +24,9 @@ def layout_map(session, rows: list[Row], dtype: str) -> dict[str, dict[str, floa
         s = Subject(Problem(OPS[op], "", DTYPES[dtype], session.parameters["shapes"], session.device), function, "", "")
         kind = "nonfinite" if op == "silu" else SHARPEST
         seen[f"broken: {function.__name__}"] = {
-            n: compare(s.layout(n, kind), s.layout("singles" if n == "packed" else "packed", kind)).mismatches for n in names}
+            n: compare(s.layout(n, kind), s.layout("singles" if n == "packed" else "packed", kind)).mismatches
+            for n in names
+        }
     return seen
 
 
@@ -37,12 +39,17 @@ def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     at = torch.tensor(positions, device=session.device)
     table = bi_kernels.rope_table(4096, dim, device=session.device)
     from bi_kernels import reference
+
     exact, _ = reference.rope(x, table, at)
     out = {}
-    for name, fn in (("bi_kernels: fp32 table from fp64", bi_kernels.rope),
-                     ("cos and sin rounded to bf16", lambda x, t, p: bi_kernels.rope(
-                         x, bi_kernels.RopeTable(*(part.bfloat16().float() for part in t)), p)),
-                     ("positions rounded to bf16", rope_bf16_positions)):
+    for name, fn in (
+        ("bi_kernels: fp32 table from fp64", bi_kernels.rope),
+        (
+            "cos and sin rounded to bf16",
+            lambda x, t, p: bi_kernels.rope(x, bi_kernels.RopeTable(*(part.bfloat16().float() for part in t)), p),
+        ),
+        ("positions rounded to bf16", rope_bf16_positions),
+    ):
         error = (fn(x, table, at).double() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
         out[name] = error.tolist()
     return positions, out
@@ -56,16 +63,27 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[lis
     x = torch.randn(sum(lengths), heads, dim, generator=g).bfloat16().to(session.device)
     table = bi_kernels.rope_table(4096, dim, device=session.device)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(session.device)
-    alone = torch.cat([bi_kernels.rope(part, table, torch.arange(len(part), device=session.device))
-                       for part in x.split(lengths)])
+    alone = torch.cat(
+        [bi_kernels.rope(part, table, torch.arange(len(part), device=session.device)) for part in x.split(lengths)]
+    )
     given = torch.cat([torch.arange(n) for n in lengths]).to(session.device)
-    ways = {"cu_seqlens": bi_kernels.rope(x, table, cu_seqlens=ends), "positions": bi_kernels.rope(x, table, given),
-            "one running count, for contrast": bi_kernels.rope(x, table, torch.arange(len(x), device=session.device))}
-    s = Subject(Problem(OPS["rope"], "", torch.bfloat16, session.parameters["shapes"], session.device), bi_kernels.rope,
-                "bi_kernels", session.device_label, session.command)
+    ways = {
+        "cu_seqlens": bi_kernels.rope(x, table, cu_seqlens=ends),
+        "positions": bi_kernels.rope(x, table, given),
+        "one running count, for contrast": bi_kernels.rope(x, table, torch.arange(len(x), device=session.device)),
+    }
+    s = Subject(
+        Problem(OPS["rope"], "", torch.bfloat16, session.parameters["shapes"], session.device),
+        bi_kernels.rope,
+        "bi_kernels",
+        session.device_label,
+        session.command,
+    )
     drifts = {name: compare(y, alone) for name, y in ways.items()}
-    rows = [s.row("parity", "packed=alone", drifts[name], "each sequence alone", "normal", sum(lengths), detail=name)
-            for name in ("cu_seqlens", "positions")]
+    rows = [
+        s.row("parity", "packed=alone", drifts[name], "each sequence alone", "normal", sum(lengths), detail=name)
+        for name in ("cu_seqlens", "positions")
+    ]
     return rows, [{"positions from": name, "against each sequence alone": str(d)} for name, d in drifts.items()]
 
 
@@ -78,11 +96,15 @@ def bandwidth(session) -> list[dict]:
     b, at = make(size["mlp"]), torch.arange(rows, device=session.device)
     table, mask = bi_kernels.rope_table(rows, size["head_dim"], device=session.device), g > 0
     from bi_kernels.audit import stock
+
     cases = {
-        "silu": (lambda m: m.silu(g), 2 * g.nbytes), "gelu": (lambda m: m.gelu(g), 2 * g.nbytes),
+        "silu": (lambda m: m.silu(g), 2 * g.nbytes),
+        "gelu": (lambda m: m.gelu(g), 2 * g.nbytes),
         "gelu_tanh": (lambda m: m.gelu(g, approximate="tanh"), 2 * g.nbytes),
-        "swiglu": (lambda m: m.swiglu(g, u), 3 * g.nbytes), "add": (lambda m: m.add(g, u), 3 * g.nbytes),
-        "scale": (lambda m: m.scale(g, 0.5), 2 * g.nbytes), "bias_add": (lambda m: m.bias_add(g, b), 2 * g.nbytes),
+        "swiglu": (lambda m: m.swiglu(g, u), 3 * g.nbytes),
+        "add": (lambda m: m.add(g, u), 3 * g.nbytes),
+        "scale": (lambda m: m.scale(g, 0.5), 2 * g.nbytes),
+        "bias_add": (lambda m: m.bias_add(g, b), 2 * g.nbytes),
         "mask_fill": (lambda m: m.mask_fill(g, mask, -1.0), 2 * g.nbytes + mask.nbytes),
         "cast": (lambda m: m.cast(g, torch.float32), 3 * g.nbytes),
         "rope": (lambda m: m.rope(q, table, at), 2 * q.nbytes),
@@ -93,5 +115,7 @@ def bandwidth(session) -> list[dict]:
     out = []
     for name, (call, moved) in cases.items():
         ours, theirs = times_ms(lambda: call(bi_kernels), lambda: call(stock))
-        out.append({"op": name, "TB/s": moved / ours / 1e9, "of a copy": moved / ours / copy, "times torch": theirs / ours})
+        out.append(
+            {"op": name, "TB/s": moved / ours / 1e9, "of a copy": moved / ours / copy, "times torch": theirs / ours}
+        )
     return out

@@ -35,8 +35,12 @@ def _fixed_kernel(x, w, y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = (start + k < K)[None, :]
-        acc = tl.dot(tl.load(x_at + start, mask=rows & inside, other=0.0),
-                     tl.load(w_at + start, mask=columns & inside, other=0.0).T, acc, input_precision="ieee")
+        acc = tl.dot(
+            tl.load(x_at + start, mask=rows & inside, other=0.0),
+            tl.load(w_at + start, mask=columns & inside, other=0.0).T,
+            acc,
+            input_precision="ieee",
+        )
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=rows & (n < N)[None, :])
 
@@ -45,20 +49,26 @@ def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
     (M, K), N = x.shape, w.shape[0]
     y = x.new_empty(M, N)
-    _fixed_kernel[(triton.cdiv(M, 128), triton.cdiv(N, 128))](x, w, y, M, N, K, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64,
-                                                             num_warps=8, num_stages=3)
+    _fixed_kernel[(triton.cdiv(M, 128), triton.cdiv(N, 128))](
+        x, w, y, M, N, K, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3
+    )
     return y
 
 
 def _problem(session, case: str, dtype: str) -> Problem:
-    return Problem(OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device,
-                   session.parameters["seed"])
+    return Problem(
+        OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device, session.parameters["seed"]
+    )
 
 
 def _name(tile: Tile) -> str:
     width = f"{tile.n}+{tile.extra_n}" if tile.extra_n else str(tile.n)
-    return (f"{tile.m}×{width}×{tile.k}, {tile.warps} warps, {tile.stages} stages, groups of {tile.group}"
-            + ", swapped" * tile.swap + ", persistent" * tile.persistent + ", in halves" * tile.halves)
+    return (
+        f"{tile.m}×{width}×{tile.k}, {tile.warps} warps, {tile.stages} stages, groups of {tile.group}"
+        + ", swapped" * tile.swap
+        + ", persistent" * tile.persistent
+        + ", in halves" * tile.halves
+    )
 
 
 def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
@@ -69,25 +79,36 @@ def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, floa
     """
     rows, seen = [], {}
     for dtype in session.dtypes:
-        subject = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+        subject = Subject(
+            _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
+        )
         tokens, shared = subject.inputs(SHARPEST, subject.largest)
         x, w = tokens["x"], shared["weight"]
         bias = x[0, :1] * torch.ones_like(w[:, 0])
         stored_transposed = lambda t: t.t().contiguous().t()
-        variants = {"": (x, w, None), ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias)}
+        variants = {
+            "": (x, w, None),
+            ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias),
+        }
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
         for tile in table_tiles(DTYPES[dtype]):
             line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
             for m in _tile_rows(subject):
-                drifts = {name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()}
+                drifts = {
+                    name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()
+                }
                 line[str(m)] = sum(d.mismatches for d in drifts.values())
-                rows += [subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
-                         for name, d in drifts.items()]
+                rows += [
+                    subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
+                    for name, d in drifts.items()
+                ]
         half = x.shape[1] // 2
         line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
         for m in _tile_rows(subject):
-            parts = [launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))]
+            parts = [
+                launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))
+            ]
             whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
             line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
     return rows, seen
@@ -120,14 +141,21 @@ def slabs(session) -> tuple[list[Row], list[dict]]:
         "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
         "reversed": (x.flip(1), w.flip(1)),
     }
-    subject = Subject(_problem(session, "o", "bf16"), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+    subject = Subject(
+        _problem(session, "o", "bf16"), bi_kernels.linear, "bi_kernels", session.device_label, session.command
+    )
     rows, out = [], []
     for name, (a, b) in orders.items():
         drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
         if len(rows) < 3:
             rows.append(subject.row("invariance", "slabs", drift, "ascending k", "normal", m, detail=name))
-        out.append({"order of k": name, "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
-                    "max ULP": drift.max_ulp})
+        out.append(
+            {
+                "order of k": name,
+                "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
+                "max ULP": drift.max_ulp,
+            }
+        )
     return rows, out
 
 
@@ -140,7 +168,9 @@ def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
         tokens, shared = s.inputs("normal", largest)
         x, w = tokens["x"], shared["weight"]
         whole = F.linear(x, w)
-        out[f"{case} {k}→{n}"] = {str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)}
+        out[f"{case} {k}→{n}"] = {
+            str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)
+        }
         s.forget()
     return out
 
@@ -157,7 +187,9 @@ def captured(session) -> list[Row]:
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
     for dtype in session.dtypes:
         for case in linears(session.parameters["shapes"]):
-            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
+            s = Subject(
+                _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
+            )
             tokens, shared = s.inputs(SHARPEST, s.largest)
             x, w = tokens["x"], shared["weight"]
             whole = bi_kernels.linear(x, w)
@@ -172,8 +204,18 @@ def captured(session) -> list[Row]:
                 found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
                 if number % 8 == 0:
                     found["torch.compile:static"] = static(part, w)
-                rows += [s.row("invariance", name, compare(y, whole[:m]), f"{s.largest} rows, eager", SHARPEST, m,
-                               detail=_name(tile_for(m, len(w), x.dtype))) for name, y in found.items()]
+                rows += [
+                    s.row(
+                        "invariance",
+                        name,
+                        compare(y, whole[:m]),
+                        f"{s.largest} rows, eager",
+                        SHARPEST,
+                        m,
+                        detail=_name(tile_for(m, len(w), x.dtype)),
+                    )
+                    for name, y in found.items()
+                ]
     return rows
 
 
@@ -182,16 +224,25 @@ def missing(session) -> list[Row]:
     out = []
     for dtype in session.dtypes:
         for case in linears(session.parameters["shapes"]):
-            s = Subject(_problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command)
-            met = {(r.layout, r.rows, r.detail) for r in session.rows if (r.op, r.case, r.dtype) == ("linear", case, dtype)}
+            s = Subject(
+                _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
+            )
+            met = {
+                (r.layout, r.rows, r.detail) for r in session.rows if (r.op, r.case, r.dtype) == ("linear", case, dtype)
+            }
             names = [_name(t) for t in table_tiles(DTYPES[dtype])]
             required = {("tiles", m, name) for m in _tile_rows(s) for name in names} if case == "o" else set()
             if session.on_gpu:
                 n, k = linears(session.parameters["shapes"])[case]
-                required |= {(layout, m, _name(tile_for(m, n, DTYPES[dtype]))) for m in contract.rows(s.largest)
-                             for layout in ("cuda_graph", "torch.compile")}
-            out += [s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
-                    for layout, m, name in sorted(required - met)]
+                required |= {
+                    (layout, m, _name(tile_for(m, n, DTYPES[dtype])))
+                    for m in contract.rows(s.largest)
+                    for layout in ("cuda_graph", "torch.compile")
+                }
+            out += [
+                s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
+                for layout, m, name in sorted(required - met)
+            ]
     return out
 
 
@@ -244,12 +295,27 @@ def benchmark(session) -> list[dict]:
         w = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
         for m in CONTRACT["benchmark"]["rows"]:
             x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
-            cublas, ours, fixed, again = times_ms(lambda: F.linear(x, w), lambda: bi_kernels.linear(x, w),
-                                                  lambda: fixed_tile(x, w), lambda: F.linear(x, w))
+            cublas, ours, fixed, again = times_ms(
+                lambda: F.linear(x, w),
+                lambda: bi_kernels.linear(x, w),
+                lambda: fixed_tile(x, w),
+                lambda: F.linear(x, w),
+            )
             cublas, spread = (cublas + again) / 2, cublas / again
-            out.append({"shape": case, "N": n, "K": k, "M": m, "cuBLAS ms": cublas, "ours ms": ours,
-                        "ratio": cublas / ours, "fixed tile": cublas / fixed, "cuBLAS against itself": spread,
-                        "TFLOP/s": 2 * m * n * k / ours / 1e9})
+            out.append(
+                {
+                    "shape": case,
+                    "N": n,
+                    "K": k,
+                    "M": m,
+                    "cuBLAS ms": cublas,
+                    "ours ms": ours,
+                    "ratio": cublas / ours,
+                    "fixed tile": cublas / fixed,
+                    "cuBLAS against itself": spread,
+                    "TFLOP/s": 2 * m * n * k / ours / 1e9,
+                }
+            )
     return out
 
 

@@ -14,11 +14,11 @@ from types import ModuleType
 import torch
 
 import bi_kernels
-from bi_kernels.ops.attention.forward import is_hopper
-from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.call_layouts import pack, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject, sentence
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.ops.attention.forward import is_hopper
 
 MODULE, LAYOUT = "bi_kernels.ops.attention.hopper_forward", "late copies"
 NANOSECONDS = 20_000  # some ten times what a block takes
@@ -29,27 +29,42 @@ def late(session) -> list[Row]:
     """Out, LSE and gradients with late copies against those without, and the control that does not wait for K."""
     if not applies(session):
         return []
-    rows = [r for s in session.make() if s.problem.op.name == "attention" and s.problem.dtype.itemsize == 2 for r in _late(s)]
-    broken = session.subject("attention", "bf16" if "bf16" in session.dtypes else session.dtypes[0], _no_wait_for_k, "K not waited for")
+    rows = [
+        r
+        for s in session.make()
+        if s.problem.op.name == "attention" and s.problem.dtype.itemsize == 2
+        for r in _late(s)
+    ]
+    broken = session.subject(
+        "attention", "bf16" if "bf16" in session.dtypes else session.dtypes[0], _no_wait_for_k, "K not waited for"
+    )
     return [*rows, *(r.as_control() for r in _late(broken)[:1])]
 
 
 def applies(session) -> bool:
     """Heads of the tiny shapes are too narrow for these kernels."""
-    return (session.on_gpu and is_hopper(session.device) and session.parameters["shapes"] != "tiny"
-            and bool({"bf16", "fp16"} & {*session.dtypes}))
+    return (
+        session.on_gpu
+        and is_hopper(session.device)
+        and session.parameters["shapes"] != "tiny"
+        and bool({"bf16", "fp16"} & {*session.dtypes})
+    )
 
 
 def _late(s: Subject) -> list[Row]:
     s = replace(s, own_lengths=LENGTHS, memo={})
     step, calls = gradients.Step(s, SHARPEST, LENGTHS), [pack(spans(LENGTHS))]
-    row = lambda relation, drift, **more: s.row(relation, LAYOUT, drift, "prompt copies", SHARPEST, sum(LENGTHS), **more)
+    row = lambda relation, drift, **more: s.row(
+        relation, LAYOUT, drift, "prompt copies", SHARPEST, sum(LENGTHS), **more
+    )
     try:
         out, grads = s.compute(calls), step.gradients(calls)
         with _late_copies():
             late_out, late_grads = s.compute(calls), step.gradients(calls)
-        return [row("invariance", compare(late_out, out)),
-                *(row(gradients.INVARIANCE, compare(late_grads[k], grads[k]), tensor=f"d{k}") for k in grads)]
+        return [
+            row("invariance", compare(late_out, out)),
+            *(row(gradients.INVARIANCE, compare(late_grads[k], grads[k]), tensor=f"d{k}") for k in grads),
+        ]
     except Exception as error:
         return [row("invariance", None, detail=sentence(error))]
 

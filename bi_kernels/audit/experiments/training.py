@@ -10,11 +10,11 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import stock
-from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.broken.gradient import dw_separate
-from bi_kernels.audit.relations.gradient import token_layout
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.call_layouts import Call, layouts
+from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.relations.gradient import token_layout
 from bi_kernels.contract import CONTRACT, SHAPES
 from bi_kernels.grads import MainGrads
 
@@ -34,17 +34,27 @@ class Network(torch.nn.Module):
         hidden, width = size["hidden"], size["heads"] * size["head_dim"]
         g = generator(device, seed, "network")
         self.weights = torch.nn.ParameterDict()
-        self.table = bi_kernels.rope_table(max(size.get("gradient_lengths", size["lengths"])), self.head_dim, device=device)
+        self.table = bi_kernels.rope_table(
+            max(size.get("gradient_lengths", size["lengths"])), self.head_dim, device=device
+        )
 
         def add(name: str, *shape: int) -> None:
-            w = torch.randn(shape, generator=g, device=device) * (shape[-1]**-0.5 if len(shape) > 1 else 0.1)
+            w = torch.randn(shape, generator=g, device=device) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
             self.weights[name] = torch.nn.Parameter((w + (len(shape) == 1)).bfloat16())
 
         add("embedding", self.vocab, hidden)
         for i in range(layers):
-            for name, *shape in (("norm", hidden), ("q", width, hidden), ("q_bias", width), ("q_norm", self.head_dim),
-                                 ("o", hidden, width), ("mlp_norm", hidden), ("gate", size["mlp"], hidden),
-                                 ("up", size["mlp"], hidden), ("down", hidden, size["mlp"])):
+            for name, *shape in (
+                ("norm", hidden),
+                ("q", width, hidden),
+                ("q_bias", width),
+                ("q_norm", self.head_dim),
+                ("o", hidden, width),
+                ("mlp_norm", hidden),
+                ("gate", size["mlp"], hidden),
+                ("up", size["mlp"], hidden),
+                ("down", hidden, size["mlp"]),
+            ):
                 add(f"{name}_{i}", *shape)
         add("last_norm", hidden)
         if not tied:
@@ -75,7 +85,9 @@ class Network(torch.nn.Module):
 
 def _ops(candidate: str):
     ours = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
-    return {"bi_kernels": bi_kernels, "torch": stock, CONTROL: SimpleNamespace(**ours | {"linear": dw_separate})}[candidate]
+    return {"bi_kernels": bi_kernels, "torch": stock, CONTROL: SimpleNamespace(**ours | {"linear": dw_separate})}[
+        candidate
+    ]
 
 
 def batches(lengths: list[int], vocab: int, steps: int, device: torch.device, seed: int) -> Iterator[tuple]:
@@ -84,12 +96,14 @@ def batches(lengths: list[int], vocab: int, steps: int, device: torch.device, se
     prompt = torch.cat([torch.arange(n) < n // 4 for n in lengths]).to(device)
     for _ in range(steps):
         # a square skews the ids towards the low ones, so that many repeat
-        ids = ((torch.rand(sum(lengths), generator=g, device=device)**2) * vocab).long()
+        ids = ((torch.rand(sum(lengths), generator=g, device=device) ** 2) * vocab).long()
         targets = torch.randint(0, vocab, ids.shape, generator=g, device=device).masked_fill_(prompt, -100)
         yield ids, targets, torch.randn(ids.shape, generator=g, device=device)
 
 
-def run_step(network: Network, calls: list[Call], lengths: list[int], ids, targets, advantages, each=lambda: None) -> torch.Tensor:
+def run_step(
+    network: Network, calls: list[Call], lengths: list[int], ids, targets, advantages, each=lambda: None
+) -> torch.Tensor:
     """Forward and backward of every call; logprobs in logical order. The denominator is the step's, not the call's."""
     device = ids.device
     active = (targets >= 0).sum()
@@ -107,7 +121,9 @@ def run_step(network: Network, calls: list[Call], lengths: list[int], ids, targe
     return logprobs
 
 
-def train(session, candidate: str, layout: str, steps: int, tied: bool = True, tick=lambda: None) -> dict[str, torch.Tensor]:
+def train(
+    session, candidate: str, layout: str, steps: int, tied: bool = True, tick=lambda: None
+) -> dict[str, torch.Tensor]:
     """The weights (fp32 masters) after `steps` AdamW steps of the network under one layout; without weight decay, which
     moves weights that no gradient reached."""
     shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
@@ -146,10 +162,19 @@ def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS
         first = weights if first is None else first
         drift = [compare(w, first[name]) for name, w in weights.items()]
         worst = max(((weights[name] - first[name]).abs().max().item(), name) for name in weights)
-        out.append({"candidate": candidate, "layout": split, "SHA-256": digest(weights),
-                    "weights that differ": sum(d.mismatches for d in drift), "of": sum(d.elements for d in drift),
-                    "tensors": len(weights), "unmoved": sum(torch.equal(w, begin[name]) for name, w in weights.items()),
-                    "max abs": worst[0], "largest in": worst[1] if worst[0] else ""})
+        out.append(
+            {
+                "candidate": candidate,
+                "layout": split,
+                "SHA-256": digest(weights),
+                "weights that differ": sum(d.mismatches for d in drift),
+                "of": sum(d.elements for d in drift),
+                "tensors": len(weights),
+                "unmoved": sum(torch.equal(w, begin[name]) for name, w in weights.items()),
+                "max abs": worst[0],
+                "largest in": worst[1] if worst[0] else "",
+            }
+        )
     return out
 
 
@@ -185,8 +210,7 @@ def first_difference(session, candidate: str, a: str = "packed", b: str = "micro
 
         run_step(network, calls, lengths, *data, each)
         grads.join()
-        seen.append((forward, backward,
-                     {k: p.main_grad for k, p in network.weights.items()}))
+        seen.append((forward, backward, {k: p.main_grad for k, p in network.weights.items()}))
     result = {}
     for part, one, other in zip(("forward", "backward", "parameters"), *seen):
         drifts = {name: compare(t, other[name]) for name, t in one.items()}

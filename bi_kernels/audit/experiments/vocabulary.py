@@ -4,10 +4,10 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.relations.gradient import Step, token_layout
-from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
+from bi_kernels.audit.relations.gradient import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 
@@ -20,11 +20,18 @@ def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
     rows, lines = [], []
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
         tokens, shared = s.inputs("normal", sum(s.lengths))
-        drift = compare(s.compute(layouts(s.lengths, session.parameters["seed"])[name], "normal"),
-                        shared["weight"][tokens["ids"]])
+        drift = compare(
+            s.compute(layouts(s.lengths, session.parameters["seed"])[name], "normal"), shared["weight"][tokens["ids"]]
+        )
         rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", sum(s.lengths)))
-        lines.append({"layout": name, "tokens": sum(s.lengths), "different ids": len(tokens["ids"].unique()),
-                      "against the table's rows": str(drift)})
+        lines.append(
+            {
+                "layout": name,
+                "tokens": sum(s.lengths),
+                "different ids": len(tokens["ids"].unique()),
+                "against the table's rows": str(drift),
+            }
+        )
     return rows, lines
 
 
@@ -38,7 +45,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
     g = generator(device, session.parameters["seed"], "handoff", dtype)
     make = lambda *shape: torch.randn(shape, generator=g, device=device)
     hidden, weight = make(tokens, hidden_size).to(DTYPES[dtype]), make(vocab, hidden_size).to(DTYPES[dtype])
-    targets = torch.randint(0, vocab, (tokens, ), generator=g, device=device)
+    targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
     targets[::7] = -100
     d_logprob, d_entropy = make(tokens), make(tokens)
 
@@ -53,9 +60,11 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
     ways = {
         "logits kept": lambda h, w: bi_kernels.lm_head_logprob(h, w, targets, temperature=0.7, keep_bytes=1e9),
         "4096 columns kept": lambda h, w: bi_kernels.lm_head_logprob(
-            h, w, targets, temperature=0.7, keep_bytes=4096 * tokens * hidden.element_size()),
+            h, w, targets, temperature=0.7, keep_bytes=4096 * tokens * hidden.element_size()
+        ),
         "linear, then token_logprob": lambda h, w: bi_kernels.token_logprob(
-            bi_kernels.linear(h, w), targets, temperature=0.7),
+            bi_kernels.linear(h, w), targets, temperature=0.7
+        ),
     }
     rows, lines = [], []
     for name, call in ways.items():
@@ -75,7 +84,7 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
     g = generator(session.device, session.parameters["seed"], "tied")
-    make = lambda draw: draw((step.count, ), generator=g, device=session.device)
+    make = lambda draw: draw((step.count,), generator=g, device=session.device)
     upstream = make(torch.randn) * torch.exp2(12 * make(torch.rand) - 6)
     ids, (vocab, hidden) = step.tokens["ids"], table.shape
     targets = (ids * 7 + 1) % vocab
@@ -84,8 +93,12 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
         real, at = index >= 0, index.clamp(min=0)
         with token_layout(call, step.lengths):
             x = bi_kernels.embedding(ids[at], table if path != "head" else table.detach())
-            logprob, _ = bi_kernels.lm_head_logprob(x, table if path != "embedding" else table.detach(),
-                                                    targets[at].masked_fill(~real, -100), temperature=hidden**0.5)
+            logprob, _ = bi_kernels.lm_head_logprob(
+                x,
+                table if path != "embedding" else table.detach(),
+                targets[at].masked_fill(~real, -100),
+                temperature=hidden**0.5,
+            )
         if logprob.requires_grad:
             logprob.backward(upstream[at].masked_fill(~real, 0))
     grads.join()
@@ -99,9 +112,23 @@ def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
     whole = _tied_gradients(session, "packed", dtype)
     apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")
     one = _tied_gradients(session, "packed", dtype, two=False)
-    rows = [s.row("gradient invariance", "tied=untied", compare(whole, apart), "each path untied, added once", "normal",
-                  tensor="dweight")]
-    lines = [{"layout": "each path untied, added once", "two accumulators": str(compare(whole, apart)), "one, for contrast": "–"}]
+    rows = [
+        s.row(
+            "gradient invariance",
+            "tied=untied",
+            compare(whole, apart),
+            "each path untied, added once",
+            "normal",
+            tensor="dweight",
+        )
+    ]
+    lines = [
+        {
+            "layout": "each path untied, added once",
+            "two accumulators": str(compare(whole, apart)),
+            "one, for contrast": "–",
+        }
+    ]
     caught = None
     for name in SPLITS[1:]:
         drift = compare(_tied_gradients(session, name, dtype), whole)
@@ -111,5 +138,9 @@ def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
         if contrast.mismatches and caught is None:
             caught = s.row("gradient invariance", f"tied {name}", contrast, "packed", "normal", tensor="dweight")
     control = caught or s.row("gradient invariance", "tied", compare(one, one), "packed", "normal", tensor="dweight")
-    control.candidate, control.control, control.caught = "tied weight with one accumulator", True, control.verdict == NEEDS_FIX
+    control.candidate, control.control, control.caught = (
+        "tied weight with one accumulator",
+        True,
+        control.verdict == NEEDS_FIX,
+    )
     return [*rows, control], lines

@@ -18,8 +18,10 @@ class Keys:
     told: dict = field(default_factory=dict)  # arguments of `bi_kernels.attention`, arrays in place of tensors
 
     def arguments(self, device: torch.device) -> dict:
-        return {k: torch.from_numpy(v.astype(np.int32)).to(device) if isinstance(v, np.ndarray) else v
-                for k, v in self.told.items()}
+        return {
+            k: torch.from_numpy(v.astype(np.int32)).to(device) if isinstance(v, np.ndarray) else v
+            for k, v in self.told.items()
+        }
 
 
 def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
@@ -29,7 +31,7 @@ def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
         return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
     every = spans(lengths)
     rows = [row[row >= 0] for row in call.index]
-    seen = [s[:row[-1] + 1 - s[0]] for row in rows for s in every if s[0] <= row[0] <= s[-1]]
+    seen = [s[: row[-1] + 1 - s[0]] for row in rows for s in every if s[0] <= row[0] <= s[-1]]
     if page:
         return _paged(seen, np.array([len(row) for row in rows]), page)
     left = bool((call.index[:, 0] < 0).any())
@@ -46,6 +48,6 @@ def _paged(seen: list[np.ndarray], queries: np.ndarray, page: int) -> Keys:
     places = np.random.default_rng(page).permutation(sum(needed) + 3)
     pages, table = np.full((len(places), page), -1), np.zeros((len(seen), max(needed)), dtype=int)
     for row, (s, n, first) in enumerate(zip(seen, needed, accumulate([0, *needed[:-1]]))):
-        table[row, :n] = places[first:first + n]
+        table[row, :n] = places[first : first + n]
         pages[table[row, :n]] = np.pad(s, (0, n * page - len(s)), constant_values=-1).reshape(n, page)
     return Keys(pages, {"lengths_q": queries, "lengths_k": np.array([len(s) for s in seen]), "block_table": table})

@@ -26,7 +26,9 @@ def _part(t: torch.Tensor) -> torch.Tensor:
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory
     "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
     "strided view": _part,
-    "transposed view": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else _part(t),  # heads first, columns first
+    "transposed view": lambda t: (
+        t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else _part(t)
+    ),  # heads first, columns first
 }
 
 
@@ -56,11 +58,11 @@ def pad(samples: Sequence[np.ndarray], left: bool = False, multiple: int = 1) ->
 
 def chunks(samples: Sequence[np.ndarray], size: int) -> list[Call]:
     """Each sample in chunks of `size`, alone, as a prefill against a KV cache computes it."""
-    return [Call(s[None, at:at + size]) for s in samples for at in range(0, len(s), size)]
+    return [Call(s[None, at : at + size]) for s in samples for at in range(0, len(s), size)]
 
 
 def pairs(samples: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
-    return [samples[i:i + 2] for i in range(0, len(samples), 2)]
+    return [samples[i : i + 2] for i in range(0, len(samples), 2)]
 
 
 def decode(samples: Sequence[np.ndarray]) -> list[Call]:

@@ -38,8 +38,14 @@ def file_or_module_import(spec: str, folder: Path) -> str:
     module, _, function = spec.rpartition(":")
     if module.endswith(".py"):
         beside = Path(os.path.relpath(module, folder)).as_posix()
-        return "\n".join(["import runpy", "from pathlib import Path", "",
-                          f'fn = runpy.run_path(str(Path(__file__).parent / "{beside}"))["{function}"]'])
+        return "\n".join(
+            [
+                "import runpy",
+                "from pathlib import Path",
+                "",
+                f'fn = runpy.run_path(str(Path(__file__).parent / "{beside}"))["{function}"]',
+            ]
+        )
     return "\n".join([*reached(module, folder), f"from {module} import {function} as fn"])
 
 
@@ -52,14 +58,22 @@ def reached(module: str, folder: Path) -> list[str]:
     if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
         return []
     beside = Path(os.path.relpath(top, folder.resolve())).as_posix()
-    return ["import sys", "from pathlib import Path", "", f'sys.path.insert(0, str(Path(__file__).parent / "{beside}"))', ""]
+    return [
+        "import sys",
+        "from pathlib import Path",
+        "",
+        f'sys.path.insert(0, str(Path(__file__).parent / "{beside}"))',
+        "",
+    ]
 
 
 def load(spec: str, what: str = "candidate") -> Callable:
     module, _, name = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not module or not name:
-        raise ValueError(f"{what} is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
-                         "path/to/file.py:function")
+        raise ValueError(
+            f"{what} is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
+            "path/to/file.py:function"
+        )
     if module.endswith(".py") and not Path(module).is_file():
         raise ValueError(f"{what} {spec!r}: no file {module}")
     try:
@@ -79,8 +93,10 @@ def load(spec: str, what: str = "candidate") -> Callable:
     if not callable(function):
         raise ValueError(f"{what} {spec!r}: {module} has no function {name}")
     if isinstance(function, type):
-        raise ValueError(f"{what} {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
-                         "in its file")
+        raise ValueError(
+            f"{what} {spec!r} is a class, expected a function or an object that can be called, as of op = {name}(…) "
+            "in its file"
+        )
     return function
 
 
@@ -103,7 +119,9 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
     name = op or spec.rpartition(":")[2]
     if name not in [o.name for o in ops]:
         if audit != "gemm":
-            raise ValueError(f"candidate {spec!r}: which op it is must be said with -p op NAME; the {audit} audit has "
-                             f"{', '.join(o.name for o in ops)}")
+            raise ValueError(
+                f"candidate {spec!r}: which op it is must be said with -p op NAME; the {audit} audit has "
+                f"{', '.join(o.name for o in ops)}"
+            )
         name = "linear"
     return Candidate(spec, {name: function})

@@ -17,8 +17,14 @@ def generator(device: torch.device | str, *seed: int | str) -> torch.Generator:
     return torch.Generator(device).manual_seed(number)
 
 
-def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, shared: bool = False,
-         poisoned: torch.Tensor | None = None) -> torch.Tensor:
+def draw(
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    g: torch.Generator,
+    shared: bool = False,
+    poisoned: torch.Tensor | None = None,
+) -> torch.Tensor:
     """A tensor of `shape` on the generator's device.
 
     kind: normal; wide (exponents spread over what the dtype holds without every product overflowing); cancelling (the
@@ -36,12 +42,12 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generat
     elif kind == "signed_zeros":
         x = torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 0.0 * x, x)
     elif kind == "subnormal" and not shared:
-        x *= 2.0**(-17 if small else -128)
+        x *= 2.0 ** (-17 if small else -128)
     x = x.to(dtype)
     if kind == "nonfinite" and not shared and poisoned is not None:
         rows = poisoned.nonzero().flatten()
         for offset, value in enumerate(POISON):
-            x[rows[offset::len(POISON)]] = value if dtype.is_floating_point else 1
+            x[rows[offset :: len(POISON)]] = value if dtype.is_floating_point else 1
         spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
         x[spared & poisoned.reshape(-1, *[1] * (x.dim() - 1))] = 1.0
     return x
@@ -51,12 +57,13 @@ def cancel(x: torch.Tensor, shared: bool = False) -> None:
     """Makes sums over the last dimension grow and then vanish, in place: see `draw`."""
     half = x.shape[-1] // 2
     if shared:
-        x[..., half:2 * half] = x[..., :half]
+        x[..., half : 2 * half] = x[..., :half]
     else:
         x[..., 7::8] *= 2.0**-12
         kept = torch.arange(half, device=x.device) % 8 != 7
-        x[..., half:2 * half] = torch.where(kept & (torch.arange(half, 2 * half, device=x.device) % 8 != 7),
-                                            -x[..., :half], x[..., half:2 * half])
+        x[..., half : 2 * half] = torch.where(
+            kept & (torch.arange(half, 2 * half, device=x.device) % 8 != 7), -x[..., :half], x[..., half : 2 * half]
+        )
 
 
 def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) -> torch.Tensor:
@@ -66,4 +73,8 @@ def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) 
         return torch.full(shape, min(7, vocab - 1), device=g.device)
     few = torch.randint(0, min(vocab, 11), shape, generator=g, device=g.device)
     anywhere = torch.randint(0, vocab, shape, generator=g, device=g.device)
-    return anywhere if kind == "wide" else torch.where(torch.rand(shape, generator=g, device=g.device) < 0.7, few, anywhere)
+    return (
+        anywhere
+        if kind == "wide"
+        else torch.where(torch.rand(shape, generator=g, device=g.device) < 0.7, few, anywhere)
+    )

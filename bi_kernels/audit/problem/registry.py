@@ -40,7 +40,7 @@ class Op:
     row: str = ""
     positions: bool = False
     cache: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ("out", )
+    outputs: tuple[str, ...] = ("out",)
     reduction: str = "1"
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}
     ieee: bool = False
@@ -63,38 +63,92 @@ def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
     return lambda shapes: {k: {"N": n, "K": d} for k, (n, d) in linears(shapes).items() if not names or k in names}
 
 
-OPS = {op.name: op for op in (
-    Op("silu", "elementwise", {"x": "mlp"}),
-    Op("gelu", "elementwise", {"x": "mlp"}),
-    Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
-    Op("swiglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
-    Op("add", "elementwise", {"x": "hidden", "residual": "hidden"}, ieee=True),
-    Op("scale", "elementwise", {"x": "hidden"}, constants={"factor": 0.08838834764831845}, ieee=True),
-    Op("bias_add", "elementwise", {"x": "hidden"}, {"bias": "hidden"}, ieee=True),
-    Op("mask_fill", "elementwise", {"x": "hidden", "mask": "hidden:bool"}, constants={"value": -1e4}, ieee=True),
-    Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
-    Op("rope", "elementwise", {"x": "heads, head_dim"}, positions=True, ieee=True),
-    Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, function="rope",
-       row="rope", positions=True, ieee=True),
-    Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), reduction="K"),
-    Op("linear_bias", "gemm", {"x": "K"}, {"weight": "N, K", "bias": "N"}, function="linear", row="linear",
-       cases=_linears("qkv"), reduction="K"),
-    Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS}, reduction="hidden"),
-    Op("qk_norm", "rms_norm", {"x": "heads, head_dim"}, {"weight": "head_dim"}, constants={"eps": EPS}, row="rms_norm",
-       reduction="head_dim"),
-    Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS},
-       reduction="hidden"),
-    Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
-    Op("lm_head_logprob", "vocabulary", {"hidden": "hidden", "targets": "vocab:id"}, {"weight": "vocab, hidden"},
-       order=("hidden", "weight", "targets"), out="fp32", scale="hidden ** -0.5", constants={"temperature": 0.7, "ignore_index": 3},
-       reduction="hidden"),
-    Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, out="fp32",
-       constants={"temperature": 0.7, "ignore_index": 3}, reduction="vocab"),
-    Op("log_softmax", "vocabulary", {"logits": "vocab"}, out="fp32", reduction="vocab"),
-    Op("attention", "attention", _ATTENTION, cases=_groups, **_ATTENDS),
-    Op("attention_window", "attention", _ATTENTION, constants={"window": 33}, function="attention", row="attention", **_ATTENDS),
-    Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
-)}
+OPS = {
+    op.name: op
+    for op in (
+        Op("silu", "elementwise", {"x": "mlp"}),
+        Op("gelu", "elementwise", {"x": "mlp"}),
+        Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
+        Op("swiglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
+        Op("add", "elementwise", {"x": "hidden", "residual": "hidden"}, ieee=True),
+        Op("scale", "elementwise", {"x": "hidden"}, constants={"factor": 0.08838834764831845}, ieee=True),
+        Op("bias_add", "elementwise", {"x": "hidden"}, {"bias": "hidden"}, ieee=True),
+        Op("mask_fill", "elementwise", {"x": "hidden", "mask": "hidden:bool"}, constants={"value": -1e4}, ieee=True),
+        Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
+        Op("rope", "elementwise", {"x": "heads, head_dim"}, positions=True, ieee=True),
+        Op(
+            "rope_interleaved",
+            "elementwise",
+            {"x": "heads, head_dim"},
+            constants={"interleaved": True},
+            function="rope",
+            row="rope",
+            positions=True,
+            ieee=True,
+        ),
+        Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), reduction="K"),
+        Op(
+            "linear_bias",
+            "gemm",
+            {"x": "K"},
+            {"weight": "N, K", "bias": "N"},
+            function="linear",
+            row="linear",
+            cases=_linears("qkv"),
+            reduction="K",
+        ),
+        Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS}, reduction="hidden"),
+        Op(
+            "qk_norm",
+            "rms_norm",
+            {"x": "heads, head_dim"},
+            {"weight": "head_dim"},
+            constants={"eps": EPS},
+            row="rms_norm",
+            reduction="head_dim",
+        ),
+        Op(
+            "add_rms_norm",
+            "rms_norm",
+            {"x": "hidden", "residual": "hidden"},
+            {"weight": "hidden"},
+            constants={"eps": EPS},
+            reduction="hidden",
+        ),
+        Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
+        Op(
+            "lm_head_logprob",
+            "vocabulary",
+            {"hidden": "hidden", "targets": "vocab:id"},
+            {"weight": "vocab, hidden"},
+            order=("hidden", "weight", "targets"),
+            out="fp32",
+            scale="hidden ** -0.5",
+            constants={"temperature": 0.7, "ignore_index": 3},
+            reduction="hidden",
+        ),
+        Op(
+            "token_logprob",
+            "vocabulary",
+            {"logits": "vocab", "targets": "vocab:id"},
+            out="fp32",
+            constants={"temperature": 0.7, "ignore_index": 3},
+            reduction="vocab",
+        ),
+        Op("log_softmax", "vocabulary", {"logits": "vocab"}, out="fp32", reduction="vocab"),
+        Op("attention", "attention", _ATTENTION, cases=_groups, **_ATTENDS),
+        Op(
+            "attention_window",
+            "attention",
+            _ATTENTION,
+            constants={"window": 33},
+            function="attention",
+            row="attention",
+            **_ATTENDS,
+        ),
+        Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
+    )
+}
 
 
 def audited(audit: str) -> list[Op]:
@@ -159,11 +213,15 @@ class Problem:
             return x.t().contiguous() if dims.endswith(":t") else x
 
         values = self.op.cache[-1:]  # of attention: with wide scores every weight is 0 or 1, and the bounds say nothing
-        given = {k: make(v, tokens, kind="normal" if values and kind == "wide" and k not in values else kind)
-                 for k, v in self.op.tokens.items()}
+        given = {
+            k: make(v, tokens, kind="normal" if values and kind == "wide" and k not in values else kind)
+            for k, v in self.op.tokens.items()
+        }
         if kind == "cancelling":
             for k in self.op.cache:  # tokens weigh what those 32 before them do, and take from the sum what those added
-                cancel(given[k][:tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k != self.op.cache[-1])
+                cancel(
+                    given[k][: tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k != self.op.cache[-1]
+                )
         return given, {k: make(v) for k, v in self.op.shared.items()}
 
     def arguments(self, tokens: dict, shared: dict) -> list[torch.Tensor]:
@@ -174,8 +232,9 @@ class Problem:
     def constants(self, longest: int) -> dict:
         constants = dict(self.op.constants)
         if self.op.positions:
-            constants["table"] = bi_kernels.rope_table(max(longest, max(SWEEP["rows"])), self.dims["head_dim"],
-                                                       device=self.device)
+            constants["table"] = bi_kernels.rope_table(
+                max(longest, max(SWEEP["rows"])), self.dims["head_dim"], device=self.device
+            )
         if self.op.casts:
             constants["dtype"] = self.dtype
         return constants
@@ -195,11 +254,17 @@ def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
     return torch.stack(tuple(outputs), -1) if alike else tuple(outputs)
 
 
-def problems(audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0,
-             ops: tuple[str, ...] = ()) -> list[Problem]:
+def problems(
+    audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
+) -> list[Problem]:
     """Every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of the backward audit
     and one attention stand for the others."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
-    return [Problem(op, case, DTYPES[d], shapes, device, seed) for op in audited(audit)
-            if not ops or op.name in ops for case in op.cases(shapes)
-            if one in (None, case) or one not in op.cases(shapes) for d in dtypes]
+    return [
+        Problem(op, case, DTYPES[d], shapes, device, seed)
+        for op in audited(audit)
+        if not ops or op.name in ops
+        for case in op.cases(shapes)
+        if one in (None, case) or one not in op.cases(shapes)
+        for d in dtypes
+    ]

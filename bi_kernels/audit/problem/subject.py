@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 import torch
 
-from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.evidence.drift import Drift, Tensors
+from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
 from bi_kernels.audit.problem.registry import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
@@ -77,15 +77,39 @@ class Subject:
     def largest(self) -> int:
         return SWEEP["interpreter_rows"] if self.problem.device.type == "cpu" else max(SWEEP["rows"])
 
-    def row(self, relation: str, layout: str, drift: Drift | None = None, against: str = "", inputs: str = "normal",
-            rows: int = 0, verdict: str = "", **more) -> Row:
+    def row(
+        self,
+        relation: str,
+        layout: str,
+        drift: Drift | None = None,
+        against: str = "",
+        inputs: str = "normal",
+        rows: int = 0,
+        verdict: str = "",
+        **more,
+    ) -> Row:
         p = self.problem
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         evidence = {} if drift is None else drift.json()
         more = {"tensor": [*p.returned][drift.part if drift else 0]} | more
-        return Row(p.op.audit, p.op.name, p.case, self.candidate, dtype_name(p.dtype), self.device, relation, layout,
-                   against, inputs, rows, verdict, first_failing_op=p.op.name if verdict == NEEDS_FIX else None,
-                   repro=self.command if verdict == NEEDS_FIX else "", **evidence, **more)
+        return Row(
+            p.op.audit,
+            p.op.name,
+            p.case,
+            self.candidate,
+            dtype_name(p.dtype),
+            self.device,
+            relation,
+            layout,
+            against,
+            inputs,
+            rows,
+            verdict,
+            first_failing_op=p.op.name if verdict == NEEDS_FIX else None,
+            repro=self.command if verdict == NEEDS_FIX else "",
+            **evidence,
+            **more,
+        )
 
     def inputs(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         key = ("inputs", kind, count, None if poisoned is None else tuple(poisoned.nonzero().flatten().tolist()))
@@ -98,8 +122,15 @@ class Subject:
             self.memo["constants"] = self.problem.constants(max(*self.lengths, self.largest))
         return self.memo["constants"]
 
-    def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
-             cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None) -> Tensors:
+    def call(
+        self,
+        tokens: dict,
+        shared: dict,
+        lead: tuple[int, ...],
+        positions: torch.Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        cached: Keys | None = None,
+    ) -> Tensors:
         """What the candidate returns for tokens of the leading shape `lead`, a row a token.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
@@ -112,13 +143,20 @@ class Subject:
         if len(expected) > 1 and len(returned) != len(expected):
             raise ValueError(f"the candidate returned {len(returned)} of the outputs {', '.join(expected)}")
         for t in returned:
-            if not isinstance(t, torch.Tensor) or tuple(t.shape[:len(lead)]) != tuple(lead):
+            if not isinstance(t, torch.Tensor) or tuple(t.shape[: len(lead)]) != tuple(lead):
                 got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
                 raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
-        return each(lambda t: t.reshape(-1, *t.shape[len(lead):]), joined(out))
+        return each(lambda t: t.reshape(-1, *t.shape[len(lead) :]), joined(out))
 
-    def forward(self, tokens: dict, shared: dict, lead: tuple[int, ...], positions: torch.Tensor | None = None,
-                cu_seqlens: Sequence[int] | None = None, cached: Keys | None = None):
+    def forward(
+        self,
+        tokens: dict,
+        shared: dict,
+        lead: tuple[int, ...],
+        positions: torch.Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        cached: Keys | None = None,
+    ):
         """What the candidate itself returns, on tokens of the leading shape `lead`."""
         arguments = dict(self.constants())
         if self.problem.op.cache:
@@ -150,8 +188,10 @@ class Subject:
             real = index >= 0
             rows = index.clamp(min=0)
             cached = keys(call, lengths, page) if self.problem.op.cache else None
-            gathered = {k: gather(t, cached.index if k in self.problem.op.cache else call.index, kind == "nonfinite")
-                        for k, t in tokens.items()}
+            gathered = {
+                k: gather(t, cached.index if k in self.problem.op.cache else call.index, kind == "nonfinite")
+                for k, t in tokens.items()
+            }
             out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens, cached)
             if result is None:
                 result = each(lambda y: y.new_zeros(count, *y.shape[1:]), out)
@@ -184,20 +224,24 @@ def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
 
 def fill(result: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, out: torch.Tensor) -> None:
     if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
-        raise ValueError(f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
-                         f"{result.dtype} {tuple(result.shape[1:])}")
+        raise ValueError(
+            f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
+            f"{result.dtype} {tuple(result.shape[1:])}"
+        )
     result[rows[real]] = out[real]
 
 
 @contextlib.contextmanager
 def poisoned_memory(byte: int) -> Iterator[None]:
     """Fills what torch.empty, empty_like and new_empty return, so that an element left unwritten is seen."""
+
     def wrap(make):
         def filled(*args, **kwargs):
             t = make(*args, **kwargs)
             if t.device.type != "meta" and t.is_contiguous():
                 t.view(-1).view(torch.uint8).fill_(byte)
             return t
+
         return filled
 
     places = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))

@@ -9,8 +9,8 @@ from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, random_layout, shapes_launched
+from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.registry import joined
 from bi_kernels.audit.problem.subject import SHARPEST, UNSUPPORTED, Row, Subject, each, refusal, sentence
 from bi_kernels.contract import SWEEP, dtype_name
@@ -49,8 +49,15 @@ def by_layout(subject: Subject, only: Sequence[str] = ()) -> Iterator[Row]:
                 drift = compare(subject.layout(name, kind), subject.layout(against, kind))
                 yield subject.row("invariance", name, drift, against, kind, sum(subject.lengths), detail=launched)
             except Exception as error:
-                yield subject.row("invariance", name, None, against, kind, sum(subject.lengths),
-                                  detail=f"{launched}; {sentence(error)}")
+                yield subject.row(
+                    "invariance",
+                    name,
+                    None,
+                    against,
+                    kind,
+                    sum(subject.lengths),
+                    detail=f"{launched}; {sentence(error)}",
+                )
 
 
 def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
@@ -78,9 +85,11 @@ def by_row_count(subject: Subject) -> Iterator[Row]:
                 tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
                 key = ("all rows", kind, m if leaky else 0)
                 if key not in subject.memo:
-                    apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
-                    subject.memo[key] = each(torch.clone, subject.call(tokens, shared, (n, ), at, apart))
-                part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m, ), at[:m])
+                    apart = (
+                        (0, m, n) if leaky and subject.problem.op.cache and m < n else None
+                    )  # else they are a later part
+                    subject.memo[key] = each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
+                part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
                 whole = each(lambda t, m=m: t[:m], subject.memo[key])
                 yield subject.row("invariance", "rows", compare(part, whole), f"{n} rows", kind, m)
             except Exception as error:
@@ -95,8 +104,10 @@ def by_view(subject: Subject, kind: str = SHARPEST) -> Iterator[Row]:
     for name, view in VIEWS.items():
         try:
             moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
-            y = joined(subject.forward(*moved, (m, ), at))
-            yield subject.row("invariance", name, compare(y, subject.call(tokens, shared, (m, ), at)), "aligned", kind, m)
+            y = joined(subject.forward(*moved, (m,), at))
+            yield subject.row(
+                "invariance", name, compare(y, subject.call(tokens, shared, (m,), at)), "aligned", kind, m
+            )
         except Exception as error:
             yield subject.row("invariance", name, None, "aligned", kind, m, detail=sentence(error))
 
@@ -111,8 +122,14 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     seen: list[int] = []
 
     @hypothesis_seed(subject.problem.seed)
-    @settings(max_examples=examples, deadline=None, database=None, derandomize=False, phases=(Phase.generate, Phase.shrink),
-              suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
     @given(random_layout(subject.lengths))
     def same_bits(calls):
         drift = compare(subject.compute(calls, kind), subject.layout("packed", kind))
@@ -124,12 +141,20 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     try:
         same_bits()
     except _Drifted:
-        return subject.row("invariance", "random", worst["drift"], "packed", kind, sum(subject.lengths),
-                           detail=shapes_launched(worst["calls"]))
+        return subject.row(
+            "invariance",
+            "random",
+            worst["drift"],
+            "packed",
+            kind,
+            sum(subject.lengths),
+            detail=shapes_launched(worst["calls"]),
+        )
     except Exception as error:
         return subject.row("invariance", "random", None, "packed", kind, sum(subject.lengths), detail=sentence(error))
-    return subject.row("invariance", "random", Drift(0, sum(seen)), "packed", kind, sum(subject.lengths),
-                       detail=f"{len(seen)} layouts")
+    return subject.row(
+        "invariance", "random", Drift(0, sum(seen)), "packed", kind, sum(subject.lengths), detail=f"{len(seen)} layouts"
+    )
 
 
 def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
@@ -145,7 +170,9 @@ def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
         drift = compare(out, first)
         if drift.mismatches:
             break
-    return subject.row("determinism", "packed", drift, "itself", kind, sum(subject.lengths), detail=f"{SWEEP['runs']} runs")
+    return subject.row(
+        "determinism", "packed", drift, "itself", kind, sum(subject.lengths), detail=f"{SWEEP['runs']} runs"
+    )
 
 
 def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
@@ -156,22 +183,46 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
     at = torch.arange(n, device=p.device)
     lengths = [n - n // 3, n // 3] if p.op.cache else [n]
     inputs, shared = p.inputs(kind, n, at >= lengths[0] if p.op.cache else at % 5 == 3)
-    y = subject.call(inputs, shared, (n, ), at, (0, lengths[0], n) if p.op.cache else None)
+    y = subject.call(inputs, shared, (n,), at, (0, lengths[0], n) if p.op.cache else None)
     exact, magnitude = p.reference(inputs, shared, {k: v for k, v in subject.constants().items()}, at, lengths)
     rows = []
-    for (name, dtype), *parts in zip(p.returned.items(), *((t, ) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))):
+    for (name, dtype), *parts in zip(
+        p.returned.items(), *((t,) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))
+    ):
         limit = contract.bound(p.contract_row, dtype, *parts[1:], p.reduction, inputs=p.dtype)
-        rows.append(against_bound(subject, "accuracy", *parts[:2], limit, dtype, kind, n, f"reduction length {p.reduction}", name))
+        rows.append(
+            against_bound(
+                subject, "accuracy", *parts[:2], limit, dtype, kind, n, f"reduction length {p.reduction}", name
+            )
+        )
     return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 
-def against_bound(subject: Subject, relation: str, y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor,
-                  dtype: torch.dtype, kind: str, n: int, detail: str, tensor: str = "out") -> Row:
+def against_bound(
+    subject: Subject,
+    relation: str,
+    y: torch.Tensor,
+    exact: torch.Tensor,
+    limit: torch.Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    n: int,
+    detail: str,
+    tensor: str = "out",
+) -> Row:
     """The row that says how much of the bound `limit` the error of y takes; elements above it are its mismatches."""
     largest = torch.finfo(dtype).max
     if y.dtype != dtype or y.shape != exact.shape:
-        return subject.row(relation, "rows", Drift(exact.numel(), exact.numel(), float("inf")), "fp64", kind, n, tensor=tensor,
-                           detail=f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}")
+        return subject.row(
+            relation,
+            "rows",
+            Drift(exact.numel(), exact.numel(), float("inf")),
+            "fp64",
+            kind,
+            n,
+            tensor=tensor,
+            detail=f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}",
+        )
     share = (y.double() - exact).abs() / limit
     # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
     infinite = (exact.abs() + limit >= largest) & (y.double() == exact.sign() * torch.inf)
@@ -182,9 +233,17 @@ def against_bound(subject: Subject, relation: str, y: torch.Tensor, exact: torch
     worst = float(share.max()) if share.numel() else 0.0
     gap = (y.double() - exact).abs()[finite]
     first = [int(i) for i in torch.unravel_index((share > 1).flatten().to(torch.uint8).argmax(), share.shape)]
-    row = subject.row(relation, "rows", Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
-                      "fp64", kind, n, tensor=tensor, detail=detail)
-    relative = (gap / exact[finite].abs().clamp(min=torch.finfo(torch.float64).tiny))
+    row = subject.row(
+        relation,
+        "rows",
+        Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0),
+        "fp64",
+        kind,
+        n,
+        tensor=tensor,
+        detail=detail,
+    )
+    relative = gap / exact[finite].abs().clamp(min=torch.finfo(torch.float64).tiny)
     row.max_rel = float(relative.max()) if relative.numel() else 0.0
     row.max_ulp = None
     row.threshold_share = worst if worst != float("inf") else "inf"
@@ -200,10 +259,20 @@ def parity(subject: Subject) -> list[Row]:
     rows = []
     for a, b in PARITIES:
         try:
-            rows.append(subject.row("parity", f"{a}={b}", compare(subject.layout(a), subject.layout(b)), b, SHARPEST,
-                                    sum(subject.lengths)))
+            rows.append(
+                subject.row(
+                    "parity",
+                    f"{a}={b}",
+                    compare(subject.layout(a), subject.layout(b)),
+                    b,
+                    SHARPEST,
+                    sum(subject.lengths),
+                )
+            )
         except Exception as error:
-            rows.append(subject.row("parity", f"{a}={b}", None, b, SHARPEST, sum(subject.lengths), detail=sentence(error)))
+            rows.append(
+                subject.row("parity", f"{a}={b}", None, b, SHARPEST, sum(subject.lengths), detail=sentence(error))
+            )
     return rows
 
 
@@ -212,7 +281,11 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     refused = supported(subject)
     if refused:
         return [refused]
-    rows = invariance(subject) + parity(subject) + [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
+    rows = (
+        invariance(subject)
+        + parity(subject)
+        + [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
+    )
     subject.forget()
     rows += row_counts(subject)
     subject.forget()
@@ -229,19 +302,35 @@ def coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
     """A needs-fix row for everything that the contract requires of an op and dtype and that `rows` does not hold."""
     missing = []
     for s in subjects:
-        mine = [r for r in rows if not r.control and (r.op, r.case, r.dtype) ==
-                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))]
+        mine = [
+            r
+            for r in rows
+            if not r.control
+            and (r.op, r.case, r.dtype) == (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))
+        ]
         if any(r.verdict == UNSUPPORTED for r in mine):
             continue
         names = layouts(s.lengths, s.problem.seed)
         assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
         required = {("invariance", layout, None, None) for layout in (*names, "random", *VIEWS)}
         required |= {("invariance", "rows", m, None) for m in contract.rows(s.largest)}
-        required |= {("invariance", "rows", None, kind) for kind in KINDS} | {("accuracy", "rows", None, k) for k in KINDS}
+        required |= {("invariance", "rows", None, kind) for kind in KINDS} | {
+            ("accuracy", "rows", None, k) for k in KINDS
+        }
         required |= {("determinism", "packed", None, None)} | {("parity", f"{a}={b}", None, None) for a, b in PARITIES}
         for relation, layout, m, kind in sorted(required, key=str):
-            if not any((r.relation, r.layout) == (relation, layout) and m in (None, r.rows) and kind in (None, r.inputs)
-                       for r in mine):
-                missing.append(s.row(relation, layout, None, inputs=kind or "", rows=m or 0,
-                                     detail="required by the contract, not run"))
+            if not any(
+                (r.relation, r.layout) == (relation, layout) and m in (None, r.rows) and kind in (None, r.inputs)
+                for r in mine
+            ):
+                missing.append(
+                    s.row(
+                        relation,
+                        layout,
+                        None,
+                        inputs=kind or "",
+                        rows=m or 0,
+                        detail="required by the contract, not run",
+                    )
+                )
     return missing

@@ -12,14 +12,24 @@ import numpy as np
 import torch
 
 from bi_kernels import contract
-from bi_kernels.audit.static import binary as static
-from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.problem.inputs import draw, generator
-from bi_kernels.audit.relations.forward import against_bound
+from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, shapes_launched
-from bi_kernels.audit.problem.subject import (NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject, gather, poisoned_memory, refusal,
-                                      sentence)
+from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.problem.subject import (
+    NEEDS_FIX,
+    PASS,
+    SHARPEST,
+    UNSUPPORTED,
+    Row,
+    Subject,
+    gather,
+    poisoned_memory,
+    refusal,
+    sentence,
+)
+from bi_kernels.audit.relations.forward import against_bound
+from bi_kernels.audit.static import binary as static
 from bi_kernels.contract import SHAPES, SWEEP, dtype_name
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout
@@ -37,10 +47,13 @@ def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
     """The layout of a call's whole sequences."""
     sample = np.repeat(np.arange(len(lengths)), lengths)
     flat = call.index.reshape(-1)
-    found = {s: np.flatnonzero((flat >= 0) & (sample[np.maximum(flat, 0)] == s)) for s in np.unique(sample[flat[flat >= 0]])}
+    found = {
+        s: np.flatnonzero((flat >= 0) & (sample[np.maximum(flat, 0)] == s)) for s in np.unique(sample[flat[flat >= 0]])
+    }
     found = dict(sorted(found.items(), key=lambda item: item[1][0]))  # as they lie in memory
-    return TokenLayout([int(at[0]) for at in found.values()], [len(at) for at in found.values()], flat.size,
-                       [int(s) for s in found])
+    return TokenLayout(
+        [int(at[0]) for at in found.values()], [len(at) for at in found.values()], flat.size, [int(s) for s in found]
+    )
 
 
 class Step:
@@ -70,13 +83,16 @@ class Step:
             dy = draw(kind if y.dim() > lead else "normal", (self.count, *y.shape[lead:]), y.dtype, g)
             if self.kind == SHARPEST:  # else the sum of a few bf16 numbers is exact in fp32, in any order
                 most = 6 if y.dtype == torch.float16 else 12
-                exponents = torch.randint(-most, most + 1, (self.count, *[1] * (dy.dim() - 1)), generator=g, device=p.device)
+                exponents = torch.randint(
+                    -most, most + 1, (self.count, *[1] * (dy.dim() - 1)), generator=g, device=p.device
+                )
                 dy *= torch.exp2(exponents.float()).to(dy.dtype)
             dy[self.poisoned] = 0
             self.dy.append(dy)
 
-    def gradients(self, calls: Sequence[Call], main_grad: bool = True, view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
-                  ) -> dict[str, torch.Tensor]:
+    def gradients(
+        self, calls: Sequence[Call], main_grad: bool = True, view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+    ) -> dict[str, torch.Tensor]:
         """{input: its gradient}, of tokens in logical order; view: in which the op is given its tokens and what comes upstream."""
         s, device = self.subject, self.subject.problem.device
         shared = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in self.shared.items()}
@@ -88,19 +104,30 @@ class Step:
             index = torch.from_numpy(call.index.reshape(-1)).to(device)
             real = index >= 0
             rows = index.clamp(min=0)
-            tokens = {k: gather(t, call.index, self.kind in ("nonfinite", NAN_PADDING)).requires_grad_(t.is_floating_point())
-                      for k, t in self.tokens.items()}
+            tokens = {
+                k: gather(t, call.index, self.kind in ("nonfinite", NAN_PADDING)).requires_grad_(t.is_floating_point())
+                for k, t in self.tokens.items()
+            }
             cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
             with token_layout(call, self.lengths):
-                y = s.forward({k: view(t) for k, t in tokens.items()}, shared, call.index.shape, self.at[rows], call.cu_seqlens,
-                              cached)
-            outputs, expected = y if isinstance(y, (tuple, list)) else (y, ), list(s.problem.returned)
+                y = s.forward(
+                    {k: view(t) for k, t in tokens.items()},
+                    shared,
+                    call.index.shape,
+                    self.at[rows],
+                    call.cu_seqlens,
+                    cached,
+                )
+            outputs, expected = y if isinstance(y, (tuple, list)) else (y,), list(s.problem.returned)
             if len(expected) > 1 and len(outputs) != len(expected):
                 raise ValueError(f"the candidate returned {len(outputs)} of the outputs {', '.join(expected)}")
             if not self.dy:
                 self.upstream(outputs, call.index.ndim)
-            upstream = [(o, view(dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape)))
-                        for dy, o in zip(self.dy, outputs) if o.requires_grad]
+            upstream = [
+                (o, view(dy[rows].masked_fill(~real.view(-1, *[1] * (dy.dim() - 1)), 0).reshape(o.shape)))
+                for dy, o in zip(self.dy, outputs)
+                if o.requires_grad
+            ]
             if not upstream:
                 raise ValueError("no output of the candidate requires a gradient")
             with poisoned_memory(0xFF if s.calls % 2 else 0x00):
@@ -111,7 +138,9 @@ class Step:
                 grad = tokens[k].grad.reshape(-1, *out[k].shape[1:])
                 out[k][rows[real]] = grad[real]
                 if self.kind not in ("nonfinite", NAN_PADDING) and (grad[~real] != 0).any():
-                    raise ValueError(f"the candidate's backward left a gradient of {k} in padding, which has none upstream")
+                    raise ValueError(
+                        f"the candidate's backward left a gradient of {k} in padding, which has none upstream"
+                    )
         for k, t in shared.items():
             if t.is_floating_point():
                 out[k] = t.main_grad if t.grad is None and main_grad else t.grad
@@ -138,31 +167,76 @@ def by_split(subject: Subject) -> Iterator[Row]:
         try:
             base = step.gradients(step.layouts["packed"])
         except Exception as error:
-            yield subject.row(INVARIANCE, "packed", None, "singles", kind, step.count, verdict=refusal(subject, error),
-                              detail=sentence(error))
+            yield subject.row(
+                INVARIANCE,
+                "packed",
+                None,
+                "singles",
+                kind,
+                step.count,
+                verdict=refusal(subject, error),
+                detail=sentence(error),
+            )
             return
         finite = ~step.poisoned
         keep = lambda g, step=step, finite=finite: {
-            k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens}
+            k: t[finite] if k in step.tokens else t for k, t in g.items() if kind != "nonfinite" or k in step.tokens
+        }
         for name in names:
             against = "singles" if name == "packed" else "packed"
             launched = shapes_launched(step.layouts[name])
-            yield from _compared(subject, lambda: keep(step.gradients(step.layouts[name])),
-                                 lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
-                                 INVARIANCE, name, against, kind, step.count, launched)
+            yield from _compared(
+                subject,
+                lambda: keep(step.gradients(step.layouts[name])),
+                lambda: keep(base if name != "packed" else step.gradients(step.layouts["singles"])),
+                INVARIANCE,
+                name,
+                against,
+                kind,
+                step.count,
+                launched,
+            )
         if kind == SHARPEST:
             for name, view in VIEWS.items():
-                yield from _compared(subject, lambda: step.gradients(step.layouts["packed"], view=view), lambda: base, INVARIANCE,
-                                     name, "packed", kind, step.count, "tokens and upstream gradient")
+                yield from _compared(
+                    subject,
+                    lambda: step.gradients(step.layouts["packed"], view=view),
+                    lambda: base,
+                    INVARIANCE,
+                    name,
+                    "packed",
+                    kind,
+                    step.count,
+                    "tokens and upstream gradient",
+                )
             own: dict = {}
             alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
             for name in ALONE if subject.problem.op.shared else ():
-                yield from _compared(subject, lambda: step.gradients(step.layouts[name], main_grad=False), alone, INVARIANCE,
-                                     name, "packed", kind, step.count, "without main_grad", ".grad")
+                yield from _compared(
+                    subject,
+                    lambda: step.gradients(step.layouts[name], main_grad=False),
+                    alone,
+                    INVARIANCE,
+                    name,
+                    "packed",
+                    kind,
+                    step.count,
+                    "without main_grad",
+                    ".grad",
+                )
             runs = SWEEP["interpreter_gradient_runs" if subject.problem.device.type == "cpu" else "runs"]
             for _ in range(runs - 1):
-                again = _compared(subject, lambda: step.gradients(step.layouts["packed"]), lambda: base, DETERMINISM, "packed",
-                                  "itself", kind, step.count, f"backward, {runs} runs")
+                again = _compared(
+                    subject,
+                    lambda: step.gradients(step.layouts["packed"]),
+                    lambda: base,
+                    DETERMINISM,
+                    "packed",
+                    "itself",
+                    kind,
+                    step.count,
+                    f"backward, {runs} runs",
+                )
                 if any(r.verdict == NEEDS_FIX for r in again):
                     break
             yield from again
@@ -179,13 +253,33 @@ def judge_gradient_accuracy(subject: Subject) -> list[Row]:
     return rows
 
 
-def _compared(subject: Subject, make, expected, relation: str, name: str, against: str, kind: str, count: int,
-              detail: str, left_in: str = "") -> list[Row]:
+def _compared(
+    subject: Subject,
+    make,
+    expected,
+    relation: str,
+    name: str,
+    against: str,
+    kind: str,
+    count: int,
+    detail: str,
+    left_in: str = "",
+) -> list[Row]:
     try:
         found, wanted = make(), expected()
-        return [subject.row(relation, name, compare(found[k], wanted[k]), against, kind, count, tensor=f"d{k}{left_in}",
-                            detail=detail)
-                for k in wanted]
+        return [
+            subject.row(
+                relation,
+                name,
+                compare(found[k], wanted[k]),
+                against,
+                kind,
+                count,
+                tensor=f"d{k}{left_in}",
+                detail=detail,
+            )
+            for k in wanted
+        ]
     except Exception as error:
         return [subject.row(relation, name, None, against, kind, count, detail=f"{detail}; {sentence(error)}")]
 
@@ -212,15 +306,20 @@ def gradient_accuracy(subject: Subject, kind: str, most: int = 300) -> list[Row]
     rows = []
     for tensor, (k, y) in found.items():
         dtype = y.dtype
-        limit = contract.bound(p.contract_row, dtype, exact[k].exact, exact[k].magnitude, exact[k].n, gradient=k,
-                               inputs=p.dtype)
-        rows.append(against_bound(subject, ACCURACY, y, exact[k].exact, limit, dtype, kind, step.count,
-                                  f"{dtype_name(dtype)}", tensor))
+        limit = contract.bound(
+            p.contract_row, dtype, exact[k].exact, exact[k].magnitude, exact[k].n, gradient=k, inputs=p.dtype
+        )
+        rows.append(
+            against_bound(
+                subject, ACCURACY, y, exact[k].exact, limit, dtype, kind, step.count, f"{dtype_name(dtype)}", tensor
+            )
+        )
     return rows
 
 
-def atomics_free(judged: Sequence[tuple[Subject, static.Launches]], levels: Sequence[str] = ("", )
-                 ) -> tuple[list[Row], list[static.Variant]]:
+def atomics_free(
+    judged: Sequence[tuple[Subject, static.Launches]], levels: Sequence[str] = ("",)
+) -> tuple[list[Row], list[static.Variant]]:
     """What the static audit finds in each candidate's source and in every variant that its judging launched: a row a
     subject, and all variants, each of them once. levels: a row for each instead, of what is found at that level alone."""
     every = static.Launches()
@@ -231,8 +330,9 @@ def atomics_free(judged: Sequence[tuple[Subject, static.Launches]], levels: Sequ
     rows = []
     for (subject, launches), level in product(judged, levels):
         variants = [examined[key] for key in launches.variants]
-        findings = list(dict.fromkeys([*sources[subject.function], *launches.findings,
-                                       *(f for v in variants for f in v.findings)]))
+        findings = list(
+            dict.fromkeys([*sources[subject.function], *launches.findings, *(f for v in variants for f in v.findings)])
+        )
         findings = [f for f in findings if level in ("", f.level)]
         compiled = sum(v.level != "AST only" for v in variants)
         if findings:
@@ -243,8 +343,9 @@ def atomics_free(judged: Sequence[tuple[Subject, static.Launches]], levels: Sequ
             verdict = PASS if compiled == len(variants) else NEEDS_FIX
         else:
             detail, verdict = "launches no Triton kernel: its binary is not seen", UNSUPPORTED
-        row = subject.row(STATIC, "source, PTX, SASS", Drift(len(findings), len(variants)), verdict=verdict, inputs="",
-                          detail=detail)
+        row = subject.row(
+            STATIC, "source, PTX, SASS", Drift(len(findings), len(variants)), verdict=verdict, inputs="", detail=detail
+        )
         row.max_abs = row.max_rel = row.max_ulp = None
         rows.append(row)
     return rows, static.distinct(examined.values())
@@ -254,8 +355,12 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
     """A needs-fix row for every gradient, layout and relation that is required and not in the rows."""
     missing = []
     for s in subjects:
-        mine = [r for r in rows if not r.control and (r.op, r.case, r.dtype) ==
-                (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))]
+        mine = [
+            r
+            for r in rows
+            if not r.control
+            and (r.op, r.case, r.dtype) == (s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype))
+        ]
         if any(r.verdict == UNSUPPORTED and r.relation != STATIC for r in mine):
             continue
         required = [(STATIC, "source, PTX, SASS", "out", "")]
@@ -270,6 +375,9 @@ def gradient_coverage(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[
             required += [(ACCURACY, "rows", f"d{k}.grad", "normal")] * (k in s.problem.op.shared)
             required += [(INVARIANCE, layout, f"d{k}", NAN_PADDING) for layout in PADDED if s.problem.op.shared]
         found = {(r.relation, r.layout, r.tensor, r.inputs) for r in mine}
-        missing += [s.row(relation, layout, None, inputs=kind, tensor=tensor, detail="required, not run")
-                    for relation, layout, tensor, kind in required if (relation, layout, tensor, kind) not in found]
+        missing += [
+            s.row(relation, layout, None, inputs=kind, tensor=tensor, detail="required, not run")
+            for relation, layout, tensor, kind in required
+            if (relation, layout, tensor, kind) not in found
+        ]
     return missing

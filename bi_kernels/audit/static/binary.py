@@ -31,8 +31,18 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.audit.static.source import (ACCUMULATES, ACCUMULATING, ATOMIC, CHOOSERS, PTX, SCATTER, SCATTERS, Finding, run_time,
-                                     source)
+from bi_kernels.audit.static.source import (
+    ACCUMULATES,
+    ACCUMULATING,
+    ATOMIC,
+    CHOOSERS,
+    PTX,
+    SCATTER,
+    SCATTERS,
+    Finding,
+    run_time,
+    source,
+)
 
 SASS = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?\w+\s+)?((?:ATOM[A-Z]*|(?:U[A-Z]+)?RED(?!UX)[A-Z]*)\b[^;\n]*)", re.MULTILINE)
 
@@ -106,9 +116,9 @@ def _stand_in(value):
             strides.insert(0, -(-n * strides[0] // 16) * 16)
         return replace(value, base=torch.zeros(0, dtype=value.base.dtype), shape=block, strides=strides)
     if isinstance(value, torch.Tensor):
-        return torch.zeros(0 if value.data_ptr() % 16 == 0 else 2, dtype=value.dtype)[value.data_ptr() % 16 > 0:]
-    if type(value) is int and -2**63 <= value < 2**63:
-        return 1 if value == 1 else (16 if value % 16 == 0 else 3) + (0 if -2**31 <= value < 2**31 else 2**40)
+        return torch.zeros(0 if value.data_ptr() % 16 == 0 else 2, dtype=value.dtype)[value.data_ptr() % 16 > 0 :]
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return 1 if value == 1 else (16 if value % 16 == 0 else 3) + (0 if -(2**31) <= value < 2**31 else 2**40)
     return tuple(map(_stand_in, value)) if type(value) is tuple else 0.5 if type(value) is float else value
 
 
@@ -163,10 +173,15 @@ def recorded(run: bool = True) -> Iterator[Launches]:
         def choose(self, *args, **kwargs):
             launches.add(run_time(self, "launch"))
             return stock[kind](self, *args, **kwargs)
+
         return choose
 
-    places = {JITFunction: ("run", compiled), InterpretedFunction: ("run", interpreted),
-              CompiledKernel: ("__getitem__", again), **{kind: ("run", chosen(kind)) for kind in CHOOSERS}}
+    places = {
+        JITFunction: ("run", compiled),
+        InterpretedFunction: ("run", interpreted),
+        CompiledKernel: ("__getitem__", again),
+        **{kind: ("run", chosen(kind)) for kind in CHOOSERS},
+    }
     stock = {owner: getattr(owner, name) for owner, (name, _) in places.items()}
     for owner, (name, ours) in places.items():
         setattr(owner, name, ours)
@@ -223,12 +238,21 @@ def _examined(kernel: CompiledKernel) -> Variant:
     if "tensormap.cp_fenceproxy" in ptx:  # a descriptor made on the device is published by an exchange
         sass = re.sub(r"ATOMG\S*\.EXCH\S* PT, RZ,", "", sass)
     found |= dict.fromkeys(Finding(ATOMIC, name, 0, m.strip(), "SASS") for m in SASS.findall(sass))
-    words = [f"{n}={built.constants.get((i, ), kind)}{' % 16' if built.attrs.get((i, )) else ''}"
-             for i, (n, kind) in enumerate(built.signature.items())]
+    words = [
+        f"{n}={built.constants.get((i,), kind)}{' % 16' if built.attrs.get((i,)) else ''}"
+        for i, (n, kind) in enumerate(built.signature.items())
+    ]
     words += [f"{n}={getattr(options, n)}" for n in ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")]
     used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass)}
-    return Variant(name, ", ".join(words), f"sm_{options.target.arch}", used["REG"], used["STACK"] + used["LOCAL"],
-                   options.shared, list(found))
+    return Variant(
+        name,
+        ", ".join(words),
+        f"sm_{options.target.arch}",
+        used["REG"],
+        used["STACK"] + used["LOCAL"],
+        options.shared,
+        list(found),
+    )
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -275,14 +299,21 @@ def _attempt(step, *args):
 
 def _serve(request: str, reply: str) -> None:
     """Answers `_elsewhere`. Triton compiles for the GPU that its driver names; none needs to be there."""
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda _: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        )
+    )
 
     def answer(kernel, launch):
         _, arguments, options = launch
-        return kernel if isinstance(kernel, str) else _attempt(
-            lambda: _examined(kernel.run(grid=(1, ), warmup=True, **arguments, **options)))
+        return (
+            kernel
+            if isinstance(kernel, str)
+            else _attempt(lambda: _examined(kernel.run(grid=(1,), warmup=True, **arguments, **options)))
+        )
 
     asked = [pickle.loads(message) for message in pickle.loads(Path(request).read_bytes())]
     kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other

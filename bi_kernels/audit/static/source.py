@@ -30,11 +30,17 @@ from triton.runtime.jit import JITFunction
 
 ATOMIC, SCATTER, RUN_TIME, UNREADABLE = "atomic", "unordered scatter", "run-time choice", "source not readable"
 GRID_STRIDE, BY_DEVICE, BY_ROWS = REDUCTIONS = (
-    "grid-stride reduction", "reduction cut by multiprocessors", "reduction cut by rows")
+    "grid-stride reduction",
+    "reduction cut by multiprocessors",
+    "reduction cut by rows",
+)
 
 # An instruction follows a line's start, a brace, a semicolon or a guard: bar.red and redux.sync are none of these.
-PTX = re.compile(r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?((?:atom|red|multimem\.red|multimem\.ld_reduce|cp\.reduce)\."
-                 r"[a-z][^;\n]*)", re.MULTILINE)
+PTX = re.compile(
+    r"(?:^|[;{}])\s*(?:@!?%?\w+\s+)?((?:atom|red|multimem\.red|multimem\.ld_reduce|cp\.reduce)\."
+    r"[a-z][^;\n]*)",
+    re.MULTILINE,
+)
 SCATTERS = re.compile(r"(index_add|index_reduce|scatter_add|scatter_reduce)_?")
 ACCUMULATING, ACCUMULATES = ("index_put", "put", "bincount", "scatter"), ("accumulate", "weights", "reduce")
 DEVICE = re.compile(r"multi_?processor_?count|num_sms?|sm_count", re.IGNORECASE)
@@ -76,7 +82,7 @@ def _unwrap(obj):
     for _ in range(20):
         if isinstance(obj, (type, ModuleType, str, int, float, type(None))):
             break
-        names = ("fn", ) if isinstance(obj, KERNELS + CHOOSERS) else WRAPPED
+        names = ("fn",) if isinstance(obj, KERNELS + CHOOSERS) else WRAPPED
         name = next((n for n in names if inspect.getattr_static(obj, n, None) is not None), None)
         if name is None:
             break
@@ -145,7 +151,9 @@ class _Function:
         """The name under which a callee was defined; of a method of who knows what, the method's."""
         if e not in self.names:
             known = self.objects(e)
-            self.names[e] = getattr(_unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
+            self.names[e] = (
+                getattr(_unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
+            )
         return self.names[e]
 
     def finding(self, kind: str, node: ast.AST) -> Finding:
@@ -173,8 +181,12 @@ def _reachable(subjects: tuple) -> tuple[list[_Function], list[Finding]]:
                 queue += [v for v in vars(inner).values() if getattr(_unwrap(v), "__module__", None) == home]
             continue
         kernel = isinstance(obj, KERNELS + CHOOSERS)
-        if (isinstance(inner, FunctionType) and inner not in found and _package(inner) != "triton"
-                and (kernel or obj in subjects or _package(inner) in packages)):
+        if (
+            isinstance(inner, FunctionType)
+            and inner not in found
+            and _package(inner) != "triton"
+            and (kernel or obj in subjects or _package(inner) in packages)
+        ):
             found[inner] = None
             try:
                 f = found[inner] = _Function(inner, kernel)
@@ -203,7 +215,8 @@ def _forbidden(f: _Function) -> Iterator[Finding]:
         elif isinstance(n, ast.Call) and f.called(n.func).strip("_") in ACCUMULATING:
             given = [k.value for k in n.keywords if k.arg in ACCUMULATES]
             if any(not isinstance(a, ast.Constant) or a.value for a in given) or any(
-                    isinstance(a, ast.Constant) and a.value is True for a in n.args):
+                isinstance(a, ast.Constant) and a.value is True for a in n.args
+            ):
                 yield f.finding(SCATTER, n)
 
 
@@ -238,7 +251,7 @@ class _Flow:
         self.of = {f.fn: f for f in functions}
         self.known = defaultdict(set)  # by (function, name), by field, and by function: its result
         self.free: set[str] = set()  # names that may be chosen
-        self.calls = {(f, ): f for f in functions}
+        self.calls = {(f,): f for f in functions}
         size = -1
         while size != (size := len(self.calls) + sum(map(len, self.known.values()))):
             for f in list(self.calls.values()):
@@ -324,11 +337,15 @@ class _Flow:
     def call(self, f: _Function, e: ast.Call) -> set:
         name, inputs, owner = f.called(e.func), self.union(f, *e.args, *e.keywords), getattr(e.func, "value", None)
         method = getattr(e.func, "attr", "")
-        callees = [(o.__init__, 1) if isinstance(o, type) else (o, 0)
-                   for o in f.objects(owner if isinstance(e.func, ast.Subscript) else e.func)]
+        callees = [
+            (o.__init__, 1) if isinstance(o, type) else (o, 0)
+            for o in f.objects(owner if isinstance(e.func, ast.Subscript) else e.func)
+        ]
         if method in ("run", "warmup", "apply"):  # of a kernel, or of an autograd function with its ctx
-            callees = [(getattr(o, "forward", o), int(method == "apply" and "setup_context" not in vars(o)))
-                       for o in f.objects(owner)]
+            callees = [
+                (getattr(o, "forward", o), int(method == "apply" and "setup_context" not in vars(o)))
+                for o in f.objects(owner)
+            ]
         elif method and not callees:
             callees = [(fn, 1) for fn in self.of if fn.__qualname__.endswith(f".{method}")]
         results, own = set(), False
@@ -358,11 +375,11 @@ class _Flow:
         pairs = [(k.arg, k.value) for k in e.keywords if k.arg in parameters]
         rest = [p for p in parameters if p not in dict(pairs)]
         stars = [i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)] or [len(e.args)]
-        tail = e.args[stars[-1] + 1:]
+        tail = e.args[stars[-1] + 1 :]
         last = len(rest) - len(tail)
-        pairs += [*zip(rest[:stars[0]], e.args), *zip(rest[last:], tail)]
-        starred = e.args[stars[0]:stars[-1] + 1] + [k.value for k in e.keywords if k.arg is None]
-        pairs += [(p, a) for p in rest[stars[0]:last] for a in starred]
+        pairs += [*zip(rest[: stars[0]], e.args), *zip(rest[last:], tail)]
+        starred = e.args[stars[0] : stars[-1] + 1] + [k.value for k in e.keywords if k.arg is None]
+        pairs += [(p, a) for p in rest[stars[0] : last] for a in starred]
         given = {p: set() for p in callee.parameters}
         for p, value in pairs:
             shape = isinstance(value, ast.Starred) and getattr(value.value, "attr", "") == "shape"
@@ -380,8 +397,11 @@ class _Flow:
                 continue
             if isinstance(loop, ast.While):  # it ends by what its test reads, and steps by what moves that
                 start, stop, tested = [], [loop.test], {*_names(loop.test)}
-                step = [n.value for n in ast.walk(loop)
-                        if isinstance(n, (ast.Assign, ast.AugAssign)) and tested & {*_names(n, ast.Store)}]
+                step = [
+                    n.value
+                    for n in ast.walk(loop)
+                    if isinstance(n, (ast.Assign, ast.AugAssign)) and tested & {*_names(n, ast.Store)}
+                ]
             else:
                 given = getattr(loop.iter, "args", [loop.iter])
                 start, stop, step = given[:1] if len(given) > 1 else [], given[:2][-1:], given[2:]

@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.static import binary as static
 
 KERNELS = (InterpretedFunction, JITFunction)
 CELL = "cell.py"  # the name under which assembly knows the kernel's file
@@ -57,15 +57,27 @@ class Run:
         return {k: compare(t, self.tensors[k]) for k, t in (self.compiled.tensors if self.compiled else {}).items()}
 
     def _repr_markdown_(self) -> str:
-        lines = [f"`{self.kernel}`", "", "| | |", "|:--|:--|", "| interpreted | " + ", ".join(
-            f"`{k}` {tuple(t.shape)}" for k, t in self.tensors.items()) + " |"]
+        lines = [
+            f"`{self.kernel}`",
+            "",
+            "| | |",
+            "|:--|:--|",
+            "| interpreted | " + ", ".join(f"`{k}` {tuple(t.shape)}" for k, t in self.tensors.items()) + " |",
+        ]
         if self.compiled is None:
             return "\n".join([*lines, f"| compiled | {self.refusal} |"])
         v = self.compiled.variant
         same = "; ".join(f"`{k}` {d}" for k, d in self.drift.items()) or "not run: no CUDA device here"
-        return "\n".join([*lines, f"| compiled for {v.level} | {same} |", f"| registers a thread | {v.registers} |",
-                          f"| spilled bytes a thread | {v.spills} |", f"| shared bytes a program | {v.shared} |",
-                          f"| atomics | {'; '.join(map(str, v.findings)) or 'none in PTX and SASS'} |"])
+        return "\n".join(
+            [
+                *lines,
+                f"| compiled for {v.level} | {same} |",
+                f"| registers a thread | {v.registers} |",
+                f"| spilled bytes a thread | {v.spills} |",
+                f"| shared bytes a program | {v.shared} |",
+                f"| atomics | {'; '.join(map(str, v.findings)) or 'none in PTX and SASS'} |",
+            ]
+        )
 
     __repr__ = _repr_markdown_
 
@@ -77,7 +89,9 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     num_warps and their like. Raises TypeError unless the kernel was made under TRITON_INTERPRET=1.
     """
     if not isinstance(kernel, InterpretedFunction):
-        raise TypeError(f"run: kernel is a {type(kernel).__name__}, expected one that @triton.jit made under TRITON_INTERPRET=1")
+        raise TypeError(
+            f"run: kernel is a {type(kernel).__name__}, expected one that @triton.jit made under TRITON_INTERPRET=1"
+        )
     given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
     host = {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     name, text = kernel.fn.__name__, source(kernel)
@@ -100,19 +114,35 @@ def _serve(folder: str) -> None:
     """Answers `run`, in a process without the interpreter."""
     gpu = torch.cuda.is_available()
     if not gpu:  # Triton asks its driver for the target alone
-        triton.runtime.driver.set_active(SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda _: 0,
-            get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+        triton.runtime.driver.set_active(
+            SimpleNamespace(
+                get_current_device=lambda: 0,
+                get_current_stream=lambda _: 0,
+                get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            )
+        )
     name, grid, given = torch.load(Path(folder, "launch"), weights_only=False)
     sys.path.insert(0, folder)
     kernel = getattr(__import__(CELL.removesuffix(".py")), name)
     tensors = {k: v.cuda() for k, v in given.items() if gpu and isinstance(v, torch.Tensor)}
     compiled = kernel.run(grid=grid, warmup=not gpu, **given | tensors)
     Path(folder, "cubin").write_bytes(compiled.asm["cubin"])
-    sass = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")], capture_output=True, text=True,
-                          check=True).stdout
-    torch.save(Compiled(static._examined(compiled), compiled.asm["ptx"], sass, Path(folder, CELL).read_text().splitlines(),
-                        {k: t.cpu() for k, t in tensors.items()}), Path(folder, "reply"))
+    sass = subprocess.run(
+        [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    torch.save(
+        Compiled(
+            static._examined(compiled),
+            compiled.asm["ptx"],
+            sass,
+            Path(folder, CELL).read_text().splitlines(),
+            {k: t.cpu() for k, t in tensors.items()},
+        ),
+        Path(folder, "reply"),
+    )
 
 
 def lines(run: Run, code: str) -> dict[str, list[str]]:
@@ -165,17 +195,28 @@ def source(subject) -> str:
             imports["tl"], parts[name] = "import triton.language as tl", f"{name} = tl.constexpr({obj.value!r})\n"
         elif isinstance(obj, PLAIN):
             parts[name] = f"{name} = {obj!r}\n"
-        elif getattr(sys.modules.get(getattr(inner, "__module__", None)), getattr(inner, "__name__", ""), None) is not None:
+        elif (
+            getattr(sys.modules.get(getattr(inner, "__module__", None)), getattr(inner, "__name__", ""), None)
+            is not None
+        ):
             renamed = f" as {name}" if name != inner.__name__ else ""
             imports[name] = f"from {inner.__module__} import {inner.__name__}{renamed}"
         else:
-            raise ValueError(f"source: {name} is a {type(obj).__name__}, expected a function, a class, a module or a constant")
+            raise ValueError(
+                f"source: {name} is a {type(obj).__name__}, expected a function, a class, a module or a constant"
+            )
 
     known = vars(sys.modules[home])
     visit(_plain(subject).__name__, subject)
     constants = [p for p in parts.values() if not p.startswith("\n")]
-    return "".join([*(f"{line}\n" for line in sorted(imports.values(), key=lambda line: (line.startswith("from"), line))),
-                    *["\n"] * bool(constants), *constants, *(p for p in parts.values() if p.startswith("\n"))])
+    return "".join(
+        [
+            *(f"{line}\n" for line in sorted(imports.values(), key=lambda line: (line.startswith("from"), line))),
+            *["\n"] * bool(constants),
+            *constants,
+            *(p for p in parts.values() if p.startswith("\n")),
+        ]
+    )
 
 
 def _globals(text: str) -> list[str]:
@@ -185,7 +226,11 @@ def _globals(text: str) -> list[str]:
         table = tables.pop()
         tables += table.get_children()
         found |= {s.get_name() for s in table.get_symbols() if s.is_global() or table.get_type() == "module"}
-    return [name for name in dict.fromkeys(n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)) if name in found]
+    return [
+        name
+        for name in dict.fromkeys(n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name))
+        if name in found
+    ]
 
 
 def _plain(obj):
@@ -199,7 +244,7 @@ def _text(obj: FunctionType | type) -> str:
     method = next(f for f in map(inspect.unwrap, (getattr(obj, k) for k in vars(obj))) if isinstance(f, FunctionType))
     text = linecache.getlines(method.__code__.co_filename)
     node = next(n for n in ast.walk(ast.parse("".join(text))) if isinstance(n, ast.ClassDef) and n.name == obj.__name__)
-    return "".join(text[min(d.lineno for d in [node, *node.decorator_list]) - 1:node.end_lineno])
+    return "".join(text[min(d.lineno for d in [node, *node.decorator_list]) - 1 : node.end_lineno])
 
 
 def write_op(path: Path | str, function: Callable, about: str = "") -> Path:
@@ -217,12 +262,13 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
     Every relation of the registered op that it stands for, or those of its backward alone; the static audit sees what one
     step launches. The rows are those of verdicts.json.
     """
-    from bi_kernels.audit.relations import gradient as gradients
     from bi_kernels.audit.problem.candidates import resolve
-    from bi_kernels.audit.relations.forward import judge
     from bi_kernels.audit.problem.registry import OPS, Problem
     from bi_kernels.audit.problem.subject import Subject
+    from bi_kernels.audit.relations import gradient as gradients
+    from bi_kernels.audit.relations.forward import judge
     from bi_kernels.contract import DTYPES
+
     with tempfile.TemporaryDirectory() as folder:
         path = write_op(Path(folder, f"{function.__name__}.py"), function)
         loaded = resolve(f"{path}:{function.__name__}", OPS[op].audit, op).functions[op]

@@ -77,10 +77,10 @@ class Tree:
                 node = max(step, key=lambda k: (len(spans[k]), -k))
                 other = max((k for k in step if k != node), key=lambda k: len(spans[k]))
                 if len(spans[other]) == len(spans[node]) or (
-                        other >= self.n and 4 * len(spans[other]) > len(spans[node])
-                        and spans[other][0] < spans[node][0]):  # neither is the sum so far
+                    other >= self.n and 4 * len(spans[other]) > len(spans[node]) and spans[other][0] < spans[node][0]
+                ):  # neither is the sum so far
                     falls = parts and spans[parts[-1][0]][0] < spans[step[0]][0]
-                    parts += [(k, ) for k in (step if falls else step[::-1])] if len(step) == 2 else [step]
+                    parts += [(k,) for k in (step if falls else step[::-1])] if len(step) == 2 else [step]
                     break
                 parts.append(tuple(k for k in step if k != node))
             parts.reverse()
@@ -91,7 +91,7 @@ class Tree:
 
         def word(part: tuple[int, ...]) -> str:
             if len(part) > 1:
-                nodes = [word((k, )) for k in part if k >= self.n]
+                nodes = [word((k,)) for k in part if k >= self.n]
                 return f"[{', '.join([*nodes, *_range([k for k in part if k < self.n])])}]"
             return f"({text(part[0])})" if part[0] >= self.n else str(part[0])
 
@@ -103,7 +103,7 @@ class Tree:
                 stride = starts[min(end, len(parts) - 1)] - starts[at]
                 while end < len(parts) and same[end] == same[at] and starts[end] - starts[end - 1] == stride:
                     end += 1
-                if end - at > 2 and same[at] == (0, ):
+                if end - at > 2 and same[at] == (0,):
                     words += _range([p[0] for p in parts[at:end]])
                 elif end - at > 4:
                     words += [word(parts[at]), word(parts[at + 1]), "…", word(parts[end - 1])]
@@ -126,8 +126,9 @@ def _range(terms: Sequence[int]) -> list[str]:
     return [f"{terms[0]} … {terms[-1]}" if gaps <= {-1, 1} else f"{terms[0]}, {terms[1]} … {terms[-1]}"]
 
 
-def fold(sums: Callable[[torch.Tensor], torch.Tensor], n: int, at_once: int = 0, big: float = 2.0**100, unit: float = 1.0
-         ) -> Tree:
+def fold(
+    sums: Callable[[torch.Tensor], torch.Tensor], n: int, at_once: int = 0, big: float = 2.0**100, unit: float = 1.0
+) -> Tree:
     """The tree by which `sums` adds n terms.
 
     sums(values (probes, n) fp32) -> (probes,): each row's sum, every probe by the same order. at_once: how many rows a
@@ -144,16 +145,18 @@ def fold(sums: Callable[[torch.Tensor], torch.Tensor], n: int, at_once: int = 0,
         raise ValueError(f"fold: {n} ones gave {ones:g}, expected {n}: they are not what is added, or not all of it")
     lost = np.eye(n, dtype=np.int64)  # how many terms are under the node that joins i and j
     for at in range(0, len(first), rows):
-        i, j = first[at:at + rows], second[at:at + rows]
+        i, j = first[at : at + rows], second[at : at + rows]
         values = torch.zeros(rows, n)
-        values[:len(i)] = unit
+        values[: len(i)] = unit
         values[np.arange(len(i)), i], values[np.arange(len(i)), j] = big, -big
-        counted = np.asarray(torch.as_tensor(sums(values)).detach().cpu().double())[:len(i)] / unit
+        counted = np.asarray(torch.as_tensor(sums(values)).detach().cpu().double())[: len(i)] / unit
         wrong = ~(np.abs(counted - counted.round().clip(0, n - 2)) < 0.25)
         if wrong.any():
             k = wrong.argmax()
-            raise ValueError(f"fold: +M at {i[k]} and −M at {j[k]} left {counted[k]:g}, expected a count of the other {n - 2} "
-                             "terms: M or a sum with it overflows, or a term is not added as it was given")
+            raise ValueError(
+                f"fold: +M at {i[k]} and −M at {j[k]} left {counted[k]:g}, expected a count of the other {n - 2} "
+                "terms: M or a sum with it overflows, or a term is not added as it was given"
+            )
         lost[i, j] = lost[j, i] = n - counted.round()
     return _tree(lost)
 
@@ -163,28 +166,34 @@ def over_k(linear: Callable, dtype: torch.dtype = torch.bfloat16) -> Callable[[t
     return lambda values: linear(values.to(dtype), torch.ones(1, values.shape[1], dtype=dtype))[:, 0].float()
 
 
-def over_tokens(op: Callable, micro_batches: Sequence[Sequence[int]], **constants) -> Callable[[torch.Tensor], torch.Tensor]:
+def over_tokens(
+    op: Callable, micro_batches: Sequence[Sequence[int]], **constants
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """For `fold`: the sum over tokens that the gradient of op(x, weight, **constants)'s weight is, over a whole step.
 
     micro_batches: the lengths of the sequences in each call of the step. Each feature is a probe and stands in dy; x holds
     ones, which a norm leaves as they are if its eps is 0. What the step leaves in main_grad, or in .grad, is the answer.
     """
+
     def sums(values: torch.Tensor) -> torch.Tensor:
         weight, at = torch.ones(len(values), requires_grad=True), 0
         weight.main_grad = torch.zeros(len(values))
         for lengths in micro_batches:
-            dy = values.T[at:at + sum(lengths)].contiguous()
+            dy = values.T[at : at + sum(lengths)].contiguous()
             at += len(dy)
             with TokenLayout.packed([0, *accumulate(lengths)]):
                 y = op(torch.ones_like(dy), weight, **constants)
             y.backward(dy)
         return weight.main_grad if weight.grad is None else weight.grad
+
     return sums
 
 
 def _tree(lost: np.ndarray) -> Tree:
     n = len(lost)
-    nodes = {(int(size), int(np.argmax(row <= size))): row <= size for row in lost for size in np.unique(row) if size > 1}
+    nodes = {
+        (int(size), int(np.argmax(row <= size))): row <= size for row in lost for size in np.unique(row) if size > 1
+    }
     top, steps, joined = np.arange(n), [], np.eye(n, dtype=np.int64)
     for _, under in sorted(nodes.items(), key=lambda node: node[0]):
         steps.append(tuple(int(k) for k in dict.fromkeys(top[under])))
@@ -195,12 +204,16 @@ def _tree(lost: np.ndarray) -> Tree:
     np.fill_diagonal(joined, 1)
     if not np.array_equal(joined, lost):
         i, j = np.argwhere(joined != lost)[0]
-        raise ValueError(f"fold: +M at {i} and −M at {j} lost {lost[i, j]} of {n} terms, which no tree does together with the "
-                         "other pairs: the sum compensates, reads M differently, or changes its order with the call")
+        raise ValueError(
+            f"fold: +M at {i} and −M at {j} lost {lost[i, j]} of {n} terms, which no tree does together with the "
+            "other pairs: the sum compensates, reads M differently, or changes its order with the call"
+        )
     return tree
 
 
-def first_parting(a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6) -> pd.DataFrame:
+def first_parting(
+    a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
+) -> pd.DataFrame:
     """Both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart they end.
 
     A line a partial sum, in the order in which its last term comes: its terms, how each tree sums them (nothing where it
@@ -214,7 +227,10 @@ def first_parting(a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("
         inside[name] = {k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step}
         for node, under in enumerate(tree.spans()):
             if node >= tree.n:
-                lines.setdefault((under[-1], len(under), tuple(under)), {"terms": _range(under)[0]})[name] = node, values[node]
+                lines.setdefault((under[-1], len(under), tuple(under)), {"terms": _range(under)[0]})[name] = (
+                    node,
+                    values[node],
+                )
     found = []
     for _, line in sorted(lines.items()):
         both = [line[name][1] for name in names if name in line]
@@ -223,11 +239,19 @@ def first_parting(a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("
             found.append(line)
     part = next((i for i, line in enumerate(found) if line["ULP"] != 0), len(found))
     shown = sorted({*range(max(0, part - 1), min(part + most, len(found))), len(found) - 1})
-    frame = [{"sum over": line["terms"]} | {
-        column: value for name, tree in trees.items()
-        for column, value in ((f"{name} adds", tree.text(line[name][0]) if name in line else "–"),
-                              (name, f"{line[name][1]:.9g}" if name in line else "–"))} | {"ULP": line["ULP"]}
-             for line in (found[i] for i in shown)]
+    frame = [
+        {"sum over": line["terms"]}
+        | {
+            column: value
+            for name, tree in trees.items()
+            for column, value in (
+                (f"{name} adds", tree.text(line[name][0]) if name in line else "–"),
+                (name, f"{line[name][1]:.9g}" if name in line else "–"),
+            )
+        }
+        | {"ULP": line["ULP"]}
+        for line in (found[i] for i in shown)
+    ]
     return pd.DataFrame(frame)
 
 

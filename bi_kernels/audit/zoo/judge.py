@@ -23,7 +23,16 @@ from bi_kernels.audit.callables.audit import Report, audit
 from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 
 SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
-LARGE = {"rows": 300, "hidden": 4096, "mlp": 12288, "vocab": 32000, "heads": 16, "head_dim": 128, "length": 256, "batch": 8}
+LARGE = {
+    "rows": 300,
+    "hidden": 4096,
+    "mlp": 12288,
+    "vocab": 32000,
+    "heads": 16,
+    "head_dim": 128,
+    "length": 256,
+    "batch": 8,
+}
 
 
 @dataclass
@@ -48,6 +57,7 @@ def attention(backend: SDPBackend) -> Callable:
     def scaled_dot_product_attention(q, k, v):
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     return scaled_dot_product_attention
 
 
@@ -69,11 +79,19 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield plain("F.linear, square, bf16", F.linear, x, lambda: weight(hidden, hidden))
     yield plain("F.linear, down, bf16", F.linear, lambda: draw(rows, mlp), lambda: weight(hidden, mlp))
     yield plain("F.linear, up, bf16", F.linear, x, lambda: weight(2 * mlp, hidden))
-    yield plain("F.linear, square, fp32", F.linear, lambda: draw(rows, hidden, dtype=fp32), lambda: weight(hidden, hidden, fp32))
-    yield plain("torch.matmul of a stack", torch.matmul, lambda: draw(batch, length, hidden), lambda: weight(hidden, hidden))
+    yield plain(
+        "F.linear, square, fp32", F.linear, lambda: draw(rows, hidden, dtype=fp32), lambda: weight(hidden, hidden, fp32)
+    )
+    yield plain(
+        "torch.matmul of a stack", torch.matmul, lambda: draw(batch, length, hidden), lambda: weight(hidden, hidden)
+    )
     yield plain("torch.bmm", torch.bmm, lambda: draw(batch, length, dim), lambda: draw(batch, dim, length))
-    yield plain("torch.einsum over heads", lambda x, w: torch.einsum("bshd,hde->bshe", x, w),
-                lambda: draw(batch, length, heads, dim), lambda: draw(heads, dim, dim))
+    yield plain(
+        "torch.einsum over heads",
+        lambda x, w: torch.einsum("bshd,hde->bshe", x, w),
+        lambda: draw(batch, length, heads, dim),
+        lambda: draw(heads, dim, dim),
+    )
     for name in ("silu", "gelu", "relu", "softplus"):
         yield plain(f"F.{name}", getattr(F, name), x)
     for name in ("softmax", "log_softmax"):
@@ -82,12 +100,18 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield plain("torch.sum", lambda x: x.sum(-1), x)
     yield plain("torch.cumsum", lambda x: x.cumsum(-1), lambda: draw(rows, hidden, dtype=fp32))
     yield plain("torch.topk", lambda x: x.topk(8, -1).values, x)
-    yield plain("F.layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), x, lambda: draw(hidden), lambda: draw(hidden))
+    yield plain(
+        "F.layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), x, lambda: draw(hidden), lambda: draw(hidden)
+    )
     yield plain("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
     yield plain("F.group_norm", lambda x: F.group_norm(x, 8), x)
     yield plain("F.embedding", F.embedding, lambda: integers(vocab, rows), lambda: draw(vocab, hidden))
-    yield plain("F.cross_entropy", lambda x, t: F.cross_entropy(x.float(), t, reduction="none"), lambda: draw(rows, vocab),
-                lambda: integers(vocab, rows))
+    yield plain(
+        "F.cross_entropy",
+        lambda x, t: F.cross_entropy(x.float(), t, reduction="none"),
+        lambda: draw(rows, vocab),
+        lambda: integers(vocab, rows),
+    )
     yield plain("F.conv1d", F.conv1d, lambda: draw(batch, dim, length), lambda: draw(dim, dim, 4))
     yield plain("sampling by softmax", lambda x: torch.multinomial(x.float().softmax(-1), 1), x)
     yield plain("a batch's mean taken off", lambda x: x - x.mean(0), x)
@@ -95,18 +119,33 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     yield plain("nn.BatchNorm1d, eval", module(torch.nn.BatchNorm1d(hidden)).eval(), x)
     yield plain("nn.Dropout, training", torch.nn.Dropout(0.1), x)
     yield plain("nn.Linear", module(torch.nn.Linear(hidden, hidden)), x)
-    yield plain("nn.LSTM", Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]),
-                lambda: draw(batch, length, dim, dtype=fp32))
-    yield plain("nn.TransformerEncoderLayer, eval", module(torch.nn.TransformerEncoderLayer(
-        heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(), lambda: draw(batch, length, heads * dim))
-    backends = {"math": SDPBackend.MATH} | ({"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-                                             "cuDNN": SDPBackend.CUDNN_ATTENTION} if device.type == "cuda" else {})
+    yield plain(
+        "nn.LSTM",
+        Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]),
+        lambda: draw(batch, length, dim, dtype=fp32),
+    )
+    yield plain(
+        "nn.TransformerEncoderLayer, eval",
+        module(torch.nn.TransformerEncoderLayer(heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(),
+        lambda: draw(batch, length, heads * dim),
+    )
+    backends = {"math": SDPBackend.MATH} | (
+        {
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        }
+        if device.type == "cuda"
+        else {}
+    )
     qkv = [lambda: draw(batch, heads, length, dim)] * 3
     for name, backend in backends.items():
         yield plain(f"SDPA, {name}", attention(backend), *qkv)
-    for name, function, *make in (("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden)),
-                                  ("softmax(x) x", lambda x: x.float().softmax(-1) * x, x),
-                                  ("linear and silu", lambda x, w: F.silu(F.linear(x, w)), x, lambda: weight(hidden, hidden))):
+    for name, function, *make in (
+        ("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden)),
+        ("softmax(x) x", lambda x: x.float().softmax(-1) * x, x),
+        ("linear and silu", lambda x, w: F.silu(F.linear(x, w)), x, lambda: weight(hidden, hidden)),
+    ):
         yield plain(f"torch.compile: {name}", torch.compile(function), *make)
 
     def liger(name: str, make: Callable):
@@ -117,9 +156,10 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
 
     def quantised():
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
         linear = module(torch.nn.Sequential(torch.nn.Linear(hidden, hidden)))
         quantize_(linear, Int8WeightOnlyConfig())
-        return Animal(linear, (x(), ), {"backward": False})
+        return Animal(linear, (x(),), {"backward": False})
 
     yield "torchao int8 weight-only Linear", quantised
     yield plain("bi_kernels.linear", bi_kernels.linear, x, lambda: weight(hidden, hidden))
@@ -129,26 +169,43 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
         yield flag("softmax", lambda gems, x: gems.softmax(x, -1), x)
         yield flag("rms_norm", lambda gems, x, w: gems.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
         config = type("Config", (), {"hidden_size": hidden, "intermediate_size": mlp, "hidden_act": "silu"})
-        yield liger("RMSNorm", lambda k: (module(k.LigerRMSNorm(hidden)), (x(), )))
-        yield liger("LayerNorm", lambda k: (module(k.LigerLayerNorm(hidden)), (x(), )))
-        yield liger("SwiGLU MLP", lambda k: (module(k.LigerSwiGLUMLP(config)), (draw(batch, length, hidden), )))
-        yield liger("cross entropy", lambda k: (k.LigerCrossEntropyLoss(reduction="none"), (draw(rows, vocab), integers(vocab, rows))))
+        yield liger("RMSNorm", lambda k: (module(k.LigerRMSNorm(hidden)), (x(),)))
+        yield liger("LayerNorm", lambda k: (module(k.LigerLayerNorm(hidden)), (x(),)))
+        yield liger("SwiGLU MLP", lambda k: (module(k.LigerSwiGLUMLP(config)), (draw(batch, length, hidden),)))
+        yield liger(
+            "cross entropy",
+            lambda k: (k.LigerCrossEntropyLoss(reduction="none"), (draw(rows, vocab), integers(vocab, rows))),
+        )
 
     def llama(name: str, make: Callable):
         def built():
             from transformers.models.llama import modeling_llama
             from transformers.models.llama.configuration_llama import LlamaConfig
-            config = LlamaConfig(hidden_size=heads * dim, intermediate_size=4 * dim, num_attention_heads=heads, head_dim=dim,
-                                 num_key_value_heads=heads // 2, num_hidden_layers=1, vocab_size=vocab,
-                                 attn_implementation="sdpa")
+
+            config = LlamaConfig(
+                hidden_size=heads * dim,
+                intermediate_size=4 * dim,
+                num_attention_heads=heads,
+                head_dim=dim,
+                num_key_value_heads=heads // 2,
+                num_hidden_layers=1,
+                vocab_size=vocab,
+                attn_implementation="sdpa",
+            )
             return Animal(*make(modeling_llama, config))
+
         return f"Hugging Face {name}", built
 
     states = lambda: draw(batch, length, heads * dim)
-    yield llama("LlamaRMSNorm", lambda m, c: (module(m.LlamaRMSNorm(c.hidden_size)), (states(), )))
-    yield llama("LlamaMLP", lambda m, c: (module(m.LlamaMLP(c)), (states(), )))
-    yield llama("LlamaModel, one layer", lambda m, c: (
-        Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state), (integers(vocab, batch, length), )))
+    yield llama("LlamaRMSNorm", lambda m, c: (module(m.LlamaRMSNorm(c.hidden_size)), (states(),)))
+    yield llama("LlamaMLP", lambda m, c: (module(m.LlamaMLP(c)), (states(),)))
+    yield llama(
+        "LlamaModel, one layer",
+        lambda m, c: (
+            Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state),
+            (integers(vocab, batch, length),),
+        ),
+    )
 
 
 def function(name: str, device: str) -> Callable:
@@ -163,13 +220,25 @@ INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "b
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
 IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
 LONGEST = 300  # seconds that a reproducer may take
-FEW = ("F.silu", "F.linear, square, fp32", "F.rms_norm", "a batch's mean taken off", "nn.Dropout, training",
-       "bi_kernels.rms_norm")
+FEW = (
+    "F.silu",
+    "F.linear, square, fp32",
+    "F.rms_norm",
+    "a batch's mean taken off",
+    "nn.Dropout, training",
+    "bi_kernels.rms_norm",
+)
 RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
 
 
-def judge(device: torch.device, size: dict, folder: Path | None, seconds: float = 60.0, only: Sequence[str] = (),
-          seed: int = 0) -> list[dict]:
+def judge(
+    device: torch.device,
+    size: dict,
+    folder: Path | None,
+    seconds: float = 60.0,
+    only: Sequence[str] = (),
+    seed: int = 0,
+) -> list[dict]:
     """A line an animal: verdicts, how much drifts, and whether its reproducer reproduces, run in a process of its own."""
     lines, reports = [], []
     every = [(name, make) for name, make in zoo(device, size) if not only or name in only]
@@ -179,8 +248,16 @@ def judge(device: torch.device, size: dict, folder: Path | None, seconds: float 
             started, report = time.monotonic(), None
             try:
                 animal = make()
-                report = audit(animal.function, *animal.inputs, seconds=seconds, seed=seed, folder=folder or scratch, name=name,
-                               imports=IMPORTS.format(name=name, device=device.type), **animal.options)
+                report = audit(
+                    animal.function,
+                    *animal.inputs,
+                    seconds=seconds,
+                    seed=seed,
+                    folder=folder or scratch,
+                    name=name,
+                    imports=IMPORTS.format(name=name, device=device.type),
+                    **animal.options,
+                )
                 report.target = None  # the tensors
                 lines[-1] |= summary(report) | {"seconds": round(time.monotonic() - started)}
             except Exception as error:
@@ -199,7 +276,8 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
     for line in lines:
         name, found = line["callable"], line["verdict"]
         make = lambda relation, verdict, detail="", candidate="zoo", **more: Row(
-            "zoo", name, "", candidate, "", device, relation, "", "", "given", 0, verdict, detail=detail, **more)
+            "zoo", name, "", candidate, "", device, relation, "", "", "given", 0, verdict, detail=detail, **more
+        )
         if line["reproducer"] != "–":
             out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, line["reproducer"]))
         elif found != PASS and name not in DRIFTING:  # not judged, or something that no script shows
@@ -208,7 +286,9 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
             out.append(make("no false alarm", PASS if found == PASS else NEEDS_FIX, found))
         if name in DRIFTING:
             worst = line.get("worst") or Row(*[""] * 10, 0, found)
-            out.append(replace(worst, audit="zoo", op=name, candidate=name, control=True, caught=bool(worst.mismatches)))
+            out.append(
+                replace(worst, audit="zoo", op=name, candidate=name, control=True, caught=bool(worst.mismatches))
+            )
     return out
 
 
@@ -218,12 +298,29 @@ def table(lines: Sequence[dict]) -> list[dict]:
 
     def known(line: dict) -> str:
         name = line["callable"]
-        return ("its reproducer" if line["reproducer"] == "drifts" else "its own audits" if name.startswith("bi_kernels") else
-                "elementwise" if name in INVARIANT else "random, or of the batch, by its nature" if name in DRIFTING else "")
+        return (
+            "its reproducer"
+            if line["reproducer"] == "drifts"
+            else "its own audits"
+            if name.startswith("bi_kernels")
+            else "elementwise"
+            if name in INVARIANT
+            else "random, or of the batch, by its nature"
+            if name in DRIFTING
+            else ""
+        )
 
-    return [{"callable": f"`{line['callable']}`", "verdict": line["verdict"], **{k: line.get(k, "–") for k in RELATIONS},
-             "reproducer": line["reproducer"], "established by": known(line), "seconds": line.get("seconds", "–")}
-            for line in sorted(lines, key=lambda line: order.index(line["verdict"]))]
+    return [
+        {
+            "callable": f"`{line['callable']}`",
+            "verdict": line["verdict"],
+            **{k: line.get(k, "–") for k in RELATIONS},
+            "reproducer": line["reproducer"],
+            "established by": known(line),
+            "seconds": line.get("seconds", "–"),
+        }
+        for line in sorted(lines, key=lambda line: order.index(line["verdict"]))
+    ]
 
 
 def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
@@ -235,9 +332,15 @@ def summary(report: Report) -> dict:
     """Each relation's worst drift: elements, and the largest ULP."""
     drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
     shown = lambda r: r.relation.endswith("invariance") and r.mismatches  # in columns of their own
-    why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail and not shown(r))
-    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {},
-            "worst": max(drifts, key=lambda r: r.mismatches, default=None)}
+    why = dict.fromkeys(
+        f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail and not shown(r)
+    )
+    line = {
+        "verdict": report.verdict,
+        "detail": "; ".join(why),
+        "shares": {},
+        "worst": max(drifts, key=lambda r: r.mismatches, default=None),
+    }
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
         bad = [r for r in mine if r.verdict == NEEDS_FIX]
@@ -245,8 +348,15 @@ def summary(report: Report) -> dict:
         counted = most is None or bool(most.mismatches and most.max_ulp is not None)  # else it raised, or time was up
         share = 100 * most.mismatches / most.elements if most and counted else 0.0
         line["shares"][relation] = share if mine and counted else float("nan")
-        line[relation] = ("–" if not mine else mine[0].verdict if most is None else most.detail if not counted else
-                          f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})")
+        line[relation] = (
+            "–"
+            if not mine
+            else mine[0].verdict
+            if most is None
+            else most.detail
+            if not counted
+            else f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})"
+        )
     return line
 
 
@@ -257,6 +367,11 @@ def reproduced(report: Report) -> str:
         return "–"
     if report.repro is None:
         return "none found"
-    done = subprocess.run([sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True,
-                          timeout=LONGEST)
-    return "drifts" if done.returncode == 1 and "elements differ" in done.stdout else f"does not: {done.stderr.strip()[-80:]}"
+    done = subprocess.run(
+        [sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True, timeout=LONGEST
+    )
+    return (
+        "drifts"
+        if done.returncode == 1 and "elements differ" in done.stdout
+        else f"does not: {done.stderr.strip()[-80:]}"
+    )

@@ -6,20 +6,22 @@ The fold is in forward.py, the gradients' in backward.py.
 import torch
 from torch.autograd.function import once_differentiable
 
+from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
-from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.ops.embedding import can_wait, integers
 
 WIDEST = 2**30  # keys; a wider window is none
 
 
 class _Attention(torch.autograd.Function):
-
     @staticmethod
-    def forward(ctx, q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window):
-        out, lse = attention_forward(q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k,
-                                     causal, scale, window)
+    def forward(
+        ctx, q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window
+    ):
+        out, lse = attention_forward(
+            q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window
+        )
         ctx.constants = full_q, full_k, causal, scale, window
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, first_q, length_q, first_k, length_k, out, lse)
@@ -32,7 +34,9 @@ class _Attention(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else aligned(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
-        dq, dk, dv = attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, needs_q, needs_k or needs_v)
+        dq, dk, dv = attention_backward(
+            d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, needs_q, needs_k or needs_v
+        )
         return dq, dk, dv, *[None] * 12
 
 
@@ -53,26 +57,33 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 def _ends(op: str, name: str, cu_seqlens: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(first rows, lengths) of packed sequences."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers(cu_seqlens):
-        raise ValueError(f"{op}: {name} has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
-                         "(sequences + 1,) integers")
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
+            "(sequences + 1,) integers"
+        )
     if can_wait(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != rows or ends != sorted(ends):
-            raise ValueError(f"{op}: {name} is {ends}, expected it to start at 0, never decrease, and end at {rows}, "
-                             "the number of rows")
+            raise ValueError(
+                f"{op}: {name} is {ends}, expected it to start at 0, never decrease, and end at {rows}, "
+                "the number of rows"
+            )
     ends = cu_seqlens.to(torch.int32)
     if not can_wait(cu_seqlens):  # nobody has looked at them
         ends = ends.clamp(0, rows).cummax(0).values.to(torch.int32)
     return ends[:-1].contiguous(), ends.diff()
 
 
-def _spans(op: str, name: str, lengths: torch.Tensor | None, count: int, width: int, left: bool, q: torch.Tensor
-           ) -> tuple[torch.Tensor, torch.Tensor]:
+def _spans(
+    op: str, name: str, lengths: torch.Tensor | None, count: int, width: int, left: bool, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(first rows, lengths) of the sequences of a padded batch."""
     if lengths is None:
-        lengths = torch.full((count, ), width, dtype=torch.int32, device=q.device)
-    elif tuple(lengths.shape) != (count, ) or not integers(lengths):
-        raise ValueError(f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers")
+        lengths = torch.full((count,), width, dtype=torch.int32, device=q.device)
+    elif tuple(lengths.shape) != (count,) or not integers(lengths):
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers"
+        )
     elif can_wait(lengths) and not all(0 <= n <= width for n in lengths.tolist()):
         raise ValueError(f"{op}: {name} is {lengths.tolist()}, expected 0 to {width}")
     else:
@@ -82,10 +93,21 @@ def _spans(op: str, name: str, lengths: torch.Tensor | None, count: int, width: 
     return first + (width - lengths) if left else first, lengths
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor | None = None,
-              cu_seqlens_k: torch.Tensor | None = None, lengths_q: torch.Tensor | None = None, lengths_k: torch.Tensor | None = None,
-              left_padded: bool = False, block_table: torch.Tensor | None = None, causal: bool = True, scale: float | None = None,
-              window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    lengths_q: torch.Tensor | None = None,
+    lengths_k: torch.Tensor | None = None,
+    left_padded: bool = False,
+    block_table: torch.Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v and its LSE: (out like q, lse (…, query heads) fp32, natural logarithm).
 
     Packed: q (tokens, query heads, D) with cu_seqlens_q (sequences + 1,), k and v (rows, key heads, D) with cu_seqlens_k, the
@@ -103,15 +125,21 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
     packed = cu_seqlens_q is not None
     dims, words = (3, "(tokens, heads, D)") if packed else (4, "(batch, length, heads, D)")
     if q.dim() != dims:
-        raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected {words} {'with' if packed else 'without'} cu_seqlens_q")
+        raise ValueError(
+            f"{op}: q has shape {tuple(q.shape)}, expected {words} {'with' if packed else 'without'} cu_seqlens_q"
+        )
     kv_dims = 4 if block_table is not None else dims
     if k.dim() != kv_dims or k.shape != v.shape:
-        raise ValueError(f"{op}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected both of {kv_dims} dimensions "
-                         "and equal")
+        raise ValueError(
+            f"{op}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected both of {kv_dims} dimensions "
+            "and equal"
+        )
     heads, width = q.shape[-2:]
     if k.shape[-1] != width or not heads or not k.shape[-2] or heads % k.shape[-2]:
-        raise ValueError(f"{op}: q has {heads} heads of {width} and k {k.shape[-2]} of {k.shape[-1]}, expected equal "
-                         "widths and a multiple of k's heads")
+        raise ValueError(
+            f"{op}: q has {heads} heads of {width} and k {k.shape[-2]} of {k.shape[-1]}, expected equal "
+            "widths and a multiple of k's heads"
+        )
     if not 1 <= width <= 256:
         raise ValueError(f"{op}: the heads have width {width}, expected 1 to 256")
     if window is not None and (check_integer(op, "window", window) < 1 or not causal):
@@ -119,39 +147,59 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
     if scale is not None and not 0 < check_number(op, "scale", scale) < float("inf"):
         raise ValueError(f"{op}: scale is {scale}, expected a positive number")
     if packed and (lengths_q is not None or left_padded or lengths_k is not None and block_table is None):
-        raise ValueError(f"{op}: lengths_q, lengths_k or left_padded is given with cu_seqlens_q, expected cu_seqlens_k, "
-                         "or a block_table")
+        raise ValueError(
+            f"{op}: lengths_q, lengths_k or left_padded is given with cu_seqlens_q, expected cu_seqlens_k, "
+            "or a block_table"
+        )
     if cu_seqlens_k is not None and (not packed or block_table is not None):
         raise ValueError(f"{op}: cu_seqlens_k is given without cu_seqlens_q or with a block_table, expected lengths_k")
-    where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "lengths_q": lengths_q, "lengths_k": lengths_k,
-             "block_table": block_table}
+    where = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "lengths_q": lengths_q,
+        "lengths_k": lengths_k,
+        "block_table": block_table,
+    }
     check(op, same_dtype=False, optional=tuple(where), q=q, **where)
     page, longest = 0, k.shape[0] if packed else k.shape[1]
     full_q, full_k = can_wait(q) if packed else lengths_q is None, packed and can_wait(q)
-    first_q, length_q = _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q)) if packed else _spans(
-        op, "lengths_q", lengths_q, q.shape[0], q.shape[1], left_padded, q)
+    first_q, length_q = (
+        _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q))
+        if packed
+        else _spans(op, "lengths_q", lengths_q, q.shape[0], q.shape[1], left_padded, q)
+    )
     count = len(length_q)
     if block_table is not None:
         if block_table.dim() != 2 or len(block_table) != count or not integers(block_table) or lengths_k is None:
-            raise ValueError(f"{op}: block_table has shape {tuple(block_table.shape)}, expected ({count}, pages) integers, "
-                             "and lengths_k with it")
+            raise ValueError(
+                f"{op}: block_table has shape {tuple(block_table.shape)}, expected ({count}, pages) integers, "
+                "and lengths_k with it"
+            )
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise ValueError(f"{op}: block_table has no backward, expected inputs that require no gradient, or torch.no_grad()")
+            raise ValueError(
+                f"{op}: block_table has no backward, expected inputs that require no gradient, or torch.no_grad()"
+            )
         page, longest = k.shape[1], block_table.shape[1] * k.shape[1]
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, longest, False, q)
         known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
         if can_wait(block_table):
             used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
             if bool((used & (known != block_table)).any()):
-                raise ValueError(f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
-                                 f"expected 0 to {len(k) - 1}")
+                raise ValueError(
+                    f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
+                    f"expected 0 to {len(k) - 1}"
+                )
         block_table = known
     elif packed:
         if cu_seqlens_k is None and len(k) != len(q):
             raise ValueError(f"{op}: k has {len(k)} rows and q {len(q)}, expected as many, or cu_seqlens_k")
-        first_k, length_k = (first_q, length_q) if cu_seqlens_k is None else _ends(op, "cu_seqlens_k", cu_seqlens_k, len(k))
+        first_k, length_k = (
+            (first_q, length_q) if cu_seqlens_k is None else _ends(op, "cu_seqlens_k", cu_seqlens_k, len(k))
+        )
         if len(length_k) != count:
-            raise ValueError(f"{op}: cu_seqlens_k has {len(length_k) + 1} entries, expected {count + 1}, as cu_seqlens_q")
+            raise ValueError(
+                f"{op}: cu_seqlens_k has {len(length_k) + 1} entries, expected {count + 1}, as cu_seqlens_q"
+            )
     else:
         if len(k) != count:
             raise ValueError(f"{op}: k holds {len(k)} sequences, expected {count}, as q")
@@ -159,7 +207,25 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q
             raise ValueError(f"{op}: lengths_q is given and lengths_k is not, expected both")
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, k.shape[1], left_padded, q)
         full_k = lengths_k is None
-    scale = width ** -0.5 if scale is None else float(scale)
-    out, lse = apply(attention_forward, _opaque, _Attention.apply, _rows(q.contiguous()), _rows(k), _rows(v), first_q, length_q, first_k,
-                     length_k, block_table, page, longest, full_q, full_k, causal, scale, min(window or 0, WIDEST))
+    scale = width**-0.5 if scale is None else float(scale)
+    out, lse = apply(
+        attention_forward,
+        _opaque,
+        _Attention.apply,
+        _rows(q.contiguous()),
+        _rows(k),
+        _rows(v),
+        first_q,
+        length_q,
+        first_k,
+        length_k,
+        block_table,
+        page,
+        longest,
+        full_q,
+        full_k,
+        causal,
+        scale,
+        min(window or 0, WIDEST),
+    )
     return out.view(q.shape), lse.view(q.shape[:-1])

@@ -10,19 +10,38 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.ops.attention.forward import FP32, LOG2E, MERGE_ROWS, Tiling, fits_hopper, most_tiles, room_for, seen, sequence_of, shape_of
+from bi_kernels.ops.attention.forward import (
+    FP32,
+    LOG2E,
+    MERGE_ROWS,
+    Tiling,
+    fits_hopper,
+    most_tiles,
+    room_for,
+    seen,
+    sequence_of,
+    shape_of,
+)
 
-KEYS, QUERIES, WIDE = Tiling(64, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2)  # WIDE: of heads wider than 128
+KEYS, QUERIES, WIDE = (
+    Tiling(64, 128, 8, 3),
+    Tiling(128, 64, 8, 3),
+    Tiling(64, 64, 8, 2),
+)  # WIDE: of heads wider than 128
 
 
 @triton.jit(do_not_specialize=["rows_total"])
-def _delta_kernel(out, d_out, d_lse, delta, rows_total, width, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def _delta_kernel(
+    out, d_out, d_lse, delta, rows_total, width, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+):
     """Σ out · dout of every row, less the gradient of its lse."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     inside = row < rows_total
     at, there = row[:, None] * width + d[None, :], inside[:, None] & (d < width)[None, :]
-    product = tl.load(out + at, mask=there, other=0.0).to(tl.float32) * tl.load(d_out + at, mask=there, other=0.0).to(tl.float32)
+    product = tl.load(out + at, mask=there, other=0.0).to(tl.float32) * tl.load(d_out + at, mask=there, other=0.0).to(
+        tl.float32
+    )
     total = tl.sum(product, 1)
     if HAS_LSE:
         total -= tl.load(d_lse + row, mask=inside, other=0.0)
@@ -36,9 +55,30 @@ def probability(score, scale, log_sum):
 
 
 @triton.jit
-def _keys_step(k_tile, v_tile, dk, dv, q, d_out, lse, delta, row, token, queries, key, length, scale, window, width,
-               HEADS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr,
-               D: tl.constexpr):
+def _keys_step(
+    k_tile,
+    v_tile,
+    dk,
+    dv,
+    q,
+    d_out,
+    lse,
+    delta,
+    row,
+    token,
+    queries,
+    key,
+    length,
+    scale,
+    window,
+    width,
+    HEADS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    D: tl.constexpr,
+):
     """What some queries of one head add to dK and dV of a tile of keys."""
     d = tl.arange(0, D)
     at = row + token.to(tl.int64) * HEADS
@@ -59,16 +99,47 @@ def _keys_step(k_tile, v_tile, dk, dv, q, d_out, lse, delta, row, token, queries
 
 
 @triton.jit(do_not_specialize=["sequences", "window"])
-def _keys_backward_kernel(q, k, v, d_out, lse, delta, dk, dv, first_q, length_q, first_k, length_k, sequences, stride_k,
-                          stride_v, head_k, head_v, scale, factor, window, width, COUNT: tl.constexpr, GROUP: tl.constexpr,
-                          HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
-                          EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _keys_backward_kernel(
+    q,
+    k,
+    v,
+    d_out,
+    lse,
+    delta,
+    dk,
+    dv,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    sequences,
+    stride_k,
+    stride_v,
+    head_k,
+    head_v,
+    scale,
+    factor,
+    window,
+    width,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """dK and dV of a tile of keys: over the heads of the group, and the queries of each, in ascending order."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence, before, last = sequence_of(tile, length_k, sequences, 1, BLOCK_N, COUNT)
     tile -= before
     known = sequence < sequences
-    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    queries, length = (
+        tl.load(length_q + sequence, mask=known, other=0),
+        tl.load(length_k + sequence, mask=known, other=0),
+    )
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64) + key
@@ -85,26 +156,89 @@ def _keys_backward_kernel(q, k, v, d_out, lse, delta, dk, dv, first_q, length_q,
     middle = tl.minimum(tl.maximum(middle, begin), tl.maximum(end, begin))
     dk_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
     dv_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
-    for member in range(0, GROUP):
+    for member in range(GROUP):
         row = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) * (HEADS * GROUP) + head * GROUP + member
         for start in range(begin, middle, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
             dk_tile, dv_tile = _keys_step(
-                k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length, scale, window, width,
-                HEADS * GROUP, CAUSAL, WINDOW, True, EVEN, D)
+                k_tile,
+                v_tile,
+                dk_tile,
+                dv_tile,
+                q,
+                d_out,
+                lse,
+                delta,
+                row,
+                token,
+                queries,
+                key,
+                length,
+                scale,
+                window,
+                width,
+                HEADS * GROUP,
+                CAUSAL,
+                WINDOW,
+                True,
+                EVEN,
+                D,
+            )
         for start in range(middle, end, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
             dk_tile, dv_tile = _keys_step(
-                k_tile, v_tile, dk_tile, dv_tile, q, d_out, lse, delta, row, token, queries, key, length, scale, window, width,
-                HEADS * GROUP, CAUSAL, WINDOW, False, EVEN, D)
+                k_tile,
+                v_tile,
+                dk_tile,
+                dv_tile,
+                q,
+                d_out,
+                lse,
+                delta,
+                row,
+                token,
+                queries,
+                key,
+                length,
+                scale,
+                window,
+                width,
+                HEADS * GROUP,
+                CAUSAL,
+                WINDOW,
+                False,
+                EVEN,
+                D,
+            )
     at = (row_k[:, None] * HEADS + head) * width + d[None, :]
     tl.store(dk + at, (dk_tile * factor + 0.0).to(dk.dtype.element_ty), mask=there)
     tl.store(dv + at, (dv_tile + 0.0).to(dv.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _queries_step(qt, do, dq, k, v, kv, stride_k, stride_v, log_sum, less, key, position, length, scale, window, width,
-                  CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr):
+def _queries_step(
+    qt,
+    do,
+    dq,
+    k,
+    v,
+    kv,
+    stride_k,
+    stride_v,
+    log_sum,
+    less,
+    key,
+    position,
+    length,
+    scale,
+    window,
+    width,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    D: tl.constexpr,
+):
     """What a block of keys adds to dQ of a tile of queries."""
     d = tl.arange(0, D)
     there = (d < width)[None, :] | EVEN
@@ -120,22 +254,56 @@ def _queries_step(qt, do, dq, k, v, kv, stride_k, stride_v, log_sum, less, key, 
 
 
 @triton.jit(do_not_specialize=["sequences", "window"])
-def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, first_k, length_k, sequences, stride_k,
-                             stride_v, head_k, head_v, scale, factor, window, width, COUNT: tl.constexpr, GROUP: tl.constexpr,
-                             HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-                             EVEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _queries_backward_kernel(
+    q,
+    k,
+    v,
+    d_out,
+    lse,
+    delta,
+    dq,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    sequences,
+    stride_k,
+    stride_v,
+    head_k,
+    head_v,
+    scale,
+    factor,
+    window,
+    width,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """dQ of a tile of queries: over their keys in ascending order."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
     tile = last - tile
     known = sequence < sequences
-    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    queries, length = (
+        tl.load(length_q + sequence, mask=known, other=0),
+        tl.load(length_k + sequence, mask=known, other=0),
+    )
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     inside = token < queries
     position = token + length - queries
     d = tl.arange(0, D)
-    at = (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
+    at = (
+        (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP)
+        + head * GROUP
+        + row % GROUP
+    )
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
     do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
@@ -158,42 +326,130 @@ def _queries_backward_kernel(q, k, v, d_out, lse, delta, dq, first_q, length_q, 
     for start in range(begin, whole, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         dq_tile = _queries_step(
-            qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale, window, width,
-            CAUSAL, WINDOW, False, EVEN, D)
+            qt,
+            do,
+            dq_tile,
+            k,
+            v,
+            row_k + key,
+            stride_k,
+            stride_v,
+            log_sum,
+            less,
+            key,
+            position,
+            length,
+            scale,
+            window,
+            width,
+            CAUSAL,
+            WINDOW,
+            False,
+            EVEN,
+            D,
+        )
     for start in range(whole, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         dq_tile = _queries_step(
-            qt, do, dq_tile, k, v, row_k + key, stride_k, stride_v, log_sum, less, key, position, length, scale, window, width,
-            CAUSAL, WINDOW, True, EVEN, D)
+            qt,
+            do,
+            dq_tile,
+            k,
+            v,
+            row_k + key,
+            stride_k,
+            stride_v,
+            log_sum,
+            less,
+            key,
+            position,
+            length,
+            scale,
+            window,
+            width,
+            CAUSAL,
+            WINDOW,
+            True,
+            EVEN,
+            D,
+        )
     tl.store(dq + at[:, None] * width + d[None, :], (dq_tile * factor + 0.0).to(dq.dtype.element_ty), mask=there)
 
 
-def attention_backward(d_out: torch.Tensor, d_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       out: torch.Tensor, lse: torch.Tensor, where: tuple[torch.Tensor, ...], full_q: bool, full_k: bool,
-                       causal: bool, scale: float, window: int, needs_q: bool, needs_kv: bool) -> list[torch.Tensor | None]:
+def attention_backward(
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    full_q: bool,
+    full_k: bool,
+    causal: bool,
+    scale: float,
+    window: int,
+    needs_q: bool,
+    needs_kv: bool,
+) -> list[torch.Tensor | None]:
     """[dq, dk, dv], None for what is not needed; where: first_q, length_q, first_k, length_k of the sequences."""
     (tokens, heads, width), shape = q.shape, shape_of(q, k, v)
-    dq, dk, dv = ((torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
-                  for t, needed, full in ((q, needs_q, full_q), (k, needs_kv, full_k), (v, needs_kv, full_k)))
+    dq, dk, dv = (
+        (torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
+        for t, needed, full in ((q, needs_q, full_q), (k, needs_kv, full_k), (v, needs_kv, full_k))
+    )
     if not q.numel() or not k.numel():
         return [t if t is None else t.zero_() for t in (dq, dk, dv)]
     delta = torch.empty_like(lse)
-    _delta_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS), )](
-        out, d_out, d_lse, delta, tokens * heads, width, HAS_LSE=d_lse is not None, ROWS=MERGE_ROWS, D=shape["D"], num_warps=4,
-        enable_fp_fusion=False)
+    _delta_kernel[(triton.cdiv(tokens * heads, MERGE_ROWS),)](
+        out,
+        d_out,
+        d_lse,
+        delta,
+        tokens * heads,
+        width,
+        HAS_LSE=d_lse is not None,
+        ROWS=MERGE_ROWS,
+        D=shape["D"],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     keys, queries = (FP32, FP32) if q.dtype == torch.float32 else (WIDE, WIDE) if shape["D"] > 128 else (KEYS, QUERIES)
     sequences = len(where[0])
     for kernel, tiling, total, grads in (
-            (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
-            (_queries_backward_kernel, queries, most_tiles(tokens * shape["GROUP"], sequences, queries.rows), (dq, ))):
+        (_keys_backward_kernel, keys, most_tiles(len(k), sequences, keys.columns), (dk, dv)),
+        (_queries_backward_kernel, queries, most_tiles(tokens * shape["GROUP"], sequences, queries.rows), (dq,)),
+    ):
         if grads[0] is None:
             continue
         if kernel is _keys_backward_kernel and not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0:
-            from bi_kernels.ops.attention.hopper_backward import keys_backward  # Gluon, which the interpreter does not know
+            from bi_kernels.ops.attention.hopper_backward import (
+                keys_backward,
+            )  # Gluon, which the interpreter does not know
+
             keys_backward(q, k, v, d_out, lse, delta, dk, dv, where, causal, scale * LOG2E, scale)
             continue
         kernel[(total, k.shape[-2])](
-            q, k, v, d_out, lse, delta, *grads, *where, sequences, scale=scale * LOG2E, factor=scale, window=window,
-            CAUSAL=causal, WINDOW=window > 0, COUNT=room_for(sequences), BLOCK_M=tiling.rows,
-            BLOCK_N=tiling.columns, num_warps=tiling.warps, num_stages=tiling.stages, **shape)
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            *grads,
+            *where,
+            sequences,
+            scale=scale * LOG2E,
+            factor=scale,
+            window=window,
+            CAUSAL=causal,
+            WINDOW=window > 0,
+            COUNT=room_for(sequences),
+            BLOCK_M=tiling.rows,
+            BLOCK_N=tiling.columns,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **shape,
+        )
     return [dq, dk, dv]

@@ -34,7 +34,10 @@ class Tiling(NamedTuple):
 
 
 PREFILL, DECODE, FP32 = Tiling(128, BLOCK, 8, 3), Tiling(64, BLOCK, 4, 4), Tiling(32, 32, 4, 2)
-WIDE = {"PREFILL": Tiling(128, BLOCK, 8, 2), "DECODE": Tiling(64, BLOCK, 4, 2)}  # of heads wider than 128: shared memory
+WIDE = {
+    "PREFILL": Tiling(128, BLOCK, 8, 2),
+    "DECODE": Tiling(64, BLOCK, 4, 2),
+}  # of heads wider than 128: shared memory
 MOST = 4096  # programs of a launch in which each split has its own
 FEW = 256  # tiles below which each split is a program of its own
 
@@ -56,8 +59,7 @@ def _key_rows(key, first, pages, length, PAGE: tl.constexpr):
     if PAGE:
         page = tl.load(pages + key // PAGE, mask=key < length, other=0)
         return page.to(tl.int64) * PAGE + key % PAGE
-    else:
-        return first + key
+    return first + key
 
 
 @triton.jit
@@ -72,9 +74,35 @@ def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constex
 
 
 @triton.jit
-def _add_block(q, m, l, acc, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale, window,
-               width, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-               EVEN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
+def _add_block(
+    q,
+    m,
+    l,
+    acc,
+    k,
+    v,
+    k_tma,
+    v_tma,
+    head,
+    row_k,
+    pages,
+    stride_k,
+    stride_v,
+    start,
+    position,
+    length,
+    scale,
+    window,
+    width,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):
     """The online softmax's next block of keys."""
     key = start + tl.arange(0, BLOCK)
     if TMA:
@@ -122,23 +150,65 @@ def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
 
 
 @triton.jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
-def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
-                      pages_stride, sequences, stride_k, stride_v, head_k, head_v, rows_total, scale, window,
-                      width, COUNT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr,
-                      WINDOW: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr, PARTIAL: tl.constexpr):
+def _attention_kernel(
+    q,
+    k,
+    v,
+    k_tma,
+    v_tma,
+    out,
+    lse,
+    part_m,
+    part_l,
+    part_acc,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    pages,
+    pages_stride,
+    sequences,
+    stride_k,
+    stride_v,
+    head_k,
+    head_v,
+    rows_total,
+    scale,
+    window,
+    width,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    MANY: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
     """One tile of queries against all of their keys, or with PARTIAL against one split of them."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
     tile = last - tile  # the last of a causal sequence takes longest, and so begins
     known = sequence < sequences
-    queries, length = tl.load(length_q + sequence, mask=known, other=0), tl.load(length_k + sequence, mask=known, other=0)
+    queries, length = (
+        tl.load(length_q + sequence, mask=known, other=0),
+        tl.load(length_k + sequence, mask=known, other=0),
+    )
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
     token = row // GROUP
     inside = token < queries
     position = token + length - queries
     d = tl.arange(0, D)
-    at = (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
+    at = (
+        (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP)
+        + head * GROUP
+        + row % GROUP
+    )
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
     k += head * head_k
@@ -156,8 +226,8 @@ def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc,
     if WINDOW:
         begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
         whole = begin
-    m = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
-    l = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+    m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
     if PARTIAL:
@@ -166,17 +236,69 @@ def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc,
     for n in range(split, splits):
         lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
         middle = tl.maximum(tl.minimum(hi, whole), lo)
-        m_own = tl.full((BLOCK_M, ), -float("inf"), dtype=tl.float32)
-        l_own = tl.zeros((BLOCK_M, ), dtype=tl.float32)
+        m_own = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        l_own = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
         for start in range(lo, middle, BLOCK):
             m_own, l_own, acc_own = _add_block(
-                qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale,
-                window, width, CAUSAL, WINDOW, PAGE, False, k_tma is not None, EVEN, BLOCK, D)
+                qt,
+                m_own,
+                l_own,
+                acc_own,
+                k,
+                v,
+                k_tma,
+                v_tma,
+                head,
+                row_k,
+                pages,
+                stride_k,
+                stride_v,
+                start,
+                position,
+                length,
+                scale,
+                window,
+                width,
+                CAUSAL,
+                WINDOW,
+                PAGE,
+                False,
+                k_tma is not None,
+                EVEN,
+                BLOCK,
+                D,
+            )
         for start in range(middle, hi, BLOCK):
             m_own, l_own, acc_own = _add_block(
-                qt, m_own, l_own, acc_own, k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v, start, position, length, scale,
-                window, width, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D)
+                qt,
+                m_own,
+                l_own,
+                acc_own,
+                k,
+                v,
+                k_tma,
+                v_tma,
+                head,
+                row_k,
+                pages,
+                stride_k,
+                stride_v,
+                start,
+                position,
+                length,
+                scale,
+                window,
+                width,
+                CAUSAL,
+                WINDOW,
+                PAGE,
+                True,
+                False,
+                EVEN,
+                BLOCK,
+                D,
+            )
         if MANY:
             m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
         else:
@@ -192,17 +314,19 @@ def _attention_kernel(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc,
 
 
 @triton.jit(do_not_specialize=["rows_total", "splits"])
-def _merge_kernel(part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr):
+def _merge_kernel(
+    part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr
+):
     """The splits of a query, in ascending order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     inside = row < rows_total
     there = inside[:, None] & (d < width)[None, :]
-    m = tl.full((ROWS, ), -float("inf"), dtype=tl.float32)
-    l = tl.zeros((ROWS, ), dtype=tl.float32)
+    m = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((ROWS,), dtype=tl.float32)
     acc = tl.zeros((ROWS, D), dtype=tl.float32)
     at = row  # of the first split; the next one is `rows_total` further
-    for _ in range(0, splits):
+    for _ in range(splits):
         m_next = tl.load(part_m + at, mask=inside, other=-float("inf"))
         l_next = tl.load(part_l + at, mask=inside, other=0.0)
         some = there & (m_next > -float("inf"))[:, None]
@@ -229,8 +353,14 @@ def is_hopper(device: torch.device) -> bool:
 
 def fits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels for sm_90 can take q, k and v."""
-    return (q.dtype != torch.float32 and q.shape[-1] in (64, 128) and q.data_ptr() % 16 == 0 and _tma_ready(k) and _tma_ready(v)
-            and is_hopper(q.device))
+    return (
+        q.dtype != torch.float32
+        and q.shape[-1] in (64, 128)
+        and q.data_ptr() % 16 == 0
+        and _tma_ready(k)
+        and _tma_ready(v)
+        and is_hopper(q.device)
+    )
 
 
 def room_for(sequences: int) -> int:
@@ -246,13 +376,37 @@ def most_tiles(tokens: int, sequences: int, rows: int) -> int:
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
     width, group = q.shape[-1], q.shape[-2] // k.shape[-2]
     block = max(16, triton.next_power_of_2(width))
-    return {"stride_k": k.stride(-3), "stride_v": v.stride(-3), "head_k": k.stride(-2), "head_v": v.stride(-2), "width": width,
-            "GROUP": group, "HEADS": k.shape[-2], "D": block, "EVEN": block == width, "enable_fp_fusion": False}
+    return {
+        "stride_k": k.stride(-3),
+        "stride_v": v.stride(-3),
+        "head_k": k.stride(-2),
+        "head_v": v.stride(-2),
+        "width": width,
+        "GROUP": group,
+        "HEADS": k.shape[-2],
+        "D": block,
+        "EVEN": block == width,
+        "enable_fp_fusion": False,
+    }
 
 
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q: torch.Tensor, length_q: torch.Tensor,
-                      first_k: torch.Tensor, length_k: torch.Tensor, pages: torch.Tensor | None, page: int, longest: int, full_q: bool,
-                      full_k: bool, causal: bool, scale: float, window: int) -> list[torch.Tensor]:
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_q: torch.Tensor,
+    length_q: torch.Tensor,
+    first_k: torch.Tensor,
+    length_k: torch.Tensor,
+    pages: torch.Tensor | None,
+    page: int,
+    longest: int,
+    full_q: bool,
+    full_k: bool,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> list[torch.Tensor]:
     """[out, lse] of q (tokens, heads, D) on k, v (rows, heads, D).
 
     pages (sequences, pages of the longest) of `page` keys, or 0; longest: keys that a sequence has at most; full_q, full_k:
@@ -265,40 +419,135 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_q
     if not q.numel() or not k.numel():
         return [out, lse]
     splits, where = max(1, triton.cdiv(longest, SPLIT)), (first_q, length_q, first_k, length_k, pages)
-    given = {"PAGE": page, "CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
+    given = {
+        "PAGE": page,
+        "CAUSAL": causal,
+        "scale": scale * LOG2E,
+        "window": window,
+        "WINDOW": window > 0,
+        **shape_of(q, k, v),
+    }
     tiles = most_tiles(len(q) * given["GROUP"], len(length_q), PREFILL.rows) * given["HEADS"]
     prefill, decode = (PREFILL, DECODE) if given["D"] <= 128 else (WIDE["PREFILL"], WIDE["DECODE"])
     nothing = None, None, None
     if q.dtype == torch.float32:
         _launch(q, k, v, None, None, out, lse, *nothing, where, FP32, 1, splits, PARTIAL=False, **given)
     elif tiles >= FEW and not page and not window and BLOCK == 64 and fits_hopper(q, k, v):
-        from bi_kernels.ops.attention.hopper_forward import prefill as hopper_prefill  # Gluon, which the interpreter does not know
-        hopper_prefill(q, k, v, out, lse, where[:4], causal, given["scale"], SPLIT, splits > 1,
-                       most_tiles(len(q) * given["GROUP"], len(length_q), 128), room_for(len(length_q)))
+        from bi_kernels.ops.attention.hopper_forward import (
+            prefill as hopper_prefill,
+        )  # Gluon, which the interpreter does not know
+
+        hopper_prefill(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            where[:4],
+            causal,
+            given["scale"],
+            SPLIT,
+            splits > 1,
+            most_tiles(len(q) * given["GROUP"], len(length_q), 128),
+            room_for(len(length_q)),
+        )
     elif tiles >= FEW and not page and given["EVEN"] and _tma_ready(k) and _tma_ready(v):
-        _launch(q, k, v, _descriptor(k), _descriptor(v), out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
+        _launch(
+            q,
+            k,
+            v,
+            _descriptor(k),
+            _descriptor(v),
+            out,
+            lse,
+            *nothing,
+            where,
+            prefill,
+            1,
+            splits,
+            PARTIAL=False,
+            **given,
+        )
     elif tiles >= FEW:
         _launch(q, k, v, None, None, out, lse, *nothing, where, prefill, 1, splits, PARTIAL=False, **given)
     elif splits == 1 or tiles * splits > MOST:
         _launch(q, k, v, None, None, out, lse, *nothing, where, decode, 1, splits, PARTIAL=False, **given)
     else:
-        part_m, part_l, part_acc = lse.new_empty(splits, *lse.shape), lse.new_empty(splits, *lse.shape), lse.new_empty(splits, *q.shape)
+        part_m, part_l, part_acc = (
+            lse.new_empty(splits, *lse.shape),
+            lse.new_empty(splits, *lse.shape),
+            lse.new_empty(splits, *q.shape),
+        )
         if not full_q:  # padding keeps these
             part_m.fill_(-math.inf)
             part_l.zero_()
-        _launch(q, k, v, None, None, out, lse, part_m, part_l, part_acc, where, decode, splits, splits, PARTIAL=True, **given)
-        _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS), )](
-            part_m, part_l, part_acc, out, lse, lse.numel(), splits, given["scale"], given["width"], ROWS=MERGE_ROWS, D=given["D"], num_warps=4,
-            enable_fp_fusion=False)
+        _launch(
+            q,
+            k,
+            v,
+            None,
+            None,
+            out,
+            lse,
+            part_m,
+            part_l,
+            part_acc,
+            where,
+            decode,
+            splits,
+            splits,
+            PARTIAL=True,
+            **given,
+        )
+        _merge_kernel[(triton.cdiv(lse.numel(), MERGE_ROWS),)](
+            part_m,
+            part_l,
+            part_acc,
+            out,
+            lse,
+            lse.numel(),
+            splits,
+            given["scale"],
+            given["width"],
+            ROWS=MERGE_ROWS,
+            D=given["D"],
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return [out, lse]
 
 
-def _launch(q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, where, tiling: Tiling, grid: int, splits: int,
-            **given) -> None:
+def _launch(
+    q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, where, tiling: Tiling, grid: int, splits: int, **given
+) -> None:
     first_q, length_q, first_k, length_k, pages = where
     sequences = len(length_q)
     total = most_tiles(len(q) * given["GROUP"], sequences, tiling.rows)
     _attention_kernel[(total, given["HEADS"], grid)](
-        q, k, v, k_tma, v_tma, out, lse, part_m, part_l, part_acc, first_q, length_q, first_k, length_k, pages,
-        0 if pages is None else pages.stride(0), sequences, rows_total=lse.numel(), COUNT=room_for(sequences),
-        BLOCK_M=tiling.rows, BLOCK=BLOCK, SPLIT=SPLIT, MANY=splits > 1, num_warps=tiling.warps, num_stages=tiling.stages, **given)
+        q,
+        k,
+        v,
+        k_tma,
+        v_tma,
+        out,
+        lse,
+        part_m,
+        part_l,
+        part_acc,
+        first_q,
+        length_q,
+        first_k,
+        length_k,
+        pages,
+        0 if pages is None else pages.stride(0),
+        sequences,
+        rows_total=lse.numel(),
+        COUNT=room_for(sequences),
+        BLOCK_M=tiling.rows,
+        BLOCK=BLOCK,
+        SPLIT=SPLIT,
+        MANY=splits > 1,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **given,
+    )

@@ -8,7 +8,13 @@ Four warps bring q and dout through a ring of TMA stages; two more groups of fou
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from bi_kernels.ops.attention import hopper_forward as attention_hopper
 from bi_kernels.ops.attention.forward import most_tiles, room_for
@@ -21,7 +27,10 @@ def _tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, C
     first_q, length_q, first_k, length_k, sequences = where
     sequence, before, last = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
     known = sequence < sequences
-    queries, length = gl.load(length_q + sequence, mask=known, other=0), gl.load(length_k + sequence, mask=known, other=0)
+    queries, length = (
+        gl.load(length_q + sequence, mask=known, other=0),
+        gl.load(length_k + sequence, mask=known, other=0),
+    )
     base = gl.load(first_q + sequence, mask=known, other=0)
     row_k = gl.load(first_k + sequence, mask=known, other=0)
     key = (gl.program_id(0) - before) * SIZE
@@ -29,7 +38,15 @@ def _tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, C
     if CAUSAL:
         begin = gl.maximum(key + queries - length, 0) // BLOCK * BLOCK
     blocks = gl.cdiv(gl.maximum(queries - begin, 0), BLOCK)
-    return uniform(base), uniform(row_k), uniform(key), uniform(queries), uniform(length), uniform(begin), uniform(blocks)
+    return (
+        uniform(base),
+        uniform(row_k),
+        uniform(key),
+        uniform(queries),
+        uniform(length),
+        uniform(begin),
+        uniform(blocks),
+    )
 
 
 @gluon.jit
@@ -68,8 +85,23 @@ def _hidden(x, ring, start, middle, position):
 
 
 @gluon.jit
-def _consume(dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP: gl.constexpr, HEADS: gl.constexpr,
-             COUNT: gl.constexpr, CAUSAL: gl.constexpr, ME: gl.constexpr):
+def _consume(
+    dk,
+    dv,
+    ks,
+    vs,
+    ring,
+    free,
+    k_full,
+    where,
+    scale,
+    factor,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    COUNT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ME: gl.constexpr,
+):
     STAGES: gl.constexpr = ring[0].shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
@@ -87,8 +119,11 @@ def _consume(dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP: gl
     dk_tile, dv_tile = gl.zeros([BLOCK, D], gl.float32, O), gl.zeros([BLOCK, D], gl.float32, O)
     mbarrier.wait(k_full.index(0), 0)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, S)
-    p, ds = (gl.convert_layout(none.to(dtype), P, assert_trivial=True), gl.convert_layout(none.to(dtype), P, assert_trivial=True))
-    for i in range(0, total):  # k qᵀ, and dV and dK of the block before, under the exponentials; v doutᵀ
+    p, ds = (
+        gl.convert_layout(none.to(dtype), P, assert_trivial=True),
+        gl.convert_layout(none.to(dtype), P, assert_trivial=True),
+    )
+    for i in range(total):  # k qᵀ, and dV and dK of the block before, under the exponentials; v doutᵀ
         mbarrier.wait(ring[4].index(i % STAGES), i // STAGES & 1)
         s = _scores(kt, ring, i, S, 0)
         dv_tile = _add(p, ring, i - 1, dv_tile, 1)
@@ -127,8 +162,25 @@ def _cut(x, start, queries):
 
 
 @gluon.jit
-def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full, where, GROUP: gl.constexpr,
-             HEADS: gl.constexpr, COUNT: gl.constexpr, CAUSAL: gl.constexpr, PAUSE: gl.constexpr):
+def _produce(
+    q_tma,
+    do_tma,
+    k_tma,
+    v_tma,
+    lse,
+    delta,
+    ks,
+    vs,
+    ring,
+    free,
+    k_full,
+    where,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    COUNT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAUSE: gl.constexpr,
+):
     qs, dos, lses, deltas, full, columns = ring
     STAGES: gl.constexpr = qs.shape[0]
     BLOCK: gl.constexpr = qs.shape[1]
@@ -142,7 +194,7 @@ def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full
         tma.async_copy_global_to_shared(k_tma, at, k_full.index(0), ks.index(i))
         tma.async_copy_global_to_shared(v_tma, at, k_full.index(0), vs.index(i))
     start, member = begin, head * GROUP
-    for i in range(0, blocks * GROUP):
+    for i in range(blocks * GROUP):
         token = start + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         row = (base.to(gl.int64) + token) * (HEADS * GROUP) + member
         log_sum = -(gl.load(lse + row, mask=token < queries, other=0.0) * 1.4426950408889634)
@@ -170,9 +222,30 @@ def _produce(q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full
 
 
 @gluon.jit(do_not_specialize=["sequences"])
-def _hopper_keys_kernel(q_tma, do_tma, k_tma, v_tma, lse, delta, dk, dv, first_q, length_q, first_k, length_k, sequences, scale,
-                        factor, COUNT: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-                        STAGES: gl.constexpr, REGISTERS: gl.constexpr, PAUSE: gl.constexpr):
+def _hopper_keys_kernel(
+    q_tma,
+    do_tma,
+    k_tma,
+    v_tma,
+    lse,
+    delta,
+    dk,
+    dv,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    sequences,
+    scale,
+    factor,
+    COUNT: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PAUSE: gl.constexpr,
+):
     """dK and dV of a tile of keys: over the heads of the group, and the queries of each, in ascending order."""
     BLOCK: gl.constexpr = q_tma.block_shape[0]
     D: gl.constexpr = q_tma.block_shape[1]
@@ -196,17 +269,52 @@ def _hopper_keys_kernel(q_tma, do_tma, k_tma, v_tma, lse, delta, dk, dv, first_q
     fence_async_shared()
     where = (first_q, length_q, first_k, length_k, sequences)
     ring = (qs, dos, lses, deltas, full, columns)
-    gl.warp_specialize([
-        (_produce, (q_tma, do_tma, k_tma, v_tma, lse, delta, ks, vs, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL,
-                    PAUSE)),
-        (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
-        (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
-    ], [4, 4], [REGISTERS, REGISTERS])
+    gl.warp_specialize(
+        [
+            (
+                _produce,
+                (
+                    q_tma,
+                    do_tma,
+                    k_tma,
+                    v_tma,
+                    lse,
+                    delta,
+                    ks,
+                    vs,
+                    ring,
+                    free,
+                    k_full,
+                    where,
+                    GROUP,
+                    HEADS,
+                    COUNT,
+                    CAUSAL,
+                    PAUSE,
+                ),
+            ),
+            (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
+            (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
 
 
-def keys_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-                  dk: torch.Tensor, dv: torch.Tensor, where: tuple[torch.Tensor, ...], causal: bool, scale: float, factor: float
-                  ) -> None:
+def keys_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    d_out: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    causal: bool,
+    scale: float,
+    factor: float,
+) -> None:
     """Into dk and dv, of k and v (rows, heads, D), D 64 or 128, 16-bit, and of q and d_out (tokens, heads, D), contiguous.
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk.
@@ -214,6 +322,22 @@ def keys_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torc
     heads, sequences = k.shape[1], len(where[0])
     descriptors = [block_descriptor(t) for t in (q, d_out, k, v)]
     _hopper_keys_kernel[(most_tiles(len(k), sequences, 128), heads)](
-        *descriptors, lse, delta, dk, dv, *where, sequences, scale, factor, COUNT=room_for(sequences), GROUP=q.shape[1] // heads,
-        HEADS=heads, CAUSAL=causal, STAGES=STAGES, REGISTERS=REGISTERS, PAUSE=attention_hopper.PAUSE,
-        num_warps=4, enable_fp_fusion=False)
+        *descriptors,
+        lse,
+        delta,
+        dk,
+        dv,
+        *where,
+        sequences,
+        scale,
+        factor,
+        COUNT=room_for(sequences),
+        GROUP=q.shape[1] // heads,
+        HEADS=heads,
+        CAUSAL=causal,
+        STAGES=STAGES,
+        REGISTERS=REGISTERS,
+        PAUSE=attention_hopper.PAUSE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

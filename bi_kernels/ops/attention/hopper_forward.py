@@ -6,10 +6,15 @@ Four warps bring K and V through a ring of TMA stages; two more groups of four h
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK = 64  # rows that one copy brings
@@ -46,13 +51,18 @@ def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr
 
 
 @gluon.jit
-def _tile(where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
+def _tile(
+    where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr
+):
     """(first row of q's tokens, of the tile, of k, queries, keys, keys from which on not all are seen, keys seen by some)."""
     first_q, length_q, first_k, length_k, sequences = where
     sequence, before, last = sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
     tile = last - gl.program_id(0)  # the last of a causal sequence takes longest, and so begins
     known = sequence < sequences
-    queries, length = gl.load(length_q + sequence, mask=known, other=0), gl.load(length_k + sequence, mask=known, other=0)
+    queries, length = (
+        gl.load(length_q + sequence, mask=known, other=0),
+        gl.load(length_k + sequence, mask=known, other=0),
+    )
     base = gl.load(first_q + sequence, mask=known, other=0).to(gl.int64)
     row_k = gl.load(first_k + sequence, mask=known, other=0)
     first = tile * SIZE // GROUP + length - queries  # positions of the tile's first and last query
@@ -61,8 +71,15 @@ def _tile(where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, B
     if CAUSAL:
         end = gl.minimum(end, last + 1)
         whole = gl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    return (base, uniform(tile * SIZE), uniform(row_k), uniform(queries), uniform(length), uniform(whole),
-            uniform(gl.maximum(end, 0)))
+    return (
+        base,
+        uniform(tile * SIZE),
+        uniform(row_k),
+        uniform(queries),
+        uniform(length),
+        uniform(whole),
+        uniform(gl.maximum(end, 0)),
+    )
 
 
 @gluon.jit
@@ -124,8 +141,25 @@ def _scores(qt, ks, i, S: gl.constexpr):
 
 
 @gluon.jit
-def _step(i, last, qt, ks, vs, bars, m, l, acc, alpha, p, position, length, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-          S: gl.constexpr):
+def _step(
+    i,
+    last,
+    qt,
+    ks,
+    vs,
+    bars,
+    m,
+    l,
+    acc,
+    alpha,
+    p,
+    position,
+    length,
+    scale,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    S: gl.constexpr,
+):
     """The product with V of block i, under the scores and the softmax of the next one, whose K is there."""
     k_full, v_full, free = bars
     STAGES: gl.constexpr = vs.shape[0]
@@ -135,22 +169,43 @@ def _step(i, last, qt, ks, vs, bars, m, l, acc, alpha, p, position, length, scal
     acc = warpgroup_mma(_operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     m, l, alpha, p = _softmax(s, m, l, (i + 1) * p.shape[1], position, length, scale, CAUSAL, MASKED)
-    _wait(k_full, i + 2, i + 2 <= last)  # here, for ptxas moves the wait below above the softmax unless a branch is between
+    _wait(
+        k_full, i + 2, i + 2 <= last
+    )  # here, for ptxas moves the wait below above the softmax unless a branch is between
     acc = warpgroup_mma_wait(0, deps=[acc])
     _free(free, i)
     return m, l, acc, alpha, p
 
 
 @gluon.jit
-def _places(base, row0, head, queries, layout: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr):
+def _places(
+    base, row0, head, queries, layout: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr
+):
     """(where in q's rows of D the rows are, whether they are)."""
     row = row0 + gl.arange(0, ROWS, layout)
     return (base + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP, row // GROUP < queries
 
 
 @gluon.jit
-def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
-             COUNT: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr, MANY: gl.constexpr, ME: gl.constexpr):
+def _consume(
+    q,
+    out,
+    lse,
+    qs,
+    ks,
+    vs,
+    bars,
+    where,
+    scale,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    COUNT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MANY: gl.constexpr,
+    ME: gl.constexpr,
+):
     k_full, v_full, free = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
@@ -172,7 +227,7 @@ def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, H
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([ROWS, D], gl.float32, O)
-    for n in range(0, gl.cdiv(end, SPLIT)):
+    for n in range(gl.cdiv(end, SPLIT)):
         i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
         middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
         _wait(k_full, i)
@@ -183,11 +238,13 @@ def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, H
         m_own, l_own, alpha, p = _softmax(s, m_own, l_own, i * BLOCK, position, length, scale, CAUSAL, True)
         _wait(k_full, i + 1, i < last)
         for j in range(i, middle):
-            m_own, l_own, acc_own, alpha, p = _step(j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length,
-                                                    scale, CAUSAL, False, S)
+            m_own, l_own, acc_own, alpha, p = _step(
+                j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length, scale, CAUSAL, False, S
+            )
         for j in range(middle, last):
-            m_own, l_own, acc_own, alpha, p = _step(j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length,
-                                                    scale, CAUSAL, True, S)
+            m_own, l_own, acc_own, alpha, p = _step(
+                j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length, scale, CAUSAL, True, S
+            )
         acc_own = acc_own * _over(alpha, acc_own)
         vt = vs.index(last % STAGES)
         _wait(v_full, last)
@@ -204,7 +261,9 @@ def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, H
 
     none = (l == 0.0) & (m == -float("inf"))
     y = (acc + 0.0) / _over(gl.where(none, 1.0, l), acc)
-    row0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1)  # lest the offsets above stay alive
+    row0 = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1
+    )  # lest the offsets above stay alive
     offset, there = _places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
     offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
     gl.store(out + offset, gl.convert_layout(y.to(out.dtype.element_ty), WIDE), mask=there[:, None])
@@ -213,14 +272,25 @@ def _consume(q, out, lse, qs, ks, vs, bars, where, scale, GROUP: gl.constexpr, H
 
 
 @gluon.jit
-def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr,
-             CAUSAL: gl.constexpr, PAUSE: gl.constexpr):
+def _produce(
+    k_tma,
+    v_tma,
+    ks,
+    vs,
+    bars,
+    where,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    COUNT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAUSE: gl.constexpr,
+):
     k_full, v_full, free = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
     base, row0, row, queries, length, whole, end = _tile(where, GROUP, SIZE, COUNT, BLOCK, CAUSAL)
-    for i in range(0, gl.cdiv(end, BLOCK)):
+    for i in range(gl.cdiv(end, BLOCK)):
         at = [row + i * BLOCK, gl.program_id(1) * D]
         _wait(free, i - STAGES, i >= STAGES)
         pause(i // 2 + 1, PAUSE)
@@ -232,9 +302,29 @@ def _produce(k_tma, v_tma, ks, vs, bars, where, GROUP: gl.constexpr, SIZE: gl.co
 
 
 @gluon.jit(do_not_specialize=["sequences"])
-def _hopper_prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k, length_k, sequences, scale, COUNT: gl.constexpr,
-                    GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr, CAUSAL: gl.constexpr,
-                    MANY: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PAUSE: gl.constexpr):
+def _hopper_prefill_kernel(
+    q,
+    k_tma,
+    v_tma,
+    out,
+    lse,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    sequences,
+    scale,
+    COUNT: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MANY: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PAUSE: gl.constexpr,
+):
     """A tile of queries of one key head's group against all of their keys."""
     BLOCK: gl.constexpr = k_tma.block_shape[0]
     D: gl.constexpr = k_tma.block_shape[1]
@@ -251,23 +341,50 @@ def _hopper_prefill_kernel(q, k_tma, v_tma, out, lse, first_q, length_q, first_k
     fence_async_shared()
     bars = (k_full, v_full, free)
     where = (first_q, length_q, first_k, length_k, sequences)
-    gl.warp_specialize([
-        (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
-        (_consume, (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 0)),
-        (_consume, (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 1)),
-    ], [4, 4], [REGISTERS, REGISTERS])
+    gl.warp_specialize(
+        [
+            (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (
+                _consume,
+                (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 0),
+            ),
+            (
+                _consume,
+                (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 1),
+            ),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
 
 
 def block_descriptor(t: torch.Tensor) -> TensorDescriptor:
     """Blocks of 64 rows of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(t, [rows, heads * width], [t.stride(0), 1], [BLOCK, width],
-                            gl.NVMMASharedLayout.get_default_for([BLOCK, width], dtype))
+    return TensorDescriptor(
+        t,
+        [rows, heads * width],
+        [t.stride(0), 1],
+        [BLOCK, width],
+        gl.NVMMASharedLayout.get_default_for([BLOCK, width], dtype),
+    )
 
 
-def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-            where: tuple[torch.Tensor, ...], causal: bool, scale: float, split: int, many: bool, tiles: int, room: int) -> None:
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    causal: bool,
+    scale: float,
+    split: int,
+    many: bool,
+    tiles: int,
+    room: int,
+) -> None:
     """Into out and lse, of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
     where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a sequence; tiles:
@@ -275,6 +392,24 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     """
     heads = k.shape[1]
     _hopper_prefill_kernel[(tiles, heads)](
-        q, block_descriptor(k), block_descriptor(v), out, lse, *where, len(where[0]), scale, COUNT=room, GROUP=q.shape[1] // heads,
-        HEADS=heads, ROWS=ROWS, SPLIT=split, CAUSAL=causal, MANY=many, STAGES=STAGES, REGISTERS=REGISTERS, PAUSE=PAUSE,
-        num_warps=4, enable_fp_fusion=False)
+        q,
+        block_descriptor(k),
+        block_descriptor(v),
+        out,
+        lse,
+        *where,
+        len(where[0]),
+        scale,
+        COUNT=room,
+        GROUP=q.shape[1] // heads,
+        HEADS=heads,
+        ROWS=ROWS,
+        SPLIT=split,
+        CAUSAL=causal,
+        MANY=many,
+        STAGES=STAGES,
+        REGISTERS=REGISTERS,
+        PAUSE=PAUSE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
