@@ -19,8 +19,7 @@ from conftest import wait_for
 from bi_kernels.audit import ci
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.digests import candidate as digests
-from bi_kernels.audit.evidence.verdicts import write_rows
-from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.runner import stopped
 
 ROOT = Path(__file__).parents[1]

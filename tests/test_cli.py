@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.runner import audits
 
 ROOT = Path(__file__).parents[1]

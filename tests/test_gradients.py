@@ -15,23 +15,18 @@ import bi_kernels
 from bi_kernels.audit.broken import gradient as gradient_controls
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.gradient import (
-    ACCURACY,
-    DETERMINISM,
-    INVARIANCE,
-    LAYOUTS,
-    NAN_PADDING,
-    STATIC,
-    token_layout,
-)
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS
+from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB
@@ -183,13 +178,13 @@ def norm_rows():
         with static.recorded() as launches:
             rows = gradients.judge_gradients(s)
         launches.variants.clear()  # compiling them is not what is asked here
-        return [*rows, *gradients.judge_gradient_accuracy(s), *gradients.atomics_free([(s, launches)])[0]]
+        return [*rows, *gradients.judge_gradient_accuracy(s), *atomics_free([(s, launches)])[0]]
 
 
 def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC}
-    assert not gradients.gradient_coverage(norm_rows, [subject("rms_norm")])
+    assert not gradients.missing(norm_rows, [subject("rms_norm")])
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     assert all(r.elements for r in norm_rows if r.relation != STATIC)
@@ -202,7 +197,7 @@ def required(row: Row) -> tuple:
 def test_what_was_not_run_needs_a_fix(norm_rows):
     s = subject("rms_norm")
     for key in dict.fromkeys(map(required, norm_rows)):
-        missing = gradients.gradient_coverage([r for r in norm_rows if required(r) != key], [s])
+        missing = gradients.missing([r for r in norm_rows if required(r) != key], [s])
         assert [(r.relation, r.layout, r.verdict, r.detail) for r in missing] == [
             (*key[:2], NEEDS_FIX, "required, not run")
         ], f"without {key}: {report(missing)}"
@@ -211,29 +206,29 @@ def test_what_was_not_run_needs_a_fix(norm_rows):
 
 def test_no_row_at_all_can_be_lost(norm_rows):
     for lost in norm_rows:
-        missing = gradients.gradient_coverage([r for r in norm_rows if r is not lost], [subject("rms_norm")])
+        missing = gradients.missing([r for r in norm_rows if r is not lost], [subject("rms_norm")])
         assert len(missing) == 1, report([lost])
 
 
 def test_another_dtype_another_op_or_a_control_covers_nothing(norm_rows):
     for s in (subject("rms_norm", dtype="fp32"), subject("qk_norm")):
-        missing = gradients.gradient_coverage(norm_rows, [s])
-        assert len(missing) == len(gradients.gradient_coverage([], [s])) > 2 * len(LAYOUTS)
+        missing = gradients.missing(norm_rows, [s])
+        assert len(missing) == len(gradients.missing([], [s])) > 2 * len(LAYOUTS)
     as_controls = [replace(r, control=True) for r in norm_rows if r.relation != STATIC]
     s = subject("rms_norm")
-    assert len(gradients.gradient_coverage(as_controls, [s])) == len(gradients.gradient_coverage([], [s]))
+    assert len(gradients.missing(as_controls, [s])) == len(gradients.missing([], [s]))
 
 
 def test_the_static_audit_of_a_control_covers_nothing(norm_rows):
     as_controls = [replace(r, control=True) if r.relation == STATIC else r for r in norm_rows]
-    assert [r.relation for r in gradients.gradient_coverage(as_controls, [subject("rms_norm")])] == [STATIC]
+    assert [r.relation for r in gradients.missing(as_controls, [subject("rms_norm")])] == [STATIC]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
-    missing = gradients.gradient_coverage([], [s])
+    missing = gradients.missing([], [s])
     found = {r.tensor.removesuffix(".grad") for r in missing if r.relation != STATIC}
     assert found == {f"d{k}" for k in floating} != set()
 
@@ -404,7 +399,7 @@ def test_a_clear_refusal_of_an_optional_dtype_is_unsupported(fewer):
 
     s = subject("rms_norm", refuses, "fp16")
     found = gradients.judge_gradients(s)
-    assert {r.verdict for r in found} == {UNSUPPORTED} and not gradients.gradient_coverage(found, [s]), report(found)
+    assert {r.verdict for r in found} == {UNSUPPORTED} and not gradients.missing(found, [s]), report(found)
 
 
 # What the ops are told of a layout

@@ -16,8 +16,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit.callables import session as anyones
 from bi_kernels.audit.evidence.tables import MIME
-from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
-from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import PARAMETERS
 

@@ -11,3 +11,9 @@ def __getattr__(name: str):
 
         return audit
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def start(audit: str, **parameters):
+    from bi_kernels.audit.session import start as begin
+
+    return begin(audit, parameters)

@@ -140,7 +140,7 @@ def execute(audit: Audit, parameters: dict, folder: Path, progress=lambda done, 
 
 def stopped(audit: str, why: str, candidate: str = "") -> dict:
     """The row of an audit that did not run to its end; it names neither an op nor a relation."""
-    from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
+    from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 
     return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
 

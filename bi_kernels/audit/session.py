@@ -4,9 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PARAMETERS = {"dtype": "all", "candidate": "bi_kernels", "shapes": "tiny", "device": "auto", "seed": 0, "op": ""}
@@ -65,15 +63,6 @@ def choose(device: str) -> "torch.device":
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-def up_to_a_drift(rows: Iterable) -> list:
-    found = []
-    for r in rows:
-        found.append(r)
-        if r.mismatches:
-            break
-    return found
-
-
 @dataclass
 class Session:
     audit: str
@@ -83,6 +72,7 @@ class Session:
     rows: list = field(default_factory=list)
     subjects: list = field(default_factory=list)
     variants: list = field(default_factory=list)
+    pool: object = None
 
     @property
     def out(self) -> Path | None:
@@ -154,40 +144,13 @@ class Session:
         return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
 
     def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list:
-        """Every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
+        """Judges every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
 
         backward: gradients too, and the static audit of all that was launched.
         """
-        from bi_kernels.audit.problem.subject import UNSUPPORTED
-        from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.relations.forward import coverage, judge
-        from bi_kernels.audit.reproduce.forward import export
-        from bi_kernels.audit.reproduce.gradient import export_gradient
-        from bi_kernels.audit.static import binary as static
+        from bi_kernels.audit.relations.judge import judge
 
-        added, launched = [], []
-        for subject in self.make():
-            self.subjects.append(subject)
-            with static.recorded() if backward else nullcontext() as launches:
-                rows = judge(subject, examples) if forward else []
-                subject.forget()
-                if backward and not any(r.verdict == UNSUPPORTED for r in rows):
-                    rows += gradients.judge_gradients(subject)
-            if backward and not any(r.verdict == UNSUPPORTED for r in rows):
-                rows += gradients.judge_gradient_accuracy(subject)
-                launched.append((subject, launches))
-            if self.out:
-                export(subject, self.candidate, rows, self.out / "repro")
-                export_gradient(subject, self.candidate, rows, self.out / "repro")
-            subject.forget()
-            added += rows
-        if backward:
-            static_rows, self.variants = gradients.atomics_free(launched)
-            added += static_rows
-        added += coverage(added, self.subjects) if forward else []
-        added += gradients.gradient_coverage(added, self.subjects) if backward else []
-        self.add(added)
-        return added
+        return judge(self, examples, forward, backward)
 
     def add(self, rows: list) -> None:
         """Records rows as this audit's, and saves what there is so far."""
@@ -201,62 +164,9 @@ class Session:
 
     def controls(self) -> list:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
-        from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
-        from bi_kernels.audit.broken.forward import CONTROLS
-        from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-        from bi_kernels.audit.evidence.provenance import device_name
-        from bi_kernels.audit.problem.registry import OPS, Problem
-        from bi_kernels.audit.problem.subject import NEEDS_FIX, Subject
-        from bi_kernels.audit.relations import forward as j
-        from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.static import binary as static
-        from bi_kernels.contract import DTYPES
+        from bi_kernels.audit.broken.judge import judge_controls
 
-        rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
-        for control in every:
-            if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
-                continue
-            problem = Problem(
-                OPS[control.op],
-                control.case,
-                DTYPES[control.dtype],
-                self.parameters["shapes"],
-                self.device,
-                self.parameters["seed"],
-            )
-            s = Subject(problem, control.function, control.name, device_name(self.device))
-            try:
-                if control.relation == "invariance":
-                    found = up_to_a_drift(
-                        chain(
-                            j.by_row_count(s),
-                            j.by_layout(s, only=("singles", "batch", "neighbours", "permuted", "decode")),
-                        )
-                    )
-                elif control.relation == "parity":
-                    found = [r for r in j.parity(s) if r.layout == "decode=packed"]
-                elif control.relation == "determinism":
-                    found = [j.determinism(s)]
-                elif control.relation == gradients.STATIC:
-                    if control.function not in seen:
-                        with static.recorded() as launches:
-                            step = gradients.Step(s, "normal", [5, 17])
-                            step.gradients(step.layouts["packed"])
-                        levels = [c.level for c in every if c.function == control.function]
-                        seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
-                    found = [replace(seen[control.function][control.level], candidate=control.name)]
-                elif control.relation == gradients.INVARIANCE:
-                    found = up_to_a_drift(r for r in gradients.by_split(s) if r.relation == control.relation)
-                elif control.relation == gradients.ACCURACY:
-                    found = gradients.gradient_accuracy(s, "normal") + gradients.gradient_accuracy(s, "wide")
-                else:
-                    found = [j.accuracy(s, "normal"), j.accuracy(s, "wide")]
-            except Exception as error:
-                found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
-            s.forget()
-            rows.append(next((r for r in found if r.verdict == NEEDS_FIX), found[0]).as_control())
-        self.add(rows)
-        return rows
+        return judge_controls(self)
 
     @property
     def failures(self) -> list:

@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.callables.target import Layout, NoBackward, OutOfTime, Step, Target
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, atomics_free
+from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
 
 SINGLES = 16  # samples that are computed alone, spread over the batch

@@ -103,7 +103,7 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     from bi_kernels.audit.digests.exact_inputs import ExactProblem, ExactStep
     from bi_kernels.audit.evidence.drift import raw
     from bi_kernels.audit.evidence.provenance import architecture, provenance
-    from bi_kernels.audit.problem.subject import sentence
+    from bi_kernels.audit.evidence.verdicts import sentence
     from bi_kernels.contract import dtype_name
 
     package = Path(bi_kernels.__file__).parent

@@ -13,8 +13,9 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
 from bi_kernels.ops.gemm import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.ops.gemm import tiles as table_tiles

@@ -193,14 +193,16 @@ def recorded(run: bool = True) -> Iterator[Launches]:
             setattr(owner, name, stock[owner])
 
 
-def examined(launches: Launches) -> dict:
-    """{key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS hold.
+def examined(launches: Launches, only_compiled: bool = False) -> dict:
+    """Returns {key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS hold.
 
-    What the interpreter ran is compiled for sm_90 in a process of its own, which needs no GPU but must be able to
-    import the kernel's module; where it cannot (a notebook's cell, a function's kernel), the variant says "AST only".
+    What the interpreter ran, left out with only_compiled, is compiled for sm_90 in a process of its own, which needs no GPU
+    but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel), the variant
+    says "AST only". A variant that was examined before stays as it is.
     """
+    known = {k: v for k, v in launches.variants.items() if isinstance(v, Variant)}
     compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}
-    requests = {k: v for k, v in launches.variants.items() if isinstance(v, _Request)}
+    requests = {k: v for k, v in launches.variants.items() if isinstance(v, _Request) and not only_compiled}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), pool.map(_examined, compiled.values()))}
     messages = {k: r.message() for k, r in requests.items()}
@@ -213,7 +215,7 @@ def examined(launches: Launches) -> dict:
         if fn not in seen:  # an interpreted kernel was recorded as the function in it
             seen[fn] = source(fn if isinstance(fn, JITFunction) else InterpretedFunction(fn))
         variant.findings = seen[fn] + variant.findings
-    return {k: variant for k, (_, variant) in found.items()}
+    return known | {k: variant for k, (_, variant) in found.items()}
 
 
 def binaries(launches: Launches) -> list[Variant]:

@@ -267,6 +267,7 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
     from bi_kernels.audit.problem.subject import Subject
     from bi_kernels.audit.relations import gradient as gradients
     from bi_kernels.audit.relations.forward import judge
+    from bi_kernels.audit.static.verdict import atomics_free
     from bi_kernels.contract import DTYPES
 
     with tempfile.TemporaryDirectory() as folder:
@@ -280,4 +281,4 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
             rows += gradients.judge_gradient_accuracy(subject)
         if static.source(loaded):  # what the source shows needs no binary
             launches = static.Launches()
-        return rows + gradients.atomics_free([(subject, launches)])[0]
+        return rows + atomics_free([(subject, launches)])[0]
