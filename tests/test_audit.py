@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit.broken import forward as controls
+from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.digests import golden
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
@@ -94,7 +94,7 @@ def test_every_control_is_caught():
 
 
 def test_the_same_experiments_pass_the_unbroken_op(monkeypatch):
-    monkeypatch.setattr(controls, "CONTROLS", [replace(c, function=unbroken(c.op)) for c in CONTROLS if not c.gpu])
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=unbroken(c.op)) for c in CONTROLS if not c.gpu])
     session = start("elementwise", {})
     found = session.controls()
     assert found and not [r for r in found if r.caught], report([r for r in found if r.caught])
@@ -107,7 +107,7 @@ def test_a_control_that_raises_is_not_caught(monkeypatch):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(
-        controls, "CONTROLS", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"]
+        broken, "EVERY", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"]
     )
     assert not [r for r in start("elementwise", {}).controls() if r.caught]
 

@@ -13,6 +13,7 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit.broken import gradient as gradient_controls
+from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
@@ -88,7 +89,7 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
 def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(control, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
     mended = replace(control, function=partial(control.function, defect=False))
-    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", [mended])
+    monkeypatch.setattr(broken, "EVERY", [mended])
     found = start(control.audit, {}).controls()
     assert [(r.candidate, r.verdict, r.caught) for r in found] == [(control.name, PASS, False)], report(found)
 
@@ -137,7 +138,7 @@ def empty(level: str, monkeypatch) -> None:
 def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypatch):
     mine = [c for c in GRADIENT_CONTROLS if c.audit == audit and c.relation == STATIC]
     assert level in {c.level for c in mine}
-    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", mine)
+    monkeypatch.setattr(broken, "EVERY", mine)
     if audit == "vocabulary":  # compiling takes its time, and is not what these levels ask
         monkeypatch.setattr(static, "_elsewhere", lambda messages: ["not compiled"] * len(messages))
     empty(level, monkeypatch)
@@ -161,7 +162,7 @@ def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(
-        gradient_controls, "GRADIENT_CONTROLS", [replace(c, function=raises) for c in GRADIENT_CONTROLS]
+        broken, "EVERY", [replace(c, function=raises) for c in GRADIENT_CONTROLS]
     )
     for audit in AUDITS:
         assert not [r for r in start(audit, {}).controls() if r.caught]
