@@ -13,6 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
+from bi_kernels.audit.broken import forward as controls
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.digests import golden
@@ -28,7 +29,7 @@ from bi_kernels.audit.reproduce.gradient import Split
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, rows
-from bi_kernels.ops.gemm import tiles
+from bi_kernels.ops.gemm_kernel import tiles
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,9 +107,7 @@ def test_a_control_that_raises_is_not_caught(monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(
-        broken, "EVERY", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"]
-    )
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"])
     assert not [r for r in start("elementwise", {}).controls() if r.caught]
 
 

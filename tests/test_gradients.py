@@ -121,7 +121,7 @@ def empty(level: str, monkeypatch) -> None:
     else:
         run, also = (
             static.subprocess.run,
-            f"import re; from bi_kernels.audit import static; static.{level} = re.compile('(?!)'); ",
+            f"import re; from bi_kernels.audit.static import binary; binary.{level} = re.compile('(?!)'); ",
         )
         monkeypatch.setattr(
             static.subprocess,
@@ -161,9 +161,7 @@ def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(
-        broken, "EVERY", [replace(c, function=raises) for c in GRADIENT_CONTROLS]
-    )
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=raises) for c in GRADIENT_CONTROLS])
     for audit in AUDITS:
         assert not [r for r in start(audit, {}).controls() if r.caught]
 
