@@ -222,9 +222,10 @@ from bi_kernels.ops.attention import hopper_forward as attention_hopper
 from bi_kernels.ops.attention import hopper_backward as attention_hopper_backward
 from bi_kernels.audit.experiments import late_copies as attention_late
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static.launches import recorded
 for width, group, causal, many in {cases}:
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
-    with static.recorded(run=False) as launches:
+    with recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         attention_hopper.prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
         attention_hopper_backward.keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1)

@@ -26,7 +26,9 @@ from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANC
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import launches
 from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
@@ -117,7 +119,7 @@ def empty(level: str, monkeypatch) -> None:
     if level == "AST":
         monkeypatch.setattr(syntax, "_forbidden", lambda f: ())
     elif level == "torch":
-        monkeypatch.setattr(static, "_Dispatched", lambda launches: nullcontext())
+        monkeypatch.setattr(launches, "_Dispatched", lambda launches: nullcontext())
     else:
         run, also = (
             static.subprocess.run,
@@ -174,7 +176,7 @@ def norm_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SWEEP, RUNS, 2)
         s = subject("rms_norm")
-        with static.recorded() as launches:
+        with recorded() as launches:
             rows = gradients.judge_gradients(s)
         launches.variants.clear()  # compiling them is not what is asked here
         return [*rows, *gradients.judge_gradient_accuracy(s), *atomics_free([(s, launches)])[0]]

@@ -14,7 +14,7 @@ from bi_kernels.audit.problem.registry import OPS, Problem
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
-from bi_kernels.audit.static.binary import recorded
+from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES
 

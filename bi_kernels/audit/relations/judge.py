@@ -7,7 +7,8 @@ from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.reproduce.forward import export
 from bi_kernels.audit.reproduce.gradient import export_gradient
-from bi_kernels.audit.static.binary import Launches, examined, recorded
+from bi_kernels.audit.static.binary import examined
+from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.verdict import atomics_free
 
 

@@ -5,7 +5,8 @@ from itertools import product
 
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
-from bi_kernels.audit.static.binary import Launches, Variant, distinct, examined
+from bi_kernels.audit.static.binary import distinct, examined
+from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.source import source
 
 STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
