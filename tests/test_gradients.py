@@ -1,5 +1,5 @@
-"""The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it did
-not run; the layouts it gives the ops, the buffers, and a training step."""
+"""The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it
+did not run; the layouts it gives the ops, the buffers, and a training step."""
 
 from contextlib import nullcontext
 from dataclasses import replace

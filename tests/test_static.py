@@ -293,6 +293,7 @@ from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static.launches import recorded
 
 driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                   get_current_target=lambda: GPUTarget("cuda", 90, 32)))

@@ -1,7 +1,7 @@
 """The auditor: does a token's result depend on what else was in the batch?
 
-`from bi_kernels.audit import audit` judges a callable of yours (see callables.py). Nothing is imported before it is asked
-for: the notebooks decide first whether Triton interprets.
+`from bi_kernels.audit import audit` judges a callable of yours (see callables.py). Nothing is imported before it is
+asked for: the notebooks decide first whether Triton interprets.
 """
 
 

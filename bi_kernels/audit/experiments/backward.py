@@ -23,7 +23,8 @@ from bi_kernels.tokens import layout_for
 class _AtEveryToken(torch.autograd.Function):
     """A loss that is a sum, for a check that gives every token its upstream gradient: the largest of them is the sum's.
 
-    Liger's fused loss of one value a token scales every gradient by the first token's (Liger-Kernel, pull request 1298).
+    Liger's fused loss of one value a token scales every gradient by the first token's (Liger-Kernel, pull request
+    1298).
     """
 
     @staticmethod
@@ -87,8 +88,8 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
 
 
 def trained(session) -> tuple[list[Row], list[dict]]:
-    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it began; with
-    a dW that depends on the split, the control, it must not."""
+    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it
+    began; with a dW that depends on the split, the control, it must not."""
     steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
     s = session.subject("linear")
 
@@ -143,7 +144,8 @@ def first_failing(session) -> list[dict]:
 
 
 def gemm_speed(session) -> list[dict]:
-    """dX and dW of the linear layers, bf16: the ratio to cuBLAS, dW into an fp32 main_grad against torch's way to that."""
+    """dX and dW of the linear layers, bf16: the ratio to cuBLAS, dW into an fp32 main_grad against torch's way to
+    that."""
     out = []
     for case, (n, k) in linears(session.parameters["shapes"]).items():
         if case == "lm_head":
@@ -250,8 +252,8 @@ def embedding_speed(session) -> list[dict]:
 
 
 def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
-    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking turns,
-    and peak memory beyond inputs and gradients."""
+    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking
+    turns, and peak memory beyond inputs and gradients."""
     size, device, out, failed = SHAPES[session.parameters["shapes"]], session.device, [], []
     hidden, vocab = size["hidden"], size["vocab"]
     h = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)

@@ -221,7 +221,8 @@ def captured(session) -> list[Row]:
 
 
 def missing(session) -> list[Row]:
-    """A needs-fix row for every tile × M, and on a GPU every layer × M captured and compiled, that is not in the rows."""
+    """A needs-fix row for every tile × M, and on a GPU every layer × M captured and compiled, that is not in the
+    rows."""
     out = []
     for dtype in session.dtypes:
         for case in linears(session.parameters["shapes"]):
@@ -248,8 +249,8 @@ def missing(session) -> list[Row]:
 
 
 def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
-    """Median milliseconds of each call on the device, the L2 cache flushed before every run; the flush takes so long that
-    the CPU has queued the call by its end.
+    """Median milliseconds of each call on the device, the L2 cache flushed before every run; the flush takes so long
+    that the CPU has queued the call by its end.
 
     The calls take turns: a product that runs long heats the GPU and lowers its clocks, and so is paid for by all alike.
     """

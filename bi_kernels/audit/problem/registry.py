@@ -19,13 +19,14 @@ class Op:
     tokens: the inputs that every token has its own row of, with their trailing dimensions in terms of the shape set
     ("heads, head_dim"), or ending in ":bool" for a mask, or "vocab:id" for a token id below that; shared: the weights,
     likewise, or ending in ":t" where the op takes the transpose; order: the positional order of both, where it is not
-    tokens and then shared; out: the output's dtype, where it is not the op's (several of one shape are stacked); scale: of the
-    shared inputs, a power of two; constants: further keyword arguments; function: the public function, where it is not `name`; row: its row of the contract,
-    likewise; positions: the op takes `positions`, or `cu_seqlens` where a call packs whole sequences; cache: the token inputs
-    that a call is given of the tokens before its own, too, with the arguments of `bi_kernels.attention`; outputs: their
-    names, and their dtype where it is another ("lse:fp32"); reduction: the length of its sum; cases: shape name -> extra dimensions, for an op audited at several shapes; ieee: IEEE
-    operations only, so a CPU must give the bits of a GPU; casts: the input has another dtype
-    than the output.
+    tokens and then shared; out: the output's dtype, where it is not the op's (several of one shape are stacked);
+    scale: of the shared inputs, a power of two; constants: further keyword arguments; function: the public function,
+    where it is not `name`; row: its row of the contract, likewise; positions: the op takes `positions`, or
+    `cu_seqlens` where a call packs whole sequences; cache: the token inputs that a call is given of the tokens before
+    its own, too, with the arguments of `bi_kernels.attention`; outputs: their names, and their dtype where it is
+    another ("lse:fp32"); reduction: the length of its sum; cases: shape name -> extra dimensions, for an op audited at
+    several shapes; ieee: IEEE operations only, so a CPU must give the bits of a GPU; casts: the input has another
+    dtype than the output.
     """
 
     name: str
@@ -247,7 +248,8 @@ class Problem:
 
 
 def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
-    """Several outputs of one shape and dtype as one tensor, their number its last dimension; others as they are, a tuple."""
+    """Several outputs of one shape and dtype as one tensor, their number its last dimension; others as they are, a
+    tuple."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     alike = len({(t.shape, t.dtype) for t in outputs}) == 1
@@ -257,8 +259,8 @@ def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
 def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
 ) -> list[Problem]:
-    """Every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of the backward audit
-    and one attention stand for the others."""
+    """Every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of the
+    backward audit and one attention stand for the others."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     return [
         Problem(op, case, DTYPES[d], shapes, device, seed)
