@@ -5,6 +5,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import bad_kernels as bad
 import pytest
@@ -107,7 +108,7 @@ def test_our_sources_pass(name):
 
 def test_a_finding_says_where():
     (atomic,) = source(bad.in_a_helper)
-    lines = open(bad.__file__).read().splitlines()
+    lines = Path(bad.__file__).read_text().splitlines()
     assert (atomic.function, atomic.level, atomic.code) == ("_finish", "AST", "plus(y, total)")
     assert lines[atomic.line - 1].strip() == atomic.code
     assert str(atomic) == f"atomic in _finish, line {atomic.line} (AST): plus(y, total)"

@@ -37,7 +37,8 @@ class Step:
         ]
 
     def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
-        """Returns {name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all calls."""
+        """Returns {name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all
+        calls."""
         t, shared = self.t, {}
         for k in self.floating:
             if k not in t.batched:

@@ -10,7 +10,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.experiments import training
-from bi_kernels.audit.experiments.gemm import times_ms
+from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.relations.gradient import LAYOUTS
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
@@ -37,19 +37,20 @@ class _AtEveryToken(torch.autograd.Function):
 
 
 def foreign(op: str) -> dict:
-    """{name: function} of others' implementations that are installed here."""
+    """Returns {name: function} of others' implementations that are installed here."""
     found = {"torch": getattr(stock, op)}
     try:
         if op == "rms_norm":
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415  (may be installed)
 
             found["Liger"] = lambda x, weight, eps=EPS: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         if op == "lm_head_logprob":
-            from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
+            import liger_kernel.ops.fused_linear_cross_entropy as liger_loss  # noqa: PLC0415  (may be installed)
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
                 rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
-                loss = Fused.apply(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "sum")[0]
+                fused = liger_loss.LigerFusedLinearCrossEntropyFunction.apply
+                loss = fused(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "sum")[0]
                 return _AtEveryToken.apply(-loss, targets.shape), torch.zeros(targets.shape, device=hidden.device)
 
             found["Liger"] = liger
@@ -59,7 +60,8 @@ def foreign(op: str) -> dict:
 
 
 def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str, dict[str, float]]:
-    """{candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it raised."""
+    """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it
+    raised."""
     out: dict[str, dict[str, float]] = {}
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
