@@ -114,7 +114,7 @@ class Session:
 
     def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: "Candidate | None" = None) -> list:
         """The subjects of an audit: the candidate's functions at every case and dtype."""
-        from bi_kernels.audit.problem.registry import problems
+        from bi_kernels.audit.problem.problem import problems
         from bi_kernels.audit.problem.subject import Subject
 
         chosen = candidate or self.candidate
@@ -135,7 +135,8 @@ class Session:
     ) -> "Subject":
         """One op at its first case: this package's, or another's function."""
         import bi_kernels
-        from bi_kernels.audit.problem.registry import OPS, Problem
+        from bi_kernels.audit.problem.problem import Problem
+        from bi_kernels.audit.problem.registry import OPS
         from bi_kernels.audit.problem.subject import Subject
         from bi_kernels.contract import DTYPES
 

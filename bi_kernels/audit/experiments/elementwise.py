@@ -10,7 +10,8 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import DTYPES, SHAPES
 

@@ -13,7 +13,8 @@ from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.timing import launch_us, times_ms
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for

@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.registry import Problem, joined
+from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most

@@ -13,7 +13,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.registry import joined
+from bi_kernels.audit.problem.problem import joined
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
 from bi_kernels.contract import SWEEP, dtype_name
 

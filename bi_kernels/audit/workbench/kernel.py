@@ -263,7 +263,8 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
     step launches. The rows are those of verdicts.json.
     """
     from bi_kernels.audit.problem.candidates import resolve
-    from bi_kernels.audit.problem.registry import OPS, Problem
+    from bi_kernels.audit.problem.problem import Problem
+    from bi_kernels.audit.problem.registry import OPS
     from bi_kernels.audit.problem.subject import Subject
     from bi_kernels.audit.relations import gradient as gradients
     from bi_kernels.audit.relations.forward import judge

@@ -19,7 +19,8 @@ from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bi_kernels
-from bi_kernels.audit.callables.audit import Report, audit
+from bi_kernels.audit.callables.audit import audit
+from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 
 SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
