@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
 
-from bi_kernels import interpreter
+from bi_kernels import interpreter, tensor_core
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
 interpreter.install()
@@ -176,12 +176,13 @@ def test_dot_is_the_tensor_core(key):
         ("LOWEST_E", -134),
         ("LOWEST_E", -300),
         ("_to_fp32_toward_zero", lambda x: x.astype(np.float32)),
+        ("_to_24_bits", lambda x: x),
         ("_canonical", lambda x: x),
         ("_exponents", lambda x, lowest: np.where(x == 0, -10000, np.frexp(x)[1] - 1)),
     ],
 )
 def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
-    monkeypatch.setattr(interpreter, name, value)
+    monkeypatch.setattr(tensor_core, name, value)
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 
@@ -208,7 +209,7 @@ def test_padding_with_zeros_changes_nothing():
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(32, 24, generator=g), torch.randn(24, 32, generator=g)
     a, b, c = a.bfloat16(), b.bfloat16(), torch.randn(32, 32, generator=g)
-    want = interpreter.mma(a.float().numpy(), b.float().numpy(), c.numpy(), -126)
+    want = tensor_core.mma(a.float().numpy(), b.float().numpy(), c.numpy(), -126)
     a, b = torch.nn.functional.pad(a, (0, 8)), torch.nn.functional.pad(b, (0, 0, 0, 8))
     assert_bits(run_dot(a, b, c), want.view(np.int32))
     a[3:], b[:, 5] = 0, -0.0
