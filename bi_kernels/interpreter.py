@@ -109,12 +109,12 @@ def _tensor(self, handle, type):
 
 
 def _block_type(self, element_ty, shape):
-    shape = tuple(getattr(n, "value", n) for n in shape)
+    shape = tuple([n.value if type(n) is tl.constexpr else n for n in shape])
     if not shape:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
     _, self.shape, numel, text = _shape(shape)
-    self.numel, self.name = numel.value, f"<{text}, {element_ty}>"
+    self.numel, self.name = numel.value, f"<{text}, {element_ty.name}>"
 
 
 def _unwrap_if_constexpr(value, nested=tl.core._unwrap_if_constexpr):
@@ -138,40 +138,44 @@ def _int_constant(value: int, dtype: str) -> tl.tensor:
 
 
 class Semantic(TritonSemantic):
-    """Triton's semantic with short ways for what nearly every operation is: equal dtypes, or an integer constant."""
+    """Triton's semantic, with short ways for what nearly every operation is: equal dtypes, or an integer constant."""
 
     LIMITS = {"int32": 2**31, "int64": 2**63}
+    KEPT = {"int32", "int64", "fp32"}  # two of one of these are computed as they are, in `/` and `%` too
 
     def scalar_constant(self, value, dtype):
         if type(value) is int and dtype.name in self.LIMITS:
             return _int_constant(value, dtype.name)
         return super().scalar_constant(value, dtype)
 
-    def binary_op_type_checking_impl(self, lhs, rhs, *how, **more):
-        if (
-            type(rhs) is int
-            and type(lhs) is tl.tensor
-            and -(limit := self.LIMITS.get(lhs.dtype.name, 0)) <= rhs < limit
-        ):
-            rhs = _int_constant(rhs, lhs.dtype.name)
-        elif (
-            type(lhs) is int
-            and type(rhs) is tl.tensor
-            and -(limit := self.LIMITS.get(rhs.dtype.name, 0)) <= lhs < limit
-        ):
-            lhs = _int_constant(lhs, rhs.dtype.name)
-        if (
-            type(lhs) is type(rhs) is tl.tensor
-            and lhs.dtype is rhs.dtype
-            and lhs.dtype.name in ("int32", "int64", "fp32")
-        ):
-            return self.broadcast_impl_value(lhs, rhs)
-        return super().binary_op_type_checking_impl(lhs, rhs, *how, **more)
+    def _constant(self, value, beside):
+        """Returns an integer beside an integer tensor as a tensor of that dtype; anything else as it is."""
+        if type(value) is int and type(beside) is tl.tensor:
+            limit = self.LIMITS.get(beside.dtype.name, 0)
+            return _int_constant(value, beside.dtype.name) if -limit <= value < limit else value
+        return value
+
+    def binary_op_type_checking_impl(self, lhs, rhs, allow_lhs_ptr=False, *how, **more):
+        lhs, rhs = self._constant(lhs, rhs), self._constant(rhs, lhs)
+        if type(lhs) is type(rhs) is tl.tensor:
+            same = lhs.dtype is rhs.dtype and lhs.dtype.name in self.KEPT
+            if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.name in self.LIMITS):
+                return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, allow_lhs_ptr, *how, **more)
 
     def broadcast_impl_value(self, lhs, rhs):
-        if lhs.type is rhs.type or lhs.shape is rhs.shape:
+        if lhs.shape is rhs.shape:
             return lhs, rhs
-        return super().broadcast_impl_value(lhs, rhs)
+        if not rhs.type.is_block():
+            return lhs, self._spread(rhs, lhs.type)
+        return super().broadcast_impl_value(lhs, rhs) if lhs.type.is_block() else (self._spread(lhs, rhs.type), rhs)
+
+    def _spread(self, scalar, block):
+        block = block if block.scalar is scalar.dtype else block.with_element_ty(scalar.dtype)
+        return tl.tensor(self.builder.create_splat(block, scalar.handle), block)
+
+    def cast(self, input, dst_ty, *rounding, **more):
+        return input if input.dtype is dst_ty.scalar else super().cast(input, dst_ty, *rounding, **more)
 
 
 def _get_np_dtype(dtype, find=stock._get_np_dtype, found={}):
@@ -307,6 +311,19 @@ class Builder(InterpreterBuilder):
         if dst == tl.bfloat16:
             return TensorHandle(_to_bf16(src.data, toward_zero=True), dst)
         return _handle(_to_fp16_toward_zero(src.data), dst)
+
+    def get_block_ty(self, dtype, shape, made={}):
+        key = dtype.name, tuple(shape)
+        if key not in made:
+            made[key] = super().get_block_ty(dtype, shape)
+        return made[key]
+
+    def create_splat(self, ret_ty, arg):
+        if arg.data.size != 1:
+            return super().create_splat(ret_ty, arg)
+        data = np.ndarray(tuple(ret_ty.shape), arg.data.dtype, arg.data, strides=(0,) * len(ret_ty.shape))
+        data.flags.writeable = False
+        return TensorHandle(data, arg.dtype.scalar)
 
     def binary_op(self, lhs, rhs, op):
         dtype = lhs.dtype.scalar
