@@ -1,4 +1,4 @@
-"""Makes Triton's CPU interpreter right for bf16 and bit-exact for the tensor core of sm_90.
+"""Makes Triton's CPU interpreter right for bf16 and bit-exact for sm_90; over 300 lines, as all that it mends is here.
 
 - bf16 stays uint16 in memory; every cast, comparison and arithmetic operation on it goes through fp32.
 - `tl.dot` on bf16 and fp16 gives the bits that an H200 gave, through mma.sync and wgmma alike; on fp32 it is the chain
@@ -32,10 +32,11 @@ from bi_kernels.tensor_core import _add_to_odd, _canonical, _to_fp32_toward_zero
 
 CHECKED_TRITON = ("3.7.1",)
 GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's loop over the pointers
+_NP_DTYPES, _SIZES, _BLOCK_TYPES = {}, {}, {}  # by a dtype's name: the NumPy dtype, the bytes, and by a shape the block
 
 
 def interpreting() -> bool:
-    """Whether kernels run in the interpreter: TRITON_INTERPRET=1 before the first `import triton`."""
+    """Tells whether kernels run in the interpreter: TRITON_INTERPRET=1 before the first `import triton`."""
     return triton.knobs.runtime.interpret
 
 
@@ -73,11 +74,12 @@ def _builtin(member):
             return member(*args, **kwargs)  # says that a kernel is needed
         return operation(*args, **kwargs)
 
+    call.__wrapped__ = operation  # which Gluon takes
     return call
 
 
 def _argument(value, convert=stock._implicit_cvt):
-    """A kernel's argument; a Python float is an fp32 value, as on the GPU, where stock keeps the Python number."""
+    """Converts a kernel's argument; a Python float is an fp32 value, as on the GPU: stock keeps the Python number."""
     if type(value) is int and -(2**31) <= value < 2**31:
         return _int_constant(value, "int32")
     if type(value) is float:
@@ -88,12 +90,12 @@ def _argument(value, convert=stock._implicit_cvt):
     return convert(value)
 
 
-# What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the interpreter's time.
+# What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the time.
 
 
 @cache
 def _shape(shape: tuple[int, ...]) -> tuple:
-    """A shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
+    """Returns a shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
     numel = tl.core.validate_block_shape(shape)
     return (
         tl.core.tuple([tl.constexpr(n) for n in shape]),
@@ -138,7 +140,7 @@ def _int_constant(value: int, dtype: str) -> tl.tensor:
 
 
 class Semantic(TritonSemantic):
-    """Triton's semantic, with short ways for what nearly every operation is: equal dtypes, or an integer constant."""
+    """Gives Triton's semantic a short way where the dtypes are equal or an operand is an integer constant."""
 
     LIMITS = {"int32": 2**31, "int64": 2**63}
     KEPT = {"int32", "int64", "fp32"}  # two of one of these are computed as they are, in `/` and `%` too
@@ -178,18 +180,18 @@ class Semantic(TritonSemantic):
         return input if input.dtype is dst_ty.scalar else super().cast(input, dst_ty, *rounding, **more)
 
 
-def _get_np_dtype(dtype, find=stock._get_np_dtype, found={}):
+def _get_np_dtype(dtype, find=stock._get_np_dtype):
     name = dtype.scalar.name
-    if name not in found:
-        found[name] = find(dtype)
-    return found[name]
+    if name not in _NP_DTYPES:
+        _NP_DTYPES[name] = find(dtype)
+    return _NP_DTYPES[name]
 
 
-def _tensor_handle(self, data, dtype, attr=None, sizes={}):
+def _tensor_handle(self, data, dtype, attr=None):
     self.data, self.dtype, self.attr = data, dtype, attr or {}
-    if dtype.name not in sizes:
-        sizes[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
-    if data.itemsize > sizes[dtype.name]:
+    if dtype.name not in _SIZES:
+        _SIZES[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+    if data.itemsize > _SIZES[dtype.name]:
         raise ValueError(f"an array of {data.dtype} does not fit {dtype}")
 
 
@@ -203,7 +205,7 @@ def _refuse_bf16(handle: TensorHandle, what: str):
 
 
 def _values(handle: TensorHandle) -> np.ndarray:
-    """The numbers that a handle holds: bf16 as fp32."""
+    """Returns the numbers that a handle holds: bf16 as fp32."""
     dtype = handle.dtype.scalar
     if dtype.is_fp8():
         _refuse(f"{dtype}")
@@ -213,12 +215,12 @@ def _values(handle: TensorHandle) -> np.ndarray:
 
 
 def _handle(data: np.ndarray, dtype: tl.dtype) -> TensorHandle:
-    """What arithmetic computed, as `dtype`."""
+    """Makes what arithmetic computed a `dtype`."""
     return TensorHandle(_to_bf16(data) if dtype == tl.bfloat16 else _canonical(data), dtype)
 
 
 def _to_bf16(x: np.ndarray, toward_zero: bool = False) -> np.ndarray:
-    """Any number to the bits of a bf16, rounded once (an int64 beyond 2^53 twice), to even unless `toward_zero`."""
+    """Converts any number to the bits of a bf16, rounded once (int64 from 2^53 on twice), to even or `toward_zero`."""
     if x.dtype == np.float32:
         bits = x.view(np.uint32)
     else:
@@ -237,7 +239,7 @@ def _to_fp16_toward_zero(x: np.ndarray) -> np.ndarray:
 
 
 def _maximum(x: np.ndarray, y: np.ndarray, pick=np.fmax) -> np.ndarray:
-    """Like the GPU's, +0 is above -0; np.fmax keeps the number beside a NaN, np.maximum the NaN."""
+    """Puts +0 above -0 like the GPU; np.fmax keeps the number beside a NaN, np.maximum the NaN."""
     return np.where((x == 0) & (y == 0), x + y, pick(x, y))
 
 
@@ -282,7 +284,7 @@ def _window(desc, indices, dtype: np.dtype) -> tuple[np.ndarray | None, tuple[sl
 
 
 class Builder(InterpreterBuilder):
-    """Triton's InterpreterBuilder with the operations replaced that are wrong for bf16 or differ from sm_90's."""
+    """Replaces the operations of Triton's InterpreterBuilder that are wrong for bf16 or differ from sm_90's."""
 
     def get_bf16(self, value):
         return _handle(np.array([value], dtype=np.float64), tl.bfloat16)
@@ -312,11 +314,11 @@ class Builder(InterpreterBuilder):
             return TensorHandle(_to_bf16(src.data, toward_zero=True), dst)
         return _handle(_to_fp16_toward_zero(src.data), dst)
 
-    def get_block_ty(self, dtype, shape, made={}):
+    def get_block_ty(self, dtype, shape):
         key = dtype.name, tuple(shape)
-        if key not in made:
-            made[key] = super().get_block_ty(dtype, shape)
-        return made[key]
+        if key not in _BLOCK_TYPES:
+            _BLOCK_TYPES[key] = super().get_block_ty(dtype, shape)
+        return _BLOCK_TYPES[key]
 
     def create_splat(self, ret_ty, arg):
         if arg.data.size != 1:
@@ -355,6 +357,7 @@ class Builder(InterpreterBuilder):
             memory[index] = data
         else:
             memory[index[masked]] = np.broadcast_to(data, index.shape)[masked]
+        return None
 
     def create_descriptor_load(self, desc, indices, *rest):
         if desc.padding != ir.PADDING_OPTION.PAD_ZERO:
@@ -459,7 +462,7 @@ class Reduce(Checked, stock.ReduceOps):
 
 @cache
 def _patches() -> list[tuple]:
-    """Returns (object, name, value outside, value inside) of what is patched in `triton.language` for a kernel's run."""
+    """Returns (object, name, value outside, value inside) of what differs in `triton.language` while a kernel runs."""
     scope = stock._LangPatchScope()
     stock._patch_lang_tensor(tl.tensor, scope)
     for language in (tl, tl.core):
@@ -486,7 +489,7 @@ def _language():
 
 
 def _shown(t: tl.tensor) -> str:
-    """A tile as a debugger and `print` show it: the numbers of a bf16, which NumPy knows as raw bits only."""
+    """Shows a tile in a debugger and `print`: the numbers of a bf16, which NumPy knows as raw bits only."""
     handle = t.handle
     return f"{_values(handle)} {t.dtype}" if handle.dtype.scalar.is_bf16() else repr(handle.data)
 

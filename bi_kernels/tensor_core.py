@@ -1,4 +1,4 @@
-"""Computes `tl.dot` as sm_90 does, in NumPy: 16-bit operands bit for bit like its tensor core, fp32 as a chain of FMAs."""
+"""Computes `tl.dot` as sm_90 does: 16-bit operands bit for bit like its tensor core, fp32 as a chain of FMAs."""
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def _add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _exponents(x: np.ndarray, lowest: int) -> np.ndarray:
-    """Returns the exponents of fp32 numbers; what is subnormal in the operands' own format keeps that format's lowest."""
+    """Returns fp32 numbers' exponents; what is subnormal in the operands' own format keeps that format's lowest."""
     exponent = ((x.view(np.int32) >> 23) & 0xFF) - 127
     return np.where(x == 0, ZERO, np.maximum(exponent, lowest)).astype(np.int16)
 
@@ -128,7 +128,7 @@ def _mma_slab(a, b, c, exponent_a, exponent_b, finite, scratch):
 
 
 def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Returns a (M, K) b (K, N) + c (M, N) in fp32: one FMA for every k, ascending. Recorded on an H200: no bit differs."""
+    """Returns a (M, K) b (K, N) + c (M, N) in fp32, one FMA for every k, ascending: no bit differs from an H200's."""
     a, b, out = np.asfortranarray(a, np.float64), b.astype(np.float64, order="C"), c.copy(order="C")
     step = min(len(out), max(1, BLOCK // 8 // b.shape[1]))
     # Every sum is a multiple of 2^unit: one that is not zero is no subnormal unless unit is below -126.
@@ -151,6 +151,6 @@ def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _lowest_bit(x: np.ndarray) -> int:
-    """Returns an exponent such that every finite element of x, fp32 numbers in fp64, is a multiple of that power of two."""
+    """Returns the exponent of a power of two that every finite element of x, fp32 numbers in fp64, is a multiple of."""
     exponents = ((x.view(np.int64) >> 52) & 0x7FF) - 1023 - 23
     return int(exponents.min(where=x != 0, initial=128))
