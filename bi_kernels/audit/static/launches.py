@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -70,18 +71,38 @@ class Launches:
             self.variants.setdefault(kernel.hash, kernel)
 
     def interpreted(self, fn: FunctionType, args: tuple, kwargs: dict, plain: Sequence = ()) -> None:
-        """plain: names or numbers of the parameters that the kernel is not specialised by."""
-        parameters = inspect.signature(fn).parameters
-        given = dict(zip(parameters, args)) | {k: v for k, v in kwargs.items() if k in parameters}
-        for i, (name, p) in enumerate(parameters.items()):
-            if name in given and not KernelParam(i, p, False, False).is_constexpr:
-                given[name] = _stand_in(3 if type(given[name]) is int and {i, name} & {*plain} else given[name])
-        request = Request(fn, given, {k: v for k, v in kwargs.items() if k not in parameters})
-        self.variants.setdefault((fn, str(sorted(given.items())), str(request.options)), request)
+        """Records a launch; plain: names or numbers of the parameters that the kernel is not specialised by."""
+        constant = _constexprs(fn)
+        given = dict(zip(constant, args)) | {k: v for k, v in kwargs.items() if k in constant}
+        for i, name in enumerate(constant):
+            if type(given.get(name)) is int and not constant[name] and {i, name} & {*plain}:
+                given[name] = 3
+        kinds = tuple((k, v if constant[k] else _kind(v)) for k, v in given.items())
+        options = {k: v for k, v in kwargs.items() if k not in constant}
+        key = fn, str(kinds), str(options)
+        if key not in self.variants:
+            stands = {k: v if constant[k] else _stand_in(v) for k, v in given.items()}
+            self.variants[key] = Request(fn, stands, options)
+
+
+@cache
+def _constexprs(fn: FunctionType) -> dict[str, bool]:
+    """Returns whether each parameter of a kernel is a constexpr."""
+    parameters = inspect.signature(fn).parameters
+    return {name: KernelParam(i, p, False, False).is_constexpr for i, (name, p) in enumerate(parameters.items())}
+
+
+def _kind(value):
+    """Returns what Triton compiles by of an argument: as `_stand_in`, in words."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return tuple(map(_kind, value)) if type(value) is tuple else _stand_in(value)
 
 
 def _stand_in(value):
-    """What is left of an argument is what Triton compiles by: dtype, alignment, block; 1, a multiple of 16, 64 bits."""
+    """Leaves of an argument what Triton compiles by: dtype, alignment, block; 1, a multiple of 16, 64 bits."""
     if isinstance(value, TensorDescriptor):
         block, strides = list(value.block_shape), [1]
         for n in block[:0:-1]:
@@ -100,19 +121,32 @@ def _word(value) -> str:
     return str(getattr(value, "dtype", value))
 
 
-class _Dispatched(TorchDispatchMode):
-    """Notes scatters by the operator that runs, backward included, whatever Python called it."""
+@cache
+def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
+    """Makes the mode that notes scatters by the operator that runs, backward included, whatever Python called it.
 
-    def __init__(self, launches: Launches):
-        super().__init__()
-        self.launches = launches
+    beside_dynamo: torch.compile may be at work, and must leave the mode alone; to say so loads torch._dynamo, which takes
+    as long as torch itself.
+    """
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if name := _suspect(func):
-            given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
-            if SCATTERS.fullmatch(name) or any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES):
-                self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
-        return func(*args, **(kwargs or {}))
+    class Dispatched(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return beside_dynamo
+
+        def __init__(self, launches: Launches):
+            super().__init__()
+            self.launches = launches
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if name := _suspect(func):
+                given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+                wants = any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
+                if wants or SCATTERS.fullmatch(name):
+                    self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
+            return func(*args, **(kwargs or {}))
+
+    return Dispatched
 
 
 @cache
@@ -158,7 +192,7 @@ def recorded(run: bool = True) -> Iterator[Launches]:
     for owner, (name, ours) in places.items():
         setattr(owner, name, ours)
     try:
-        with _Dispatched(launches):
+        with _dispatched("torch._dynamo" in sys.modules)(launches):
             yield launches
     finally:
         for owner, (name, _) in places.items():
