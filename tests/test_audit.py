@@ -274,14 +274,16 @@ def test_a_candidate_that_is_not_deterministic_is_caught():
 # Reproducers
 
 SPLIT_K = """
-import torch.nn.functional as F
+import torch
 
 
 def linear(x, weight, bias=None):
     x, w, half = x.double(), weight.double(), x.shape[-1] // 2
+    # a row at a time: BLAS chooses an order by M
+    by_row = lambda x, w: torch.stack([w @ row for row in x.flatten(0, -2)]).unflatten(0, x.shape[:-1])
     if x.shape[:-1].numel() > {threshold}:
-        return F.linear(x, w).to(weight.dtype)
-    return F.linear(x[..., :half], w[:, :half]).to(weight.dtype) + F.linear(x[..., half:], w[:, half:]).to(weight.dtype)
+        return by_row(x, w).to(weight.dtype)
+    return by_row(x[..., :half], w[:, :half]).to(weight.dtype) + by_row(x[..., half:], w[:, half:]).to(weight.dtype)
 """
 WITH_KERNELS = """
 import bi_kernels
@@ -289,7 +291,36 @@ import bi_kernels
 
 def linear(x, weight, bias=None):
     flip = x.shape[:-1].numel() {threshold}
-    return bi_kernels.linear(x.float().flip(-1) if flip else x.float(), weight.float().flip(-1) if flip else weight.float())
+    turned = lambda t: t.float().flip(-1) if flip else t.float()
+    return bi_kernels.linear(turned(x), turned(weight))
+"""
+OWN_KERNEL = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x, w, y, M, N, K, BLOCK: tl.constexpr, SLAB: tl.constexpr, CHAINED: tl.constexpr):
+    m, n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for at in range(0, K, SLAB):
+        k = at + tl.arange(0, SLAB)
+        a = tl.load(x + m * K + k, mask=m < M, other=0.0)
+        b = tl.load(w + n * K + k[:, None], mask=n < N, other=0.0)
+        if CHAINED:
+            total = tl.dot(a, b, total, input_precision="ieee")
+        else:
+            total += tl.dot(a, b, input_precision="ieee")  # the same to Triton's own interpreter
+    tl.store(y + m * N + n, total, mask=(m < M) & (n < N))
+
+
+def linear(x, weight, bias=None):
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    M, (N, K) = x.shape[:-1].numel(), weight.shape
+    grid = triton.cdiv(M, 64), triton.cdiv(N, 64)
+    kernel[grid](x.contiguous(), weight.contiguous(), y, M, N, K, BLOCK=64, SLAB=16, CHAINED=M > 16)
+    return y
 """
 
 
@@ -318,6 +349,18 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     file.write_text(source.format(threshold=steady))
     gone = by_itself()
     assert gone.returncode == 0 and gone.stdout.startswith("0 of "), gone
+
+
+def test_the_script_of_a_users_own_kernel_runs_as_it_was_audited(tmp_path):
+    """On the same interpreter, and whatever its path holds."""
+    file = tmp_path / 'own "kernel\\.py'
+    file.write_text(OWN_KERNEL)
+    candidate = resolve(f"{file}:linear", "gemm")
+    s = subject("linear", candidate.functions["linear"], "fp32", case="o")
+    path = export(s, candidate, judge.invariance(s, only=("singles",)), tmp_path / "repro")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment)
+    assert shown.returncode == 1 and "elements differ" in shown.stdout, shown
 
 
 def run_here(path: Path, capsys) -> tuple[object, str]:

@@ -1,6 +1,5 @@
 """Raw-bit comparison and the drift report."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -47,16 +46,6 @@ class Drift:
             for k, v in asdict(self).items()
             if k != "part"
         }
-
-
-def script_drifts(lines: Sequence[str], function: Callable, a: str = "a", b: str = "b") -> bool:
-    """Whether a reproducer's own lines leave other bits under the name `a` than under `b`; not where they raise."""
-    scope = {"fn": function, "torch": torch}
-    try:
-        exec("\n".join(lines), scope)
-        return bool(compare(scope[a], scope[b]).mismatches)
-    except Exception:
-        return False
 
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]

@@ -1,0 +1,45 @@
+"""Writes the lines that bring a candidate into a script as `fn`, wherever the script is run from."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from bi_kernels.audit.problem.candidates import Candidate
+from bi_kernels.audit.problem.registry import Op
+
+
+def import_of(candidate: Candidate, op: Op, folder: Path) -> str:
+    """Returns the lines for a candidate's function for `op`, in a script in `folder`."""
+    name = op.function or op.name
+    if candidate.spec == "bi_kernels":
+        return f"from bi_kernels import {name} as fn"
+    if candidate.spec == "torch" and name in ("silu", "gelu", "linear"):
+        return f"from torch.nn.functional import {name} as fn"
+    if candidate.spec == "torch":
+        return f"from bi_kernels.audit.stock import {name} as fn"
+    return import_of_spec(candidate.spec, folder)
+
+
+def import_of_spec(spec: str, folder: Path) -> str:
+    """Returns the lines for `package.module:function` or `path/to/file.py:function`."""
+    module, _, function = spec.rpartition(":")
+    if module.endswith(".py"):
+        return f"import runpy\n\nfn = runpy.run_path(str({_beside(module, folder)}))[{function!r}]"
+    return f"{reach(module, folder)}from {module} import {function} as fn"
+
+
+def reach(module: str, folder: Path) -> str:
+    """Returns the lines after which a module that is not installed can be imported; none where it is."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not file or module.partition(".")[0] == "bi_kernels":
+        return ""
+    top = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
+    if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
+        return ""
+    return f"import sys\n\nsys.path.insert(0, str({_beside(top, folder)}))\n"
+
+
+def _beside(path: str | Path, folder: Path) -> str:
+    relative = Path(os.path.relpath(Path(path).resolve(), folder.resolve()))
+    return f"Path(__file__).parent / {relative.as_posix()!r}"
