@@ -2,15 +2,13 @@
 
 import importlib
 import importlib.util
-import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import bi_kernels
-from bi_kernels.audit.problem.registry import Op, audited
+from bi_kernels.audit.problem.registry import audited
 
 REGISTERED = ("bi_kernels", "torch")
 
@@ -19,52 +17,6 @@ REGISTERED = ("bi_kernels", "torch")
 class Candidate:
     spec: str
     functions: dict[str, Callable]  # by op name
-
-    def imports(self, op: Op, folder: Path) -> str:
-        """The lines that bring its function for `op` into a script in `folder` as `fn`."""
-        name = op.function or op.name
-        if self.spec == "bi_kernels":
-            return f"from bi_kernels import {name} as fn"
-        if self.spec == "torch" and name in ("silu", "gelu", "linear"):
-            return f"from torch.nn.functional import {name} as fn"
-        if self.spec == "torch":
-            return f"from bi_kernels.audit.stock import {name} as fn"
-        return file_or_module_import(self.spec, folder)
-
-
-def file_or_module_import(spec: str, folder: Path) -> str:
-    """The lines that bring the function of `package.module:function` or `file.py:function` into a script in `folder`
-    as `fn`, wherever the script is run from."""
-    module, _, function = spec.rpartition(":")
-    if module.endswith(".py"):
-        beside = Path(os.path.relpath(module, folder)).as_posix()
-        return "\n".join(
-            [
-                "import runpy",
-                "from pathlib import Path",
-                "",
-                f'fn = runpy.run_path(str(Path(__file__).parent / "{beside}"))["{function}"]',
-            ]
-        )
-    return "\n".join([*reached(module, folder), f"from {module} import {function} as fn"])
-
-
-def reached(module: str, folder: Path) -> list[str]:
-    """The lines after which a script in `folder` can import a module that is not installed; none where it is."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if not file or module.partition(".")[0] == "bi_kernels":
-        return []
-    top = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
-    if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
-        return []
-    beside = Path(os.path.relpath(top, folder.resolve())).as_posix()
-    return [
-        "import sys",
-        "from pathlib import Path",
-        "",
-        f'sys.path.insert(0, str(Path(__file__).parent / "{beside}"))',
-        "",
-    ]
 
 
 def load(spec: str, what: str = "candidate") -> Callable:
