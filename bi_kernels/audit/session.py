@@ -1,71 +1,49 @@
-"""What a notebook imports: `start` checks its parameters, and the session it returns judges, shows and records."""
+"""What a notebook holds: `start` checks its parameters, and the session it returns judges, shows and records."""
 
 import json
 import os
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-PARAMETERS = {"dtype": "all", "candidate": "bi_kernels", "shapes": "tiny", "device": "auto", "seed": 0, "op": ""}
-_NOTEBOOK_NAMES = {"In", "Out"}
+import torch
+
+import bi_kernels
+from bi_kernels.audit.broken import attention as broken_attention
+from bi_kernels.audit.broken import forward as broken_forward
+from bi_kernels.audit.broken import gradient as broken_gradient
+from bi_kernels.audit.evidence import tables
+from bi_kernels.audit.evidence.provenance import device_name, provenance
+from bi_kernels.audit.evidence.verdicts import write_rows
+from bi_kernels.audit.parameters import choose, command, read
+from bi_kernels.audit.problem.candidates import Candidate, resolve
+from bi_kernels.audit.problem.registry import OPS, Problem, problems
+from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, Subject
+from bi_kernels.audit.relations import forward as forward_relations
+from bi_kernels.audit.relations import gradient as gradient_relations
+from bi_kernels.audit.reproduce.forward import export
+from bi_kernels.audit.reproduce.gradient import export_gradient
+from bi_kernels.audit.static import binary as static
+from bi_kernels.contract import DTYPES
 
 
-def start(audit: str, namespace: dict) -> "Session":
-    """Reads the notebook's parameters from its globals and checks their names and values.
+def start(audit: str, given: dict) -> "Session":
+    """Begins an audit of the registry's ops with the parameters given.
 
-    Must come before the kernels are imported: without a CUDA device it turns Triton's interpreter on. Raises ValueError
-    with one sentence naming the parameter, its value and what is allowed.
+    Importing this module imports triton, so `bi_kernels.audit.start` chooses the device before. Raises ValueError: one
+    sentence with the parameter, its value and what is allowed.
     """
-    plain = (str, int, float, bool, list, dict, type(None))
-    given = {
-        k: v
-        for k, v in namespace.items()
-        if isinstance(v, plain) and not k.startswith("_") and k not in _NOTEBOOK_NAMES
-    }
-    unknown = sorted(set(given) - set(PARAMETERS))
-    if unknown:
-        raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(PARAMETERS)}")
-    p = PARAMETERS | given
-
-    device = choose(p["device"])
-    from bi_kernels.audit.problem.candidates import resolve
-    from bi_kernels.contract import DTYPES, SHAPES
-
-    if p["dtype"] not in ("all", *DTYPES):
-        raise ValueError(f"dtype is {p['dtype']!r}, expected all, {', '.join(DTYPES)}")
-    if p["shapes"] not in list(SHAPES):
-        raise ValueError(f"shapes is {p['shapes']!r}, expected one of {', '.join(SHAPES)}")
-    if isinstance(p["seed"], bool) or not isinstance(p["seed"], int) or p["seed"] < 0:
-        raise ValueError(f"seed is {p['seed']!r}, expected an integer of at least 0")
-    if device.type == "cpu" and p["shapes"] != "tiny":
-        raise ValueError(f"shapes is {p['shapes']!r}, which needs a CUDA device; the interpreter runs tiny")
-    return Session(audit, p, device, resolve(p["candidate"], audit, p["op"]))
+    p = read(audit, given)
+    device = choose(p.device)
+    if device.type == "cpu" and p.shapes != "tiny":
+        raise ValueError(f"shapes is {p.shapes!r}, which needs a CUDA device; the interpreter runs tiny")
+    return Session(audit, asdict(p), device, resolve(p.candidate, audit, p.op))
 
 
-def choose(device: str) -> "torch.device":
-    """Checks the parameter; on a CPU turns Triton's interpreter on."""
-    import torch
-
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {device!r}, expected auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but no CUDA device is available; use cpu or auto")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device == "cuda" and interpreted:
-        raise ValueError("device is 'cuda', but TRITON_INTERPRET=1 is set; unset it or use cpu")
-    on_gpu = device != "cpu" and torch.cuda.is_available() and not interpreted
-    if not on_gpu:
-        if "triton" in sys.modules and not interpreted:
-            raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
-        os.environ["TRITON_INTERPRET"] = "1"
-        torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
-    return torch.device("cuda" if on_gpu else "cpu")
-
-
-def up_to_a_drift(rows: Iterable) -> list:
+def up_to_a_drift(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows up to the first that drifts, and draws no more."""
     found = []
     for r in rows:
         found.append(r)
@@ -77,16 +55,16 @@ def up_to_a_drift(rows: Iterable) -> list:
 @dataclass
 class Session:
     audit: str
-    parameters: dict
-    device: "torch.device"
-    candidate: "Candidate"
-    rows: list = field(default_factory=list)
-    subjects: list = field(default_factory=list)
-    variants: list = field(default_factory=list)
+    parameters: dict  # all of them, checked
+    device: torch.device
+    candidate: Candidate
+    rows: list[Row] = field(default_factory=list)
+    subjects: list[Subject] = field(default_factory=list)
+    variants: list[static.Variant] = field(default_factory=list)
 
     @property
     def out(self) -> Path | None:
-        """Where bi-audit collects the evidence; None when the notebook runs by itself."""
+        """Says where bi-audit collects the evidence; None when the notebook runs by itself."""
         return Path(os.environ["BI_AUDIT_OUT"]) if os.environ.get("BI_AUDIT_OUT") else None
 
     @property
@@ -95,162 +73,105 @@ class Session:
 
     @property
     def dtypes(self) -> list[str]:
-        from bi_kernels.contract import DTYPES
-
         return list(DTYPES) if self.parameters["dtype"] == "all" else [self.parameters["dtype"]]
 
     @property
-    def device_label(self) -> str:
-        """The device of a row: a GPU's name, 'interpreter' for kernels on a CPU, 'cpu' for stock operators there."""
-        from bi_kernels.audit.evidence.provenance import device_name
+    def device_name(self) -> str:
+        """Names the GPU, or says 'interpreter'."""
+        return device_name(self.device)
 
-        return "cpu" if not self.on_gpu and self.candidate.spec == "torch" else device_name(self.device)
+    @property
+    def device_label(self) -> str:
+        """Names a row's device: the GPU, 'interpreter' for kernels on a CPU, 'cpu' for stock operators there."""
+        return "cpu" if not self.on_gpu and self.candidate.spec == "torch" else self.device_name
 
     @property
     def command(self) -> str:
-        changed = {k: v for k, v in self.parameters.items() if v != PARAMETERS[k]}
-        flags = [f"--{k} {v}" if k not in ("op",) else f"-p {k} {v}" for k, v in changed.items()]
-        return " ".join(["bi-audit run", self.audit, *flags])
+        return command(self.audit, self.parameters)
 
     def provenance(self):
-        """A table of commit, device, versions and parameters."""
-        from bi_kernels.audit.evidence import tables as show
-        from bi_kernels.audit.evidence.provenance import provenance
-
+        """Returns a table of commit, device, versions and parameters."""
         fields = provenance(self.device, self.parameters) | {"command": f"`{self.command}`"}
         if self.out:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        return show.facts(fields)
+        return tables.facts(fields)
 
-    def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: "Candidate | None" = None) -> list:
-        """The subjects of an audit: the candidate's functions at every case and dtype."""
-        from bi_kernels.audit.problem.registry import problems
-        from bi_kernels.audit.problem.subject import Subject
+    def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: Candidate | None = None) -> list[Subject]:
+        """Returns the subjects of an audit: the candidate's functions at every case and dtype."""
+        chosen, shapes, seed = candidate or self.candidate, self.parameters["shapes"], self.parameters["seed"]
+        every = problems(
+            audit or self.audit, list(dtypes) or self.dtypes, shapes, self.device, seed, tuple(chosen.functions)
+        )
+        return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command) for p in every]
 
-        chosen = candidate or self.candidate
-        return [
-            Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command)
-            for p in problems(
-                audit or self.audit,
-                list(dtypes) or self.dtypes,
-                self.parameters["shapes"],
-                self.device,
-                self.parameters["seed"],
-                tuple(chosen.functions),
-            )
-        ]
+    def problem(self, op: str, case: str, dtype: str) -> Problem:
+        p = self.parameters
+        return Problem(OPS[op], case, DTYPES[dtype], p["shapes"], self.device, p["seed"])
 
     def subject(
-        self, op: str, dtype: str = "bf16", function: "Callable | None" = None, candidate: str = "bi_kernels"
-    ) -> "Subject":
-        """One op at its first case: this package's, or another's function."""
-        import bi_kernels
-        from bi_kernels.audit.problem.registry import OPS, Problem
-        from bi_kernels.audit.problem.subject import Subject
-        from bi_kernels.contract import DTYPES
-
-        case = next(iter(OPS[op].cases(self.parameters["shapes"])))
-        problem = Problem(OPS[op], case, DTYPES[dtype], self.parameters["shapes"], self.device, self.parameters["seed"])
+        self, op: str, dtype: str = "bf16", function: Callable | None = None, candidate: str = "bi_kernels"
+    ) -> Subject:
+        """Returns one op at its first case: this package's, or another's function."""
+        problem = self.problem(op, next(iter(OPS[op].cases(self.parameters["shapes"]))), dtype)
         return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
 
-    def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list:
-        """Every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
+    def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list[Row]:
+        """Judges every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
 
-        backward: gradients too, and the static audit of all that was launched.
+        They are recorded op by op. backward: gradients too, and the static audit of all that was launched.
         """
-        from bi_kernels.audit.problem.subject import UNSUPPORTED
-        from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.relations.forward import coverage, judge
-        from bi_kernels.audit.reproduce.forward import export
-        from bi_kernels.audit.reproduce.gradient import export_gradient
-        from bi_kernels.audit.static import binary as static
-
-        added, launched = [], []
+        before, launched = len(self.rows), []
         for subject in self.make():
             self.subjects.append(subject)
+            rows: list[Row] = []
+            refused = lambda rows=rows: any(r.verdict == UNSUPPORTED for r in rows)
             with static.recorded() if backward else nullcontext() as launches:
-                rows = judge(subject, examples) if forward else []
+                rows += forward_relations.judge(subject, examples) if forward else []
                 subject.forget()
-                if backward and not any(r.verdict == UNSUPPORTED for r in rows):
-                    rows += gradients.judge_gradients(subject)
-            if backward and not any(r.verdict == UNSUPPORTED for r in rows):
-                rows += gradients.judge_gradient_accuracy(subject)
+                if backward and not refused():
+                    rows += gradient_relations.judge_gradients(subject)
+            if backward and not refused():
+                rows += gradient_relations.judge_gradient_accuracy(subject)
                 launched.append((subject, launches))
             if self.out:
                 export(subject, self.candidate, rows, self.out / "repro")
                 export_gradient(subject, self.candidate, rows, self.out / "repro")
             subject.forget()
-            added += rows
+            self.add(rows)
         if backward:
-            static_rows, self.variants = gradients.atomics_free(launched)
-            added += static_rows
-        added += coverage(added, self.subjects) if forward else []
-        added += gradients.gradient_coverage(added, self.subjects) if backward else []
-        self.add(added)
-        return added
+            static_rows, self.variants = gradient_relations.atomics_free(launched)
+            self.add(static_rows)
+        if forward:
+            self.add(forward_relations.coverage(self.rows[before:], self.subjects))
+        if backward:
+            self.add(gradient_relations.gradient_coverage(self.rows[before:], self.subjects))
+        return self.rows[before:]
 
-    def add(self, rows: list) -> None:
+    def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""
         for row in rows:
             row.audit = self.audit
         self.rows += rows
         if self.out:
-            from bi_kernels.audit.evidence.verdicts import write_rows
+            write_rows(self.out / "verdicts.json", [vars(r) for r in self.rows])
 
-            write_rows(self.out / "verdicts.json", [r.json() for r in self.rows])
-
-    def controls(self) -> list:
+    def controls(self) -> list[Row]:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
-        from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
-        from bi_kernels.audit.broken.forward import CONTROLS
-        from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-        from bi_kernels.audit.evidence.provenance import device_name
-        from bi_kernels.audit.problem.registry import OPS, Problem
-        from bi_kernels.audit.problem.subject import NEEDS_FIX, Subject
-        from bi_kernels.audit.relations import forward as j
-        from bi_kernels.audit.relations import gradient as gradients
-        from bi_kernels.audit.static import binary as static
-        from bi_kernels.contract import DTYPES
-
-        rows, seen, every = [], {}, (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
+        every = (*broken_forward.CONTROLS, *broken_gradient.GRADIENT_CONTROLS, *broken_attention.ATTENTION_CONTROLS)
+        rows, static_rows = [], {}
         for control in every:
             if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
                 continue
-            problem = Problem(
-                OPS[control.op],
-                control.case,
-                DTYPES[control.dtype],
-                self.parameters["shapes"],
-                self.device,
-                self.parameters["seed"],
-            )
-            s = Subject(problem, control.function, control.name, device_name(self.device))
+            problem = self.problem(control.op, control.case, control.dtype)
+            s = Subject(problem, control.function, control.name, self.device_name)
             try:
-                if control.relation == "invariance":
-                    found = up_to_a_drift(
-                        chain(
-                            j.by_row_count(s),
-                            j.by_layout(s, only=("singles", "batch", "neighbours", "permuted", "decode")),
-                        )
-                    )
-                elif control.relation == "parity":
-                    found = [r for r in j.parity(s) if r.layout == "decode=packed"]
-                elif control.relation == "determinism":
-                    found = [j.determinism(s)]
-                elif control.relation == gradients.STATIC:
-                    if control.function not in seen:
-                        with static.recorded() as launches:
-                            step = gradients.Step(s, "normal", [5, 17])
-                            step.gradients(step.layouts["packed"])
-                        levels = [c.level for c in every if c.function == control.function]
-                        seen[control.function] = dict(zip(levels, gradients.atomics_free([(s, launches)], levels)[0]))
-                    found = [replace(seen[control.function][control.level], candidate=control.name)]
-                elif control.relation == gradients.INVARIANCE:
-                    found = up_to_a_drift(r for r in gradients.by_split(s) if r.relation == control.relation)
-                elif control.relation == gradients.ACCURACY:
-                    found = gradients.gradient_accuracy(s, "normal") + gradients.gradient_accuracy(s, "wide")
+                if control.relation == gradient_relations.STATIC:
+                    levels = [c.level for c in every if c.function == control.function]
+                    if control.function not in static_rows:
+                        static_rows[control.function] = _static_rows(s, levels)
+                    found = [replace(static_rows[control.function][control.level], candidate=control.name)]
                 else:
-                    found = [j.accuracy(s, "normal"), j.accuracy(s, "wide")]
+                    found = _flagging(control.relation, s)
             except Exception as error:
                 found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
             s.forget()
@@ -259,27 +180,25 @@ class Session:
         return rows
 
     @property
-    def failures(self) -> list:
-        """Rows that need a fix, and controls that were missed."""
-        return [r for r in self.rows if (not r.caught if r.control else r.verdict == "needs-fix")]
+    def failures(self) -> list[Row]:
+        """Lists the rows that need a fix, and the controls that were missed."""
+        return [r for r in self.rows if (not r.caught if r.control else r.verdict == NEEDS_FIX)]
 
     @property
     def passed(self) -> bool:
-        """Something was judged, nothing needs a fix, and there were controls, all caught."""
+        """Tells whether something was judged, nothing needs a fix, and there were controls, all caught."""
         return (
-            any(r.verdict == "pass" for r in self.rows if not r.control)
+            any(r.verdict == PASS for r in self.rows if not r.control)
             and any(r.control for r in self.rows)
             and not self.failures
         )
 
     def verdict(self):
-        """The verdict bundle: a table for people, JSON for programs, the same on every run."""
-        from bi_kernels.audit.evidence import tables as show
-
-        return show.verdict(self)
+        """Returns the verdict bundle: a table for people, JSON for programs, the same on every run."""
+        return tables.verdict(self)
 
     def failure(self) -> str:
-        """One line a failing op, for the notebook's last assert."""
+        """Says in one line a failing op what fails, for the notebook's last assert."""
         seen = {}
         for r in self.failures:
             seen.setdefault((r.candidate if r.control else r.op, r.case, r.dtype, r.relation), []).append(r)
@@ -291,3 +210,27 @@ class Session:
             )
             or "nothing was judged, or no control was run"
         )
+
+
+def _flagging(relation: str, s: Subject) -> list[Row]:
+    """Judges a control by the experiments that must flag it."""
+    if relation == "invariance":
+        few = forward_relations.by_layout(s, only=("singles", "batch", "neighbours", "permuted", "decode"))
+        return up_to_a_drift(chain(forward_relations.by_row_count(s), few))
+    if relation == "parity":
+        return [r for r in forward_relations.parity(s) if r.layout == "decode=packed"]
+    if relation == "determinism":
+        return [forward_relations.determinism(s)]
+    if relation == gradient_relations.INVARIANCE:
+        return up_to_a_drift(r for r in gradient_relations.by_split(s) if r.relation == relation)
+    if relation == gradient_relations.ACCURACY:
+        return [r for kind in ("normal", "wide") for r in gradient_relations.gradient_accuracy(s, kind)]
+    return [forward_relations.accuracy(s, "normal"), forward_relations.accuracy(s, "wide")]
+
+
+def _static_rows(s: Subject, levels: list[str]) -> dict[str, Row]:
+    """Returns {level: the static audit's row} of what one step of a control launches."""
+    with static.recorded() as launches:
+        step = gradient_relations.Step(s, "normal", [5, 17])
+        step.gradients(step.layouts["packed"])
+    return dict(zip(levels, gradient_relations.atomics_free([(s, launches)], levels)[0]))
