@@ -184,7 +184,8 @@ def test_a_session_says_the_command_that_repeats_it(name):
     told = {}
     while words:
         option = words.pop(0)
-        told[words.pop(0) if option == "-p" else option.removeprefix("--")] = words.pop(0)
+        parameter = words.pop(0) if option == "-p" else option.removeprefix("--")
+        told[parameter] = words.pop(0)
     assert told == {k: str(v) for k, v in given.items()}
     assert all(f"--{k}" in {o for p in cli.commands["run"].params for o in p.opts} for k in OPTIONS)
 
