@@ -126,7 +126,7 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
         write_rows(tmp_path / ".gemm.partial" / "verdicts.json", [r.json() for r in rows])
         board.count("gemm")
     assert gemm.fields["word"] == "2 checks, 1 need a fix"
-    assert said.file.getvalue().splitlines() == ["gemm: after 0 s 1 checks, 0 need a fix"], "once"
+    assert said.file.getvalue().splitlines() == ["gemm: 1 checks, 0 need a fix after 0 s"], "once"
     assert board.end("gemm", True) >= 0 and gemm.finished and not dtype.finished
 
 

@@ -204,7 +204,7 @@ def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_pat
     monkeypatch.chdir(tmp_path)
     done = bi_audit("run", "dtype", "--dtype", "fp32", "-p", "op", "scale", "--out", "out")
     assert done.returncode == 0, done
-    assert re.search(r"^dtype: after \d+ s \d+ checks, 0 need a fix$", done.err, re.M), done.err
+    assert re.search(r"^dtype: \d+ checks, 0 need a fix after \d+ s$", done.err, re.M), done.err
     names = {p.name for p in (out / "dtype").iterdir()}
     assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and any(
         n.endswith(".png") for n in names

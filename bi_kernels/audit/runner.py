@@ -149,7 +149,7 @@ class Board:
         rows = read_rows(_partial(self.out / name))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
         if rows and name not in self.counted:
-            self.console.print(f"{name}: after {time.monotonic() - self.since[name]:.0f} s {said}", highlight=False)
+            self.console.print(f"{name}: {said} after {time.monotonic() - self.since[name]:.0f} s", highlight=False)
         if len(rows) > self.counted.get(name, 0):
             self.counted[name] = len(rows)
             self.progress.update(self.tasks[name], word=said)
