@@ -63,11 +63,6 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-@torch.compiler.disable
-def _in_eager(differentiable: Callable, *args) -> torch.Tensor:
-    return differentiable(*args)
-
-
 def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
     """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
     torch.compile as the custom op `opaque`, or, for a gradient, in eager mode between two compiled parts.
@@ -78,7 +73,11 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
-        return _in_eager(differentiable, *args) if trains else opaque(*args)
+        if not trains:
+            return opaque(*args)
+        from bi_kernels.eager import in_eager  # noqa: PLC0415  (torch._dynamo, which is loaded by now)
+
+        return in_eager(differentiable, *args)
     call = differentiable if trains else launch
     if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(tensors[0].device):  # Triton launches on the current device

@@ -13,13 +13,14 @@ from conftest import assert_same_bits
 import bi_kernels
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import attention
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.session import start
 from bi_kernels.ops.attention import attention as attend
 
@@ -84,7 +85,7 @@ def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
     def drifts(**how) -> int:
         s = subject(lambda *x, **told: control.function(*x, **how, **told), control.op, (103, 1, 37))
         found = (
-            judge.row_counts(s)
+            list(judge.by_row_count(s))
             if "multiprocessors" in control.name
             else judge.invariance(s, only=("singles", "decode"))
         )
@@ -111,12 +112,12 @@ def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
             }[control.relation](s)
             assert any(r.mismatches for r in found) == broken and all(r.mismatches is not None for r in found)
         elif control.relation == gradients.INVARIANCE:
-            step = gradients.Step(s, judge.SHARPEST)
+            step = Step(s, judge.SHARPEST)
             one, other = (step.gradients(step.layouts[name]) for name in ("packed", "singles"))
             assert bool(sum(compare(one[k], other[k]).mismatches for k in one)) == broken
         else:
-            step = gradients.Step(s, "normal", [20, 5])
-            own = gradients.Step(subject(), "normal", [20, 5])
+            step = Step(s, "normal", [20, 5])
+            own = Step(subject(), "normal", [20, 5])
             found, expected = (x.gradients(x.layouts["packed"]) for x in (step, own))
             assert all((found[k].float() - expected[k].float()).abs().max() < 0.1 for k in found), (
                 "wrong in its order alone"
@@ -221,9 +222,10 @@ from bi_kernels.ops.attention import hopper_forward as attention_hopper
 from bi_kernels.ops.attention import hopper_backward as attention_hopper_backward
 from bi_kernels.audit.experiments import late_copies as attention_late
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static.launches import recorded
 for width, group, causal, many in {cases}:
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
-    with static.recorded(run=False) as launches:
+    with recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         attention_hopper.prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
         attention_hopper_backward.keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1)

@@ -14,21 +14,22 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit.broken import forward as controls
+from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.digests import golden
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.reproduce.forward import export
 from bi_kernels.audit.reproduce.gradient import Split
 from bi_kernels.audit.runner import audits
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, rows
-from bi_kernels.ops.gemm import tiles
+from bi_kernels.ops.gemm_kernel import tiles
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,7 +95,7 @@ def test_every_control_is_caught():
 
 
 def test_the_same_experiments_pass_the_unbroken_op(monkeypatch):
-    monkeypatch.setattr(controls, "CONTROLS", [replace(c, function=unbroken(c.op)) for c in CONTROLS if not c.gpu])
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=unbroken(c.op)) for c in CONTROLS if not c.gpu])
     session = start("elementwise", {})
     found = session.controls()
     assert found and not [r for r in found if r.caught], report([r for r in found if r.caught])
@@ -106,9 +107,7 @@ def test_a_control_that_raises_is_not_caught(monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(
-        controls, "CONTROLS", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"]
-    )
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=raises) for c in CONTROLS if c.audit == "elementwise"])
     assert not [r for r in start("elementwise", {}).controls() if r.caught]
 
 
@@ -133,7 +132,7 @@ def test_an_op_of_this_package_passes_every_relation():
     found = judge.judge(s, examples=1)
     assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
     assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
-    assert not judge.coverage(found, [s]) and all(r.elements for r in found)
+    assert not judge.missing(found, [s]) and all(r.elements for r in found)
 
 
 REQUIRED = {
@@ -158,19 +157,19 @@ REQUIRED = {
 @pytest.mark.parametrize("what", REQUIRED)
 def test_what_was_not_run_needs_a_fix(what, add_rows):
     s = subject("add")
-    assert not judge.coverage(add_rows, [s])
+    assert not judge.missing(add_rows, [s])
     kept = [r for r in add_rows if not REQUIRED[what](r)]
     assert len(kept) < len(add_rows)
-    missing = judge.coverage(kept, [s])
+    missing = judge.missing(kept, [s])
     assert missing and all(r.verdict == NEEDS_FIX and "not run" in r.detail for r in missing), what
     assert any(REQUIRED[what](r) for r in missing), report(missing)
 
 
 def test_another_dtype_another_op_or_a_control_covers_nothing(add_rows):
     for s in (subject("add", dtype="fp32"), subject("scale")):
-        assert len(judge.coverage(add_rows, [s])) == len(judge.coverage([], [s])) > len(rows(s.largest))
+        assert len(judge.missing(add_rows, [s])) == len(judge.missing([], [s])) > len(rows(s.largest))
     as_controls = [replace(r, control=True) for r in add_rows]
-    assert len(judge.coverage(as_controls, [subject("add")])) == len(judge.coverage([], [subject("add")]))
+    assert len(judge.missing(as_controls, [subject("add")])) == len(judge.missing([], [subject("add")]))
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -262,7 +261,7 @@ def test_unsupported_is_a_clear_refusal_of_an_optional_dtype(dtype, error, verdi
     s = subject("silu", refuses, dtype)
     found = judge.judge(s)
     assert [r.verdict for r in found] == [verdict] and str(error) in found[0].detail, report(found)
-    assert bool(judge.coverage(found, [s])) == (verdict == "needs-fix"), "a refusal stands for all of its checks"
+    assert bool(judge.missing(found, [s])) == (verdict == "needs-fix"), "a refusal stands for all of its checks"
 
 
 def test_a_candidate_that_is_not_deterministic_is_caught():
@@ -301,7 +300,7 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     file.write_text(source.format(threshold=drifting))
     candidate = resolve(f"{file}:linear", "gemm")
     s = subject("linear", candidate.functions["linear"], "fp32", case="o")
-    found = judge.row_counts(s)
+    found = list(judge.by_row_count(s))
     drifts = [r for r in found if r.mismatches]
     assert {r.rows for r in drifts} == {m for m in rows(300) if m <= 16}, report(drifts)
     path = export(s, candidate, found, tmp_path / "repro")
@@ -341,7 +340,7 @@ def run_here(path: Path, capsys) -> tuple[object, str]:
 def test_the_reproducer_of_a_control_is_two_small_calls(function, tmp_path, capsys):
     control = next(c for c in CONTROLS if c.function is function)
     s = subject(control.op, function, control.dtype, control.case)
-    found = judge.row_counts(s) + judge.invariance(s, only=("singles", "batch"))
+    found = list(judge.by_row_count(s)) + judge.invariance(s, only=("singles", "batch"))
     path = export(s, resolve(f"{function.__module__}:{function.__name__}", control.audit, control.op), found, tmp_path)
     status, shown = run_here(path, capsys)
     assert status and "elements differ" in shown and not shown.startswith("0 "), path.read_text()
@@ -367,7 +366,7 @@ def test_every_op_has_a_reproducer(op, tmp_path, capsys):
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=16))
     candidate = resolve(f"{file}:twice", OPS[op].audit, op)
     s = subject(op, candidate.functions[op], case=next(iter(OPS[op].cases("tiny"))))
-    path = export(s, candidate, judge.row_counts(s), tmp_path)
+    path = export(s, candidate, list(judge.by_row_count(s)), tmp_path)
     status, shown = run_here(path, capsys)
     assert status and "elements differ" in shown and not shown.startswith("0 "), path.read_text()
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=-1))

@@ -21,7 +21,7 @@ from bi_kernels.audit import audit
 from bi_kernels.audit.callables import target
 from bi_kernels.audit.callables.audit import SINGLES, plan
 from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.reproduce.callable import Pair
 
 ROWS, WIDTH = 40, 64

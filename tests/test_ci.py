@@ -20,8 +20,7 @@ from bi_kernels.audit import ci
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.digests import file as digests
 from bi_kernels.audit.digests.candidate import compute
-from bi_kernels.audit.evidence.verdicts import write_rows
-from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.runner import stopped
 from bi_kernels.audit.summary import summary
 

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.evidence.verdicts import write_rows
-from bi_kernels.audit.problem.subject import Row
+from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.runner import Board, audits
 
 ROOT = Path(__file__).parents[1]

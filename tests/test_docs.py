@@ -20,7 +20,7 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels.audit import runner
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.problem.subject import NEEDS_FIX
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)

@@ -13,25 +13,23 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit.broken import gradient as gradient_controls
+from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, SHARPEST, UNSUPPORTED, Row, Subject
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.gradient import (
-    ACCURACY,
-    DETERMINISM,
-    INVARIANCE,
-    LAYOUTS,
-    NAN_PADDING,
-    STATIC,
-    token_layout,
-)
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS
+from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import launches
 from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.static.launches import recorded
+from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB
@@ -93,7 +91,7 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
 def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(control, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
     mended = replace(control, function=partial(control.function, defect=False))
-    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", [mended])
+    monkeypatch.setattr(broken, "EVERY", [mended])
     found = start(control.audit, {}).controls()
     assert [(r.candidate, r.verdict, r.caught) for r in found] == [(control.name, PASS, False)], report(found)
 
@@ -121,11 +119,11 @@ def empty(level: str, monkeypatch) -> None:
     if level == "AST":
         monkeypatch.setattr(syntax, "_forbidden", lambda f: ())
     elif level == "torch":
-        monkeypatch.setattr(static, "_Dispatched", lambda launches: nullcontext())
+        monkeypatch.setattr(launches, "_Dispatched", lambda launches: nullcontext())
     else:
         run, also = (
             static.subprocess.run,
-            f"import re; from bi_kernels.audit import static; static.{level} = re.compile('(?!)'); ",
+            f"import re; from bi_kernels.audit.static import binary; binary.{level} = re.compile('(?!)'); ",
         )
         monkeypatch.setattr(
             static.subprocess,
@@ -142,7 +140,7 @@ def empty(level: str, monkeypatch) -> None:
 def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypatch):
     mine = [c for c in GRADIENT_CONTROLS if c.audit == audit and c.relation == STATIC]
     assert level in {c.level for c in mine}
-    monkeypatch.setattr(gradient_controls, "GRADIENT_CONTROLS", mine)
+    monkeypatch.setattr(broken, "EVERY", mine)
     if audit == "vocabulary":  # compiling takes its time, and is not what these levels ask
         monkeypatch.setattr(static, "_elsewhere", lambda messages: ["not compiled"] * len(messages))
     empty(level, monkeypatch)
@@ -165,9 +163,7 @@ def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):
     def raises(*tensors, **more):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(
-        gradient_controls, "GRADIENT_CONTROLS", [replace(c, function=raises) for c in GRADIENT_CONTROLS]
-    )
+    monkeypatch.setattr(broken, "EVERY", [replace(c, function=raises) for c in GRADIENT_CONTROLS])
     for audit in AUDITS:
         assert not [r for r in start(audit, {}).controls() if r.caught]
 
@@ -180,16 +176,16 @@ def norm_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SWEEP, RUNS, 2)
         s = subject("rms_norm")
-        with static.recorded() as launches:
+        with recorded() as launches:
             rows = gradients.judge_gradients(s)
         launches.variants.clear()  # compiling them is not what is asked here
-        return [*rows, *gradients.judge_gradient_accuracy(s), *gradients.atomics_free([(s, launches)])[0]]
+        return [*rows, *gradients.judge_gradient_accuracy(s), *atomics_free([(s, launches)])[0]]
 
 
 def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC}
-    assert not gradients.gradient_coverage(norm_rows, [subject("rms_norm")])
+    assert not gradients.missing(norm_rows, [subject("rms_norm")])
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     assert all(r.elements for r in norm_rows if r.relation != STATIC)
@@ -202,7 +198,7 @@ def required(row: Row) -> tuple:
 def test_what_was_not_run_needs_a_fix(norm_rows):
     s = subject("rms_norm")
     for key in dict.fromkeys(map(required, norm_rows)):
-        missing = gradients.gradient_coverage([r for r in norm_rows if required(r) != key], [s])
+        missing = gradients.missing([r for r in norm_rows if required(r) != key], [s])
         assert [(r.relation, r.layout, r.verdict, r.detail) for r in missing] == [
             (*key[:2], NEEDS_FIX, "required, not run")
         ], f"without {key}: {report(missing)}"
@@ -211,29 +207,29 @@ def test_what_was_not_run_needs_a_fix(norm_rows):
 
 def test_no_row_at_all_can_be_lost(norm_rows):
     for lost in norm_rows:
-        missing = gradients.gradient_coverage([r for r in norm_rows if r is not lost], [subject("rms_norm")])
+        missing = gradients.missing([r for r in norm_rows if r is not lost], [subject("rms_norm")])
         assert len(missing) == 1, report([lost])
 
 
 def test_another_dtype_another_op_or_a_control_covers_nothing(norm_rows):
     for s in (subject("rms_norm", dtype="fp32"), subject("qk_norm")):
-        missing = gradients.gradient_coverage(norm_rows, [s])
-        assert len(missing) == len(gradients.gradient_coverage([], [s])) > 2 * len(LAYOUTS)
+        missing = gradients.missing(norm_rows, [s])
+        assert len(missing) == len(gradients.missing([], [s])) > 2 * len(LAYOUTS)
     as_controls = [replace(r, control=True) for r in norm_rows if r.relation != STATIC]
     s = subject("rms_norm")
-    assert len(gradients.gradient_coverage(as_controls, [s])) == len(gradients.gradient_coverage([], [s]))
+    assert len(gradients.missing(as_controls, [s])) == len(gradients.missing([], [s]))
 
 
 def test_the_static_audit_of_a_control_covers_nothing(norm_rows):
     as_controls = [replace(r, control=True) if r.relation == STATIC else r for r in norm_rows]
-    assert [r.relation for r in gradients.gradient_coverage(as_controls, [subject("rms_norm")])] == [STATIC]
+    assert [r.relation for r in gradients.missing(as_controls, [subject("rms_norm")])] == [STATIC]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
-    missing = gradients.gradient_coverage([], [s])
+    missing = gradients.missing([], [s])
     found = {r.tensor.removesuffix(".grad") for r in missing if r.relation != STATIC}
     assert found == {f"d{k}" for k in floating} != set()
 
@@ -404,7 +400,7 @@ def test_a_clear_refusal_of_an_optional_dtype_is_unsupported(fewer):
 
     s = subject("rms_norm", refuses, "fp16")
     found = gradients.judge_gradients(s)
-    assert {r.verdict for r in found} == {UNSUPPORTED} and not gradients.gradient_coverage(found, [s]), report(found)
+    assert {r.verdict for r in found} == {UNSUPPORTED} and not gradients.missing(found, [s]), report(found)
 
 
 # What the ops are told of a layout

@@ -18,9 +18,8 @@ from papermill.exceptions import PapermillExecutionError
 from bi_kernels.audit import start
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
-from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
+from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, defaults
-from bi_kernels.audit.problem.subject import Row
 from bi_kernels.audit.runner import audits
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]

@@ -16,7 +16,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.contract import DTYPES
-from bi_kernels.ops.gemm import launch, tile_for, tiles
+from bi_kernels.ops.gemm_kernel import launch, tile_for, tiles
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 FINITE_KINDS = ("normal", "wide", "cancelling", "signed_zeros", "subnormal")

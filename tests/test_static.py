@@ -11,14 +11,23 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 import bi_kernels
 from bi_kernels.audit.problem import candidates
 from bi_kernels.audit.static import binary as static
-from bi_kernels.audit.static import source as syntax
-from bi_kernels.ops import gemm
+from bi_kernels.audit.static import function
+from bi_kernels.audit.static.finding import CHOOSERS
+from bi_kernels.audit.static.launches import Variant, recorded
+from bi_kernels.audit.static.source import source
+from bi_kernels.ops import gemm_kernel as gemm
 
-MODULES = [m.name for m in pkgutil.iter_modules(bi_kernels.__path__) if not m.ispkg]
+MODULES = [
+    m.name.removeprefix("bi_kernels.")
+    for m in pkgutil.walk_packages(bi_kernels.__path__, "bi_kernels.")
+    if not m.ispkg and not m.name.startswith("bi_kernels.audit.")
+]
 
 SOURCES = {
     bad.atomic: "atomic", bad.aliased: "atomic", bad.another_module: "atomic", bad.in_a_helper: "atomic",
@@ -44,56 +53,60 @@ SOURCES = {
 
 
 def name_of(subject) -> str:
-    return syntax._unwrap(subject).__name__ if callable(subject) or hasattr(subject, "fn") else str(subject)
+    return function.unwrap(subject).__name__ if callable(subject) or hasattr(subject, "fn") else str(subject)
 
 
 @pytest.mark.parametrize("subject, kind", SOURCES.items(), ids=name_of)
 def test_source(subject, kind):
-    found = static.source(subject)
+    found = source(subject)
     assert {f.kind for f in found} == ({kind} if kind else set()), found
 
 
+# fmt: off
 IN_A_DICT = {
-    "scatters": lambda out, ids, x: out.index_add_(0, ids, x),
-    "nothing": None,
-    "adds": lambda out, x: out + x,
-    "as well": 1,
+    "scatters": lambda out, ids, x:
+        out.index_add_(0, ids, x), "nothing": None,
+    "adds": lambda out, x:
+        out + x, "as well": 1,
 }
+# fmt: on
 
 
 def test_a_lambda_inside_an_expression_is_read():
-    assert [(f.kind, f.code) for f in static.source(IN_A_DICT["scatters"])] == [
+    assert [(f.kind, f.code) for f in source(IN_A_DICT["scatters"])] == [
         ("unordered scatter", 'out.index_add_(0, ids, x), "nothing": None,')
     ]
-    assert not static.source(IN_A_DICT["adds"])
+    assert not source(IN_A_DICT["adds"])
 
 
+# fmt: off
 class Unreadable:
     def scatters(self, out, ids, x):
         """Text that
-        begins at the margin."""
+begins at the margin."""
         return out.index_add_(0, ids, x)
+# fmt: on
 
 
 def test_what_cannot_be_read_is_not_clean():
-    assert [f.kind for f in static.source(Unreadable.scatters)] == ["source not readable"]
+    assert [f.kind for f in source(Unreadable.scatters)] == ["source not readable"]
 
 
 def test_the_size_of_a_parameter_is_no_row_count():
-    assert not static.source(bad.row_sum_by_vocabulary, parameters=("weight",))
-    assert static.source(bad.row_sum_by_rows, parameters=("weight",))
+    assert not source(bad.row_sum_by_vocabulary, parameters=("weight",))
+    assert source(bad.row_sum_by_rows, parameters=("weight",))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_our_sources_pass(name):
     module = importlib.import_module(f"bi_kernels.{name}")
-    assert not static.source(module, parameters=("weight",))
+    assert not source(module, parameters=("weight",))
     if hasattr(module, "triton") and name != "interpreter":
-        assert syntax._reachable((module,))[0], "nothing was read"
+        assert function.reachable((module,))[0], "nothing was read"
 
 
 def test_a_finding_says_where():
-    (atomic,) = static.source(bad.in_a_helper)
+    (atomic,) = source(bad.in_a_helper)
     lines = open(bad.__file__).read().splitlines()
     assert (atomic.function, atomic.level, atomic.code) == ("_finish", "AST", "plus(y, total)")
     assert lines[atomic.line - 1].strip() == atomic.code
@@ -120,14 +133,14 @@ OPCODES = {  # kernel: (in its PTX, in its SASS)
 
 
 @pytest.fixture(scope="module")
-def variants() -> dict[str, list[static.Variant]]:
+def variants() -> dict[str, list[Variant]]:
     """By kernel: the bad ones and ours, as launched for real or without running, compiled in one go."""
 
     @triton.jit
     def not_importable(x, y, BLOCK: tl.constexpr):
         tl.atomic_add(y, tl.sum(tl.load(x + tl.arange(0, BLOCK)), 0))
 
-    with static.recorded(run=False) as launches:
+    with recorded(run=False) as launches:
         for kernel in (*PLAIN, not_importable):
             kernel[(1,)](X, Y, BLOCK=BLOCK)
         bad.descriptor[(1,)](X, Y, BLOCK=64)
@@ -140,7 +153,7 @@ def variants() -> dict[str, list[static.Variant]]:
         for m, tile in ((16, 0), (300, -1)):
             gemm.launch(x[:m], x, None, gemm.tiles(torch.bfloat16)[tile])
     assert len(launches.variants) == len(PLAIN) + 8
-    with static.recorded() as ours:
+    with recorded() as ours:
         x, w = torch.randn(10, 48).bfloat16(), torch.randn(24, 48)
         bi_kernels.linear(x.float(), w, w[:, 0])
         bi_kernels.add(x, x)
@@ -218,8 +231,8 @@ def silu(x):
     return y
 """)
     silu = candidates.load(f"{path}:silu")
-    assert {f.kind for f in static.source(silu)} == {"atomic"}
-    with static.recorded() as launches:
+    assert {f.kind for f in source(silu)} == {"atomic"}
+    with recorded() as launches:
         assert silu(torch.ones(1)) == 1, "it was run, too"
         with pytest.raises(Exception):
             silu.__globals__["wrong"][(1,)](X, Y)
@@ -251,22 +264,22 @@ def silu(x):
     ids=name_of,
 )
 def test_what_torch_dispatches(function, caught):
-    with static.recorded() as launches:
+    with recorded() as launches:
         function(torch.zeros(4), torch.tensor([1, 1, 2, 0]), torch.ones(4))
     assert {(f.kind, f.level) for f in launches.findings} == ({("unordered scatter", "torch")} if caught else set())
 
 
 def test_a_choice_at_run_time_is_seen_when_it_is_made():
-    with static.recorded(run=False) as launches:
+    with recorded(run=False) as launches:
         bad.heuristic[(1,)](X, Y, 100)
     assert [(f.kind, f.function) for f in launches.findings] == [("run-time choice", "heuristic")]
     assert len(launches.variants) == 1
 
 
 def test_everything_is_put_back():
-    places = (static.JITFunction, static.InterpretedFunction, *static.CHOOSERS)
+    places = (JITFunction, InterpretedFunction, *CHOOSERS)
     before = [place.run for place in places]
-    with pytest.raises(KeyError), static.recorded():
+    with pytest.raises(KeyError), recorded():
         assert [place.run for place in places] != before
         raise KeyError
     assert [place.run for place in places] == before
@@ -284,7 +297,7 @@ from bi_kernels.audit.static import binary as static
 driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                   get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 x = torch.zeros(128)
-with static.recorded(run=False) as launches:
+with recorded(run=False) as launches:
     for n in (64, 128, 128):
         bad.in_a_helper[(n, )](x, x, BLOCK=n)
     bad.atomic_in_name_alone[(1, )](x, x, BLOCK=64)

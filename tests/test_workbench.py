@@ -12,8 +12,9 @@ from jupyter_client.manager import start_new_kernel
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.subject import NEEDS_FIX
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.static.verdict import STATIC
 from bi_kernels.audit.workbench import kernel as workbench
 from bi_kernels.contract import SWEEP
 
@@ -202,12 +203,7 @@ def test_an_audit_of_the_cells_op_is_the_audit(op, caught, monkeypatch):
     rows = workbench.audit(op, "rms_norm", dtype="fp32", forward=False)
     flagged = {(r.relation, r.layout, r.tensor) for r in rows if r.verdict == NEEDS_FIX}
     assert ((gradients.INVARIANCE, "micro_batches:ragged", "dweight") in flagged) == caught == bool(flagged), flagged
-    assert {r.relation for r in rows} == {
-        gradients.INVARIANCE,
-        gradients.ACCURACY,
-        gradients.DETERMINISM,
-        gradients.STATIC,
-    }
+    assert {r.relation for r in rows} == {gradients.INVARIANCE, gradients.ACCURACY, gradients.DETERMINISM, STATIC}
     assert all(r.candidate == op.__name__ for r in rows)
 
 

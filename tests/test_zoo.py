@@ -2,7 +2,7 @@
 
 import torch
 
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 

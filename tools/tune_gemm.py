@@ -1,4 +1,4 @@
-"""Finds the rows of `bi_kernels.ops.gemm.TILES`: times candidate tiles against cuBLAS, one table cell after another.
+"""Finds the rows of `bi_kernels.ops.gemm_kernel.TILES`: times candidate tiles against cuBLAS, one table cell after another.
 
     python tools/tune_gemm.py OUT.json [--cells qkv:256,o:128]
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import triton.testing
 
-from bi_kernels.ops.gemm import Tile, launch
+from bi_kernels.ops.gemm_kernel import Tile, launch
 
 SHAPES = {
     "qkv": (6144, 4096),

@@ -6,6 +6,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
+from bi_kernels.audit.evidence.verdicts import needs_fix
+
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 DRIFT = (
     "invariance",
@@ -17,11 +19,6 @@ DRIFT = (
 )  # "": it did not run to its end
 LAYOUTS = 6  # named in one line
 SHOWN = 3  # rows of evidence in one test case
-
-
-def needs_fix(rows: list[dict]) -> list[dict]:
-    """Returns the rows that need a fix, and the controls that were missed."""
-    return [r for r in rows if (not r["caught"] if r["control"] else r["verdict"] == "needs-fix")]
 
 
 def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:

@@ -11,7 +11,7 @@ from rich.console import Console
 from bi_kernels.audit import ci, runner, start, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
-from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
+from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
 from bi_kernels.audit.parameters import accepted, defaults
 from bi_kernels.audit.summary import summary as job_summary
 
@@ -67,7 +67,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
         if summary:
             with summary.open("a", encoding="utf-8") as file:
                 file.write(job_summary(rows, out, summary, names, warnings or [], level))
-    failing = ci.needs_fix([r for r in rows if not r["control"]])
+    failing = needs_fix([r for r in rows if not r["control"]])
     controls = [r for r in rows if r["control"]]
     for line in ci.lines(failing, out):
         click.echo(line)

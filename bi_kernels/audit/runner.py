@@ -17,8 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.ci import needs_fix
-from bi_kernels.audit.evidence.verdicts import read_rows, write_rows
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.worker import Died, Worker
 
 # Those that take longest, which start first where nobody says in which order: two processes end sooner so.
@@ -61,8 +60,6 @@ def longest_first(names: list[str]) -> list[str]:
 
 def stopped(audit: str, why: str, candidate: str = "") -> dict:
     """Returns the row of an audit that did not run to its end; it names neither an op nor a relation."""
-    from bi_kernels.audit.problem.subject import NEEDS_FIX, Row  # noqa: PLC0415 (torch: `bi-audit list` needs none)
-
     return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
 
 

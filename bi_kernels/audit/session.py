@@ -3,29 +3,23 @@
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken import attention as broken_attention
-from bi_kernels.audit.broken import forward as broken_forward
-from bi_kernels.audit.broken import gradient as broken_gradient
+from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.provenance import device_name, provenance
-from bi_kernels.audit.evidence.verdicts import write_rows
+from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix, write_rows
 from bi_kernels.audit.parameters import choose, command, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.registry import OPS, Problem, problems
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, Subject
-from bi_kernels.audit.relations import forward as forward_relations
-from bi_kernels.audit.relations import gradient as gradient_relations
-from bi_kernels.audit.reproduce.forward import export
-from bi_kernels.audit.reproduce.gradient import export_gradient
-from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations.judge import judge
+from bi_kernels.audit.static.launches import Variant
 from bi_kernels.contract import DTYPES
 
 
@@ -42,16 +36,6 @@ def start(audit: str, given: dict) -> "Session":
     return Session(audit, asdict(p), device, resolve(p.candidate, audit, p.op))
 
 
-def up_to_a_drift(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows up to the first that drifts, and draws no more."""
-    found = []
-    for r in rows:
-        found.append(r)
-        if r.mismatches:
-            break
-    return found
-
-
 @dataclass
 class Session:
     audit: str
@@ -59,8 +43,8 @@ class Session:
     device: torch.device
     candidate: Candidate
     rows: list[Row] = field(default_factory=list)
-    subjects: list[Subject] = field(default_factory=list)
-    variants: list[static.Variant] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)  # that were launched
+    pool: Executor | None = None  # of the processes that judge parts of this audit
 
     @property
     def out(self) -> Path | None:
@@ -120,32 +104,7 @@ class Session:
 
         They are recorded op by op. backward: gradients too, and the static audit of all that was launched.
         """
-        before, launched = len(self.rows), []
-        for subject in self.make():
-            self.subjects.append(subject)
-            rows: list[Row] = []
-            refused = lambda rows=rows: any(r.verdict == UNSUPPORTED for r in rows)
-            with static.recorded() if backward else nullcontext() as launches:
-                rows += forward_relations.judge(subject, examples) if forward else []
-                subject.forget()
-                if backward and not refused():
-                    rows += gradient_relations.judge_gradients(subject)
-            if backward and not refused():
-                rows += gradient_relations.judge_gradient_accuracy(subject)
-                launched.append((subject, launches))
-            if self.out:
-                export(subject, self.candidate, rows, self.out / "repro")
-                export_gradient(subject, self.candidate, rows, self.out / "repro")
-            subject.forget()
-            self.add(rows)
-        if backward:
-            static_rows, self.variants = gradient_relations.atomics_free(launched)
-            self.add(static_rows)
-        if forward:
-            self.add(forward_relations.coverage(self.rows[before:], self.subjects))
-        if backward:
-            self.add(gradient_relations.gradient_coverage(self.rows[before:], self.subjects))
-        return self.rows[before:]
+        return judge(self, examples, forward, backward)
 
     def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""
@@ -157,32 +116,12 @@ class Session:
 
     def controls(self) -> list[Row]:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""
-        every = (*broken_forward.CONTROLS, *broken_gradient.GRADIENT_CONTROLS, *broken_attention.ATTENTION_CONTROLS)
-        rows, static_rows = [], {}
-        for control in every:
-            if control.audit != self.audit or control.gpu and not (self.on_gpu and self.parameters["shapes"] != "tiny"):
-                continue
-            problem = self.problem(control.op, control.case, control.dtype)
-            s = Subject(problem, control.function, control.name, self.device_name)
-            try:
-                if control.relation == gradient_relations.STATIC:
-                    levels = [c.level for c in every if c.function == control.function]
-                    if control.function not in static_rows:
-                        static_rows[control.function] = _static_rows(s, levels)
-                    found = [replace(static_rows[control.function][control.level], candidate=control.name)]
-                else:
-                    found = _flagging(control.relation, s)
-            except Exception as error:
-                found = [s.row(control.relation, "", detail=f"{type(error).__name__}: {error}")]
-            s.forget()
-            rows.append(next((r for r in found if r.verdict == NEEDS_FIX), found[0]).as_control())
-        self.add(rows)
-        return rows
+        return judge_controls(self)
 
     @property
     def failures(self) -> list[Row]:
         """Lists the rows that need a fix, and the controls that were missed."""
-        return [r for r in self.rows if (not r.caught if r.control else r.verdict == NEEDS_FIX)]
+        return needs_fix(self.rows)
 
     @property
     def passed(self) -> bool:
@@ -210,27 +149,3 @@ class Session:
             )
             or "nothing was judged, or no control was run"
         )
-
-
-def _flagging(relation: str, s: Subject) -> list[Row]:
-    """Judges a control by the experiments that must flag it."""
-    if relation == "invariance":
-        few = forward_relations.by_layout(s, only=("singles", "batch", "neighbours", "permuted", "decode"))
-        return up_to_a_drift(chain(forward_relations.by_row_count(s), few))
-    if relation == "parity":
-        return [r for r in forward_relations.parity(s) if r.layout == "decode=packed"]
-    if relation == "determinism":
-        return [forward_relations.determinism(s)]
-    if relation == gradient_relations.INVARIANCE:
-        return up_to_a_drift(r for r in gradient_relations.by_split(s) if r.relation == relation)
-    if relation == gradient_relations.ACCURACY:
-        return [r for kind in ("normal", "wide") for r in gradient_relations.gradient_accuracy(s, kind)]
-    return [forward_relations.accuracy(s, "normal"), forward_relations.accuracy(s, "wide")]
-
-
-def _static_rows(s: Subject, levels: list[str]) -> dict[str, Row]:
-    """Returns {level: the static audit's row} of what one step of a control launches."""
-    with static.recorded() as launches:
-        step = gradient_relations.Step(s, "normal", [5, 17])
-        step.gradients(step.layouts["packed"])
-    return dict(zip(levels, gradient_relations.atomics_free([(s, launches)], levels)[0]))

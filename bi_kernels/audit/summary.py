@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.ci import fails, first, grouped, needs_fix, reproducer, size, where
+from bi_kernels.audit.ci import fails, first, grouped, reproducer, size, where
 from bi_kernels.audit.evidence.index import MARK, matrix, table
+from bi_kernels.audit.evidence.verdicts import needs_fix
 
 LISTED = 40  # lines; GitHub cuts a summary off at 1 MiB
 

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number
 from bi_kernels.ops.gemm import product
-from bi_kernels.ops.logprob import BLOCK, Statistics, checked_targets, dlogits
+from bi_kernels.ops.logprob import checked_targets
+from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.tokens import layout_for, main_grad
 
 SCRATCH = 2**28  # logits computed at a time where they are not kept

@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.callables.target import Layout, NoBackward, OutOfTime, Step, Target
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, atomics_free
-from bi_kernels.audit.static import binary as static
-from bi_kernels.audit.static import source as syntax
+from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
+from bi_kernels.audit.static.finding import UNREADABLE
+from bi_kernels.audit.static.launches import recorded
+from bi_kernels.audit.static.source import source
+from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.contract import CONTRACT, SWEEP, dtype_name
 
 SINGLES = 16  # samples that are computed alone, spread over the batch
@@ -392,7 +394,7 @@ def _backward_steps(t: Target, step: Step, whole: dict) -> list[tuple[str, str, 
 
 def _static(t: Target) -> list[Row]:
     """Source, PTX and SASS of what one call, and its backward, launch."""
-    with static.recorded() as launches:
+    with recorded() as launches:
         try:
             t.call(list(range(t.count)))
             Step(t).gradients([list(range(t.count))])
@@ -404,7 +406,7 @@ def _static(t: Target) -> list[Row]:
             if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]:  # something is compiled
                 torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.module).forward if t.module is not None else t.function
-    unread = [f for f in static.source(function) if f.kind == syntax.UNREADABLE]
+    unread = [f for f in source(function) if f.kind == UNREADABLE]
     if unread and not launches.variants and not launches.findings:
         return [t.row("atomics-free", "source, PTX, SASS", verdict=UNSUPPORTED, inputs="", detail=str(unread[0]))]
     return atomics_free([(SimpleNamespace(function=function, row=t.row), launches)])[0]

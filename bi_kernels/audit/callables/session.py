@@ -10,9 +10,9 @@ import torch
 from bi_kernels.audit.callables import audit as callables
 from bi_kernels.audit.callables.target import first_and_batch
 from bi_kernels.audit.evidence.drift import raw
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
-from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo

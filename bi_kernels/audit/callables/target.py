@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.provenance import device_name
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, sentence
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, Row, poisoned_memory, sentence
+from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 

@@ -13,8 +13,8 @@ from bi_kernels.audit.digests.exact_inputs import ExactProblem, ExactStep
 from bi_kernels.audit.digests.file import VERSIONS
 from bi_kernels.audit.evidence.drift import raw
 from bi_kernels.audit.evidence.provenance import architecture, provenance
+from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.parameters import OF_CALLABLES, accepted
-from bi_kernels.audit.problem.subject import sentence
 from bi_kernels.audit.session import start
 from bi_kernels.contract import dtype_name
 

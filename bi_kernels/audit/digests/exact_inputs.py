@@ -10,7 +10,7 @@ import torch
 from bi_kernels.audit.digests.golden import draw_exact
 from bi_kernels.audit.problem.inputs import cancel
 from bi_kernels.audit.problem.registry import Problem
-from bi_kernels.audit.relations.gradient import Step
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import evaluate
 
 BLOCK = 2**20 - 3  # numbers drawn; a larger tensor repeats them, and as they are odd in number its rows differ

@@ -8,7 +8,7 @@ import pandas as pd
 from IPython.display import Markdown
 from matplotlib.colors import LogNorm, Normalize
 
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = (

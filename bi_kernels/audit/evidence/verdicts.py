@@ -1,19 +1,110 @@
-"""The rows of a document on disk, its verdicts.json."""
+"""Verdicts: the rows of an audit, what a row that raised says, the one filter of those that need a fix, and their file."""
 
 import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from bi_kernels.audit.evidence.drift import Drift
+
+PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
+
+
+@dataclass
+class Row:
+    """One verdict with its evidence: a line of verdicts.json."""
+
+    audit: str
+    op: str
+    case: str  # the shape at which an op is audited that has several
+    candidate: str
+    dtype: str
+    device: str  # a GPU's name, "interpreter", or "cpu" for stock operators there
+    relation: str
+    layout: str
+    against: str  # what it is compared with
+    inputs: str  # their family
+    rows: int  # tokens, or samples, of the call
+    verdict: str
+    mismatches: int | None = None  # None where nothing could be compared
+    elements: int | None = None
+    max_abs: float | str | None = None
+    max_rel: float | str | None = None
+    max_ulp: int | str | None = None
+    tensor: str = "out"
+    first_index: list[int] | None = None
+    first_failing_op: str | None = None
+    threshold_share: float | str | None = None  # of the contract's bound
+    detail: str = ""
+    repro: str = ""  # the command that shows it
+    control: bool = False  # of a candidate that is broken on purpose
+    caught: bool | None = None  # of a control
+
+    def json(self) -> dict:
+        """Returns the fields as JSON values."""
+        return asdict(self)
+
+    def as_control(self) -> "Row":
+        """Returns this row as that of a candidate broken on purpose: caught by drifting, not by an error."""
+        return replace(self, control=True, caught=self.verdict == NEEDS_FIX and bool(self.mismatches))
+
+
+class Judged:
+    """A candidate that rows are about: a subclass says by `row` whose they are."""
+
+    def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
+        """Returns a row with the drift as its evidence; without one it needs a fix."""
+        raise NotImplementedError
+
+    def attempt(self, relation: str, layout: str, thunk: Callable[[], Drift | Row | list[Row]], **said) -> list[Row]:
+        """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that says
+        so."""
+        try:
+            found = thunk()
+        except Exception as error:
+            detail = "; ".join(filter(None, (said.get("detail"), sentence(error))))
+            return [self.row(relation, layout, None, **said | {"detail": detail})]
+        if isinstance(found, Drift):
+            return [self.row(relation, layout, found, **said)]
+        return [found] if isinstance(found, Row) else list(found)
+
+
+def sentence(error: BaseException) -> str:
+    """Returns the first line of an error, without object addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+
+
+def needs_fix(rows: Iterable[Row | dict]) -> list:
+    """Returns the rows that need a fix, and the controls that were missed."""
+
+    def wrong(row: Row | dict) -> bool:
+        said = row if isinstance(row, dict) else vars(row)
+        return not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
+
+    return [row for row in rows if wrong(row)]
+
+
+def up_to_a_drift(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows as they come, up to the first whose elements differ."""
+    found = []
+    for row in rows:
+        found.append(row)
+        if row.mismatches:
+            break
+    return found
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Whole or not at all: an interrupted audit keeps what it had."""
+    """Writes rows whole or not at all: an interrupted audit keeps what it had."""
     text = ",\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-    fresh = path.with_name(f".{path.name}")
-    fresh.write_text(f"[\n{text}\n]\n", encoding="utf-8")
-    fresh.replace(path)
+    part = path.with_name(f".{path.name}")
+    part.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    part.replace(path)
 
 
 def read_rows(folder: Path) -> list[dict]:
-    """The verdicts of one document; none if it has none, or if they were cut short."""
+    """Reads the verdicts of one document; none if it has none, or if they were cut short."""
     try:
         return json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,12 +13,14 @@ import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit.broken import attention as attention_controls
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.experiments import late_copies as attention_late
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
-from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject, sentence
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import against_bound, shapes_launched
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 
@@ -229,7 +231,7 @@ def widths(session) -> list[Row]:
         rows.append(
             _row(s, WIDE_LAYOUTS[3], calls, lambda: compare(s.compute(calls), s.layout("packed")), sum(s.lengths))
         )
-        step = gradients.Step(s, SHARPEST, s.lengths)
+        step = Step(s, SHARPEST, s.lengths)
         whole = step.gradients(step.layouts["packed"])
         for name in WIDE_LAYOUTS[4:]:
             found = step.gradients(step.layouts[name])
@@ -265,7 +267,7 @@ def starts(session) -> list[Row]:
     for s in _subjects(session):
         n = FROM[session.on_gpu] + places[-1]
         s.own_lengths, name = (n,), _from(session)
-        step = gradients.Step(s, SHARPEST, (n,))
+        step = Step(s, SHARPEST, (n,))
         q, k, v = step.tokens.values()
 
         def run(start: int) -> tuple[tuple, torch.Tensor | None]:
@@ -355,7 +357,7 @@ def _edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = T
             for (name, dtype), y, e in zip(p.returned.items(), found, exact, strict=True)
         ]
         if backward:
-            step = gradients.Step(s, "normal", (len(given["q"]),))
+            step = Step(s, "normal", (len(given["q"]),))
             step.upstream(found, 1)
             exact = gradient("attention", inputs, constants, step.dy, EDGES)
             for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):

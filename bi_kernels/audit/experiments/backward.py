@@ -8,10 +8,11 @@ import torch.nn.functional as F
 import bi_kernels
 from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.experiments import training
 from bi_kernels.audit.experiments.gemm import times_ms
-from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
-from bi_kernels.audit.relations.gradient import LAYOUTS, Step
+from bi_kernels.audit.relations.gradient import LAYOUTS
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
 from bi_kernels.ops import embedding as embed
 from bi_kernels.ops import norm

@@ -6,8 +6,9 @@ import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
 from bi_kernels.audit.problem.registry import Problem
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, Row, Subject
+from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)

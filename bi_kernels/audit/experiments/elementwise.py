@@ -5,10 +5,11 @@ import torch
 import bi_kernels
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.gemm import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import DTYPES, SHAPES
 
 

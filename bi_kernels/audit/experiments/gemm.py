@@ -13,11 +13,12 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.registry import OPS, Problem
-from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
-from bi_kernels.ops.gemm import FP32_TILE, Tile, launch, tile_for
-from bi_kernels.ops.gemm import tiles as table_tiles
+from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
+from bi_kernels.ops.gemm_kernel import tiles as table_tiles
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
 FLUSH = 2**30  # bytes, a third of a millisecond

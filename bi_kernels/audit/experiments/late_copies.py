@@ -15,9 +15,11 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.call_layouts import pack, spans
-from bi_kernels.audit.problem.subject import SHARPEST, Row, Subject, sentence
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.ops.attention.forward import is_hopper
 
 MODULE, LAYOUT = "bi_kernels.ops.attention.hopper_forward", "late copies"
@@ -53,7 +55,7 @@ def applies(session) -> bool:
 
 def _late(s: Subject) -> list[Row]:
     s = replace(s, own_lengths=LENGTHS, memo={})
-    step, calls = gradients.Step(s, SHARPEST, LENGTHS), [pack(spans(LENGTHS))]
+    step, calls = Step(s, SHARPEST, LENGTHS), [pack(spans(LENGTHS))]
     row = lambda relation, drift, **more: s.row(
         relation, LAYOUT, drift, "prompt copies", SHARPEST, sum(LENGTHS), **more
     )

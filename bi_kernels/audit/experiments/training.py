@@ -14,7 +14,7 @@ from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.call_layouts import Call, layouts
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.relations.gradient import token_layout
+from bi_kernels.audit.relations.step import token_layout
 from bi_kernels.contract import CONTRACT, SHAPES
 from bi_kernels.grads import MainGrads
 

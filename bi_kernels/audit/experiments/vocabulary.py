@@ -4,10 +4,10 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
-from bi_kernels.audit.relations.gradient import Step, token_layout
+from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 

@@ -6,6 +6,7 @@ A layout is a list of calls; a call is an array of logical token numbers, −1 f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -71,8 +72,13 @@ def decode(samples: Sequence[np.ndarray]) -> list[Call]:
 
 
 def layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
-    """Every layout of the contract, by name; a name may carry a variant behind a colon. `packed` is what the others
+    """Returns every layout of the contract, by name; a name may carry a variant behind a colon. `packed` is what the others
     are compared with."""
+    return _layouts(tuple(lengths), seed)
+
+
+@cache
+def _layouts(lengths: tuple[int, ...], seed: int) -> dict[str, list[Call]]:
     s = spans(lengths)
     order = np.random.default_rng(seed).permutation(len(s))
     if (order == np.arange(len(s))).all():

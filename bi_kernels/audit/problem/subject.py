@@ -1,64 +1,26 @@
-"""What is judged, and a row of what is said of it: a candidate's function for one problem, called in any layout."""
+"""A subject: a candidate's function for one problem, called in any layout."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, Tensors
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
 from bi_kernels.audit.problem.registry import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
-PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
 
 
 @dataclass
-class Row:
-    """One verdict with its evidence; the fields of verdicts.json."""
-
-    audit: str
-    op: str
-    case: str
-    candidate: str
-    dtype: str
-    device: str
-    relation: str
-    layout: str
-    against: str
-    inputs: str
-    rows: int
-    verdict: str
-    mismatches: int | None = None
-    elements: int | None = None
-    max_abs: float | str | None = None
-    max_rel: float | str | None = None
-    max_ulp: int | str | None = None
-    tensor: str = "out"
-    first_index: list[int] | None = None
-    first_failing_op: str | None = None
-    threshold_share: float | str | None = None
-    detail: str = ""
-    repro: str = ""
-    control: bool = False
-    caught: bool | None = None
-
-    def json(self) -> dict:
-        return asdict(self)
-
-    def as_control(self) -> "Row":
-        """This row of a candidate that is broken on purpose: caught by drifting, not by an error."""
-        return replace(self, control=True, caught=self.verdict == NEEDS_FIX and bool(self.mismatches))
-
-
-@dataclass
-class Subject:
-    """A candidate's function for one problem."""
+class Subject(Judged):
+    """A candidate's function for one problem, with what was computed of it."""
 
     problem: Problem
     function: Callable
@@ -88,6 +50,7 @@ class Subject:
         verdict: str = "",
         **more,
     ) -> Row:
+        """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no drift."""
         p = self.problem
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         evidence = {} if drift is None else drift.json()
@@ -131,7 +94,7 @@ class Subject:
         cu_seqlens: Sequence[int] | None = None,
         cached: Keys | None = None,
     ) -> Tensors:
-        """What the candidate returns for tokens of the leading shape `lead`, a row a token.
+        """Returns what the candidate makes of tokens of the leading shape `lead`, a row a token.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
@@ -157,7 +120,7 @@ class Subject:
         cu_seqlens: Sequence[int] | None = None,
         cached: Keys | None = None,
     ):
-        """What the candidate itself returns, on tokens of the leading shape `lead`."""
+        """Calls the candidate on tokens of the leading shape `lead`."""
         arguments = dict(self.constants())
         if self.problem.op.cache:
             cached = cached or keys(Call(np.empty(lead), cu_seqlens and tuple(cu_seqlens)), self.lengths)
@@ -170,32 +133,33 @@ class Subject:
         return self.called(*self.problem.arguments(tokens, shared), **arguments)
 
     def called(self, *tensors: torch.Tensor, **told):
-        """What the candidate returns where fresh memory holds ones and zeros by turns."""
+        """Calls the candidate where fresh memory holds ones and zeros by turns."""
         self.calls += 1
         with poisoned_memory(0xFF if self.calls % 2 else 0x00):
             return self.function(*tensors, **told)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
-        """Every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
-        device, lengths = self.problem.device, self.lengths
-        count = sum(lengths)
+        """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
+        device, lengths, nonfinite = self.problem.device, self.lengths, kind == "nonfinite"
         sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-        tokens, shared = self.inputs(kind, count, sample == poisoned_sample)
-        at = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
+        tokens, shared = self.inputs(kind, sum(lengths), sample == poisoned_sample)
+        position = np.concatenate([np.arange(n) for n in lengths])
         result = None
         for call in calls:
-            index = torch.from_numpy(call.index.reshape(-1)).to(device)
-            real = index >= 0
-            rows = index.clamp(min=0)
+            flat = call.index.reshape(-1)
+            place = np.flatnonzero(flat >= 0)  # known on the host, so that no device is waited for
             cached = keys(call, lengths, page) if self.problem.op.cache else None
             gathered = {
-                k: gather(t, cached.index if k in self.problem.op.cache else call.index, kind == "nonfinite")
+                k: gather(t, cached.index if k in self.problem.op.cache else call.index, nonfinite)
                 for k, t in tokens.items()
             }
-            out = self.call(gathered, shared, call.index.shape, at[rows], call.cu_seqlens, cached)
+            at = torch.from_numpy(position[flat.clip(min=0)]).to(device)
+            out = self.call(gathered, shared, call.index.shape, at, call.cu_seqlens, cached)
             if result is None:
-                result = each(lambda y: y.new_zeros(count, *y.shape[1:]), out)
-            each(lambda into, y, rows=rows, real=real: fill(into, rows, real, y), result, out)
+                result = each(lambda y: y.new_zeros(sum(lengths), *y.shape[1:]), out)
+            to, whole = torch.from_numpy(flat[place]).to(device), len(place) == len(flat)
+            taken = None if whole else torch.from_numpy(place).to(device)
+            each(lambda into, y, to=to, taken=taken: fill(into, to, y, taken), result, out)
         return result
 
     def layout(self, name: str, kind: str = SHARPEST) -> Tensors:
@@ -209,12 +173,12 @@ class Subject:
 
 
 def each(function: Callable, *outputs: Tensors):
-    """The function of a tensor, or of each of a tuple of them."""
+    """Applies a function to a tensor, or to each of a tuple of them."""
     return function(*outputs) if isinstance(outputs[0], torch.Tensor) else tuple(map(function, *outputs))
 
 
 def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
-    """Tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside others' NaN."""
+    """Gathers tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside others' NaN."""
     at = torch.from_numpy(index).to(t.device)
     found = t[at.clamp(min=0)]
     if (index < 0).any():
@@ -222,13 +186,14 @@ def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
     return found
 
 
-def fill(result: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, out: torch.Tensor) -> None:
+def fill(result: torch.Tensor, to: torch.Tensor, out: torch.Tensor, taken: torch.Tensor | None) -> None:
+    """Writes rows of `out`, those `taken` or all, to rows of the result."""
     if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
         raise ValueError(
             f"the candidate returned {out.dtype} {tuple(out.shape[1:])} a token after "
             f"{result.dtype} {tuple(result.shape[1:])}"
         )
-    result[rows[real]] = out[real]
+    result[to] = out if taken is None else out[taken]
 
 
 @contextlib.contextmanager
@@ -255,13 +220,8 @@ def poisoned_memory(byte: int) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def sentence(error: Exception) -> str:
-    """The first line of an error, without object addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-
-
 def refusal(subject: Subject, error: Exception) -> str:
-    """The verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError that names
+    """Returns the verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError that names
     the dtype, where the contract does not demand it; else it needs a fix."""
     name = dtype_name(subject.problem.dtype)
     said = re.search(rf"\b({name}|{str(subject.problem.dtype).removeprefix('torch.')})\b", str(error))

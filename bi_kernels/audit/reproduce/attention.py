@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 
 from bi_kernels.audit.evidence.drift import script_drifts
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.subject import Row, Subject
+from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.contract import SWEEP
 
 

@@ -11,8 +11,8 @@ import torch
 from bi_kernels.audit.callables.audit import INVARIANCE, plan
 from bi_kernels.audit.callables.target import Target, gradients_kept
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.problem.candidates import file_or_module_import, reached
-from bi_kernels.audit.problem.subject import NEEDS_FIX, Row
 from bi_kernels.audit.reproduce.forward import PRINTED
 from bi_kernels.contract import rows as row_counts
 

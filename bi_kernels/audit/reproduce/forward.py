@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.evidence.drift import script_drifts
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import Call, layouts
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import Row, Subject
+from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.reproduce import attention as attention_repro
 from bi_kernels.contract import SWEEP, dtype_name, evaluate
 

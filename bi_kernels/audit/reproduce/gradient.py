@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import Row, Subject
-from bi_kernels.audit.relations.gradient import INVARIANCE, gradient_lengths
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations.gradient import INVARIANCE
+from bi_kernels.audit.relations.step import gradient_lengths
 from bi_kernels.audit.reproduce.forward import write
 from bi_kernels.contract import dtype_name
 

@@ -31,7 +31,10 @@ from bi_kernels.audit.problem.registry import OPS, Problem
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import judge
-from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static import binary
+from bi_kernels.audit.static.launches import Launches, Variant, recorded
+from bi_kernels.audit.static.source import source as findings
+from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.contract import DTYPES
 
 KERNELS = (InterpretedFunction, JITFunction)
@@ -43,7 +46,7 @@ PLAIN = (int, float, str, bool, tuple, type(None))
 class Compiled:
     """Holds what the compiler made of a kernel: registers, spills, shared memory, and its assembly."""
 
-    variant: static.Variant
+    variant: Variant
     ptx: str
     sass: str
     source: list[str]  # of the file in which the kernel stands
@@ -108,7 +111,7 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     try:
         return Run(name, tensors, compiling.result())
     except worker.Died as died:
-        return Run(name, tensors, None, static._refusal("\n".join(died.said)))
+        return Run(name, tensors, None, binary._refusal("\n".join(died.said)))
 
 
 def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compiled:
@@ -118,7 +121,7 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
     """
     gpu = torch.cuda.is_available()
     if not gpu:
-        static.without_gpu()
+        binary.without_gpu()
     tensors = {k: v.cuda() for k, v in given.items() if gpu and isinstance(v, torch.Tensor)}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CELL).write_text(text, encoding="utf-8")
@@ -129,7 +132,7 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
         disassemble = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")]
         sass = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
         kept = {k: t.cpu() for k, t in tensors.items()}
-        return Compiled(static._examined(made), made.asm["ptx"], sass, text.splitlines(), kept)
+        return Compiled(binary._examined(made), made.asm["ptx"], sass, text.splitlines(), kept)
 
 
 def lines(run: Run, code: str) -> dict[str, list[str]]:
@@ -258,8 +261,8 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
         command = f"bi-audit run {OPS[op].audit} --candidate {path.name}:{function.__name__} -p op {op}"
         subject = Subject(problem, loaded, function.__name__, "interpreter", command)
         rows = (judge(subject) if forward else []) + gradients.judge_gradients(subject)
-        with static.recorded() as launches:
+        with recorded() as launches:
             rows += gradients.judge_gradient_accuracy(subject)
-        if static.source(loaded):  # what the source shows needs no binary
-            launches = static.Launches()
-        return rows + gradients.atomics_free([(subject, launches)])[0]
+        if findings(loaded):  # what the source shows needs no binary
+            launches = Launches()
+        return rows + atomics_free([(subject, launches)])[0]

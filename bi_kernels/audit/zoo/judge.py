@@ -15,7 +15,7 @@ import torch
 from rich.progress import track
 
 from bi_kernels.audit.callables.audit import Report, audit
-from bi_kernels.audit.problem.subject import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.zoo.animals import zoo
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops

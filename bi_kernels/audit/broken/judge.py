@@ -1,0 +1,75 @@
+"""Judges controls: each by the relation that must flag it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, groupby
+
+from bi_kernels.audit import parallel
+from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
+from bi_kernels.audit.broken.forward import CONTROLS, Control
+from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.evidence.provenance import device_name
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
+from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.static.launches import recorded
+from bi_kernels.audit.static.verdict import STATIC, atomics_free
+from bi_kernels.contract import DTYPES
+
+EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
+TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
+
+
+def judge_controls(session) -> list[Row]:
+    """Judges every control of a session's audit; records and returns their rows."""
+    full = session.on_gpu and session.parameters["shapes"] != "tiny"
+    mine = [i for i, c in enumerate(EVERY) if c.audit == session.audit and (full or not c.gpu)]
+    # what is launched is examined once for all levels
+    groups = [list(g) for _, g in groupby(mine, lambda i: EVERY[i].function if EVERY[i].relation == STATIC else i)]
+    rows = [row for found in parallel.each(session, _judged, groups) for row in found]
+    session.add(rows)
+    return rows
+
+
+def _judged(session, numbers: list[int]) -> list[Row]:
+    """Returns the rows of one control, or of those of the static audit that share a function."""
+    controls = [EVERY[i] for i in numbers]
+    first, p = controls[0], session.parameters
+    problem = Problem(OPS[first.op], first.case, DTYPES[first.dtype], p["shapes"], session.device, p["seed"])
+    s = Subject(problem, first.function, first.name, device_name(session.device))
+    try:
+        rows = _BY_RELATION[first.relation](s, controls)
+    except Exception as error:
+        rows = [s.row(first.relation, "", detail=sentence(error), tensor="out")] * len(controls)
+    return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
+
+
+def _first(found: list[Row]) -> list[Row]:
+    """Returns the row that flags the control, or the first."""
+    return (needs_fix(found) or found)[:1]
+
+
+def _static(s: Subject, controls: list[Control]) -> list[Row]:
+    with recorded() as launches:
+        step = Step(s, "normal", [5, 17])
+        step.gradients(step.layouts["packed"])
+    return atomics_free([(s, launches)], [c.level for c in controls])[0]
+
+
+_BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
+    "invariance": lambda s, _: _first(
+        up_to_a_drift(chain(forward.by_row_count(s), forward.by_layout(s, only=TELLING)))
+    ),
+    "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
+    "determinism": lambda s, _: [forward.determinism(s)],
+    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in ("normal", "wide")]),
+    gradient.INVARIANCE: lambda s, _: _first(
+        up_to_a_drift(r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE)
+    ),
+    gradient.ACCURACY: lambda s, _: _first(
+        [r for kind in ("normal", "wide") for r in gradient.gradient_accuracy(s, kind)]
+    ),
+    STATIC: _static,
+}

@@ -1,0 +1,48 @@
+"""Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core seconds,
+in which the GPU has nothing to do."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from bi_kernels.audit import start
+
+MOST = 6  # processes; each holds a context of the GPU and the tensors of its part
+_own: list = []  # the session of a process that works for another
+
+
+def each(session, function: Callable, items: Iterable, *args) -> Iterator:
+    """Yields function(session, item, *args) for every item, in their order.
+
+    On a GPU they run in processes of their own, whose sessions are made anew from the parameters: `function` stands in a
+    module, items and results can be pickled, and only the caller records rows. On the interpreter, whose cores audits
+    share, one runs after another, here.
+    """
+    items = list(items)
+    if not session.on_gpu or len(items) < 2:
+        yield from (function(session, item, *args) for item in items)
+        return
+    if session.pool is None:
+        count, spawn = min(MOST, max(1, os.cpu_count() // 2)), multiprocessing.get_context("spawn")
+        session.pool = ProcessPoolExecutor(count, spawn, _begin, (session.audit, session.parameters))
+    for done in [session.pool.submit(_one, function, item, args) for item in items]:
+        yield done.result()
+
+
+def _begin(audit: str, parameters: dict) -> None:
+    """Prepares a process, which ends with the one that it works for."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    _own.append(start(audit, **parameters))
+
+
+def _one(function: Callable, item, args: tuple):
+    """Runs one part, and gives back the memory that it took."""
+    try:
+        return function(_own[0], item, *args)
+    finally:
+        torch.cuda.empty_cache()

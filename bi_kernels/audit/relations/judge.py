@@ -1,0 +1,54 @@
+"""Judges a session's subjects by every relation: forward, gradients, and the static audit of all that was launched."""
+
+from contextlib import nullcontext
+
+from bi_kernels.audit import parallel
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
+from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.reproduce.forward import export
+from bi_kernels.audit.reproduce.gradient import export_gradient
+from bi_kernels.audit.static.binary import examined
+from bi_kernels.audit.static.launches import Launches, recorded
+from bi_kernels.audit.static.verdict import atomics_free
+
+
+def judge_subject(
+    session, number: int, examples: int, wants_forward: bool, wants_backward: bool
+) -> tuple[list[Row], Launches | None]:
+    """Judges one of the session's subjects: its rows, and, where gradients were judged, what was launched, of which the
+    static audit is left to who has seen all subjects."""
+    subject = session.make()[number]
+    refused = lambda rows: any(r.verdict == UNSUPPORTED for r in rows)
+    with recorded() if wants_backward else nullcontext() as launches:
+        rows = forward.judge(subject, examples) if wants_forward else []
+        subject.forget()
+        if wants_backward and not refused(rows):
+            rows += gradient.judge_gradients(subject)
+    if not wants_backward or refused(rows):
+        return rows, None
+    rows += gradient.judge_gradient_accuracy(subject)
+    launches.variants = launches.variants | examined(launches, only_compiled=True)
+    return rows, launches
+
+
+def judge(session, examples: int = 5, wants_forward: bool = True, wants_backward: bool = False) -> list[Row]:
+    """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows; the
+    variants that were launched become the session's."""
+    subjects, added, launched = session.make(), [], []
+    judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
+    for subject, (rows, launches) in zip(subjects, judged):
+        if launches is not None:
+            launched.append((subject, launches))
+        if session.out:
+            export(subject, session.candidate, rows, session.out / "repro")
+            export_gradient(subject, session.candidate, rows, session.out / "repro")
+        subject.forget()
+        session.add(rows)
+        added += rows
+    rest: list[Row] = []
+    if wants_backward:
+        rest, session.variants = atomics_free(launched)
+    rest += forward.missing(added, subjects) if wants_forward else []
+    rest += gradient.missing(added + rest, subjects) if wants_backward else []
+    session.add(rest)
+    return added + rest

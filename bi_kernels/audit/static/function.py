@@ -1,0 +1,133 @@
+"""A function's syntax tree with what its names stand for, and the functions that are reached from it."""
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from types import FunctionType, ModuleType
+
+from triton.runtime.autotuner import Autotuner, Heuristics
+
+from bi_kernels.audit.static.finding import CHOOSERS, KERNELS, RUN_TIME, UNREADABLE, Finding
+
+WRAPPED = ("__wrapped__", "__func__", "fget", "func", "_init_fn")  # where decorators keep a function
+
+
+def unwrap(obj):
+    """The plain function behind decorators and descriptors; a class, a module or anything else as it is."""
+    for _ in range(20):
+        if isinstance(obj, (type, ModuleType, str, int, float, type(None))):
+            break
+        names = ("fn",) if isinstance(obj, KERNELS + CHOOSERS) else WRAPPED
+        name = next((n for n in names if inspect.getattr_static(obj, n, None) is not None), None)
+        if name is None:
+            break
+        obj = getattr(obj, name)
+    return obj
+
+
+def package_of(obj) -> str:
+    return (obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None) or "").partition(".")[0]
+
+
+def names_in(node: ast.AST, context: type = ast.Load) -> list[str]:
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+
+
+class Function:
+    """A function's syntax tree, and what the names in it stand for."""
+
+    def __init__(self, fn: FunctionType, kernel: bool):
+        self.fn, self.kernel, self.parameters = fn, kernel, list(inspect.signature(fn).parameters)
+        self.lines, self.first = inspect.getsourcelines(fn)
+        try:
+            tree = ast.parse(textwrap.dedent("".join(self.lines)))
+        except SyntaxError:  # of a lambda inside an expression: the lambdas of its line, as the whole file has them
+            self.lines, self.first = inspect.findsource(fn)[0], 1
+            every = [n for n in ast.walk(ast.parse("".join(self.lines))) if isinstance(n, ast.Lambda)]
+            tree = ast.Tuple([n for n in every if n.lineno == fn.__code__.co_firstlineno], ast.Load())
+            if fn.__name__ != "<lambda>" or not tree.elts:
+                raise
+        self.node = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == fn.__name__), tree)
+        self.outer = dict(fn.__globals__)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                self.outer[name] = cell.cell_contents
+        self.values = {name: [] for name in names_in(self.node, ast.Store)}  # what is assigned to each local name
+        for n in ast.walk(self.node):
+            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+                for target in n.targets if isinstance(n, ast.Assign) else [n.target]:
+                    for name in names_in(target, ast.Store):
+                        self.values[name].append(n.value)
+        self.returns = sum(isinstance(n, ast.Return) for n in ast.walk(self.node))
+        self.found: dict[ast.AST, list] = {}  # by `objects`, which is asked the same again and again
+        self.names: dict[ast.AST, str] = {}  # likewise by `called`
+
+    def objects(self, e: ast.AST | None) -> list:
+        """What an expression made of names and attributes may stand for."""
+        if e not in self.found:
+            self.found[e] = self._objects(e, 8)
+        return self.found[e]
+
+    def _objects(self, e: ast.AST | None, depth: int) -> list:
+        if depth and isinstance(e, ast.IfExp):
+            return self._objects(e.body, depth - 1) + self._objects(e.orelse, depth - 1)
+        if depth and isinstance(e, ast.Attribute):
+            owners = [o for o in self._objects(e.value, depth - 1) if isinstance(o, (ModuleType, type))]
+            with contextlib.suppress(Exception):  # a module may load what it is asked for
+                return [getattr(o, e.attr) for o in owners]
+            return []
+        if not depth or not isinstance(e, ast.Name):
+            return []
+        if e.id in self.values or e.id in self.parameters:
+            return [o for v in self.values.get(e.id, ()) for o in self._objects(v, depth - 1)]
+        return [self.outer[e.id]] if e.id in self.outer else []
+
+    def called(self, e: ast.expr) -> str:
+        """The name under which a callee was defined; of a method of who knows what, the method's."""
+        if e not in self.names:
+            known = self.objects(e)
+            self.names[e] = (
+                getattr(unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
+            )
+        return self.names[e]
+
+    def finding(self, kind: str, node: ast.AST) -> Finding:
+        code = self.lines[node.lineno - 1].strip()
+        return Finding(kind, self.fn.__qualname__, self.first + node.lineno - 1, code, "AST")
+
+
+def run_time(chooser: Autotuner | Heuristics, level: str) -> Finding:
+    fn = unwrap(chooser)
+    return Finding(RUN_TIME, fn.__qualname__, fn.__code__.co_firstlineno, type(chooser).__name__, level)
+
+
+def reachable(subjects: tuple) -> tuple[list[Function], list[Finding]]:
+    packages = {package_of(unwrap(s)) for s in subjects} - {"torch", "triton"}
+    found, findings, queue = {}, [], list(subjects)
+    while queue:
+        obj = queue.pop()
+        inner = unwrap(obj)
+        if isinstance(obj, CHOOSERS):
+            findings.append(run_time(obj, "AST"))
+        if isinstance(inner, (ModuleType, type)):
+            if inner not in found and (inner in subjects or isinstance(inner, type) and package_of(inner) in packages):
+                found[inner] = None
+                home = inner.__name__ if isinstance(inner, ModuleType) else inner.__module__
+                queue += [v for v in vars(inner).values() if getattr(unwrap(v), "__module__", None) == home]
+            continue
+        kernel = isinstance(obj, KERNELS + CHOOSERS)
+        if (
+            isinstance(inner, FunctionType)
+            and inner not in found
+            and package_of(inner) != "triton"
+            and (kernel or obj in subjects or package_of(inner) in packages)
+        ):
+            found[inner] = None
+            try:
+                f = found[inner] = Function(inner, kernel)
+                queue += [o for n in ast.walk(f.node) for o in f.objects(n) if not isinstance(o, ModuleType)]
+            except (OSError, SyntaxError):
+                if not (inner.__name__.startswith("__") and inner.__code__.co_filename == "<string>"):  # a dataclass's
+                    findings.append(Finding(UNREADABLE, inner.__qualname__, 0, "", "AST"))
+    return [f for f in found.values() if f], findings

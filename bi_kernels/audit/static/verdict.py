@@ -1,0 +1,44 @@
+"""The verdict of the static audit: what source, PTX and SASS show of all that a subject's judging launched."""
+
+from collections.abc import Sequence
+from itertools import product
+
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
+from bi_kernels.audit.static.binary import distinct, examined
+from bi_kernels.audit.static.launches import Launches, Variant
+from bi_kernels.audit.static.source import source
+
+STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
+
+
+def atomics_free(
+    judged: Sequence[tuple[Judged, Launches]], levels: Sequence[str] = ("",)
+) -> tuple[list[Row], list[Variant]]:
+    """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants, each of
+    them once. levels: a row for each instead, of what is found at that level alone."""
+    every = Launches()
+    for _, launches in judged:
+        every.variants.update(launches.variants)
+    found = examined(every)
+    sources = {s.function: source(s.function) for s, _ in judged}
+    rows = []
+    for (subject, launches), level in product(judged, levels):
+        variants = [found[key] for key in launches.variants]
+        of_variants = (f for v in variants for f in v.findings)
+        findings = list(dict.fromkeys([*sources[subject.function], *launches.findings, *of_variants]))
+        findings = [f for f in findings if level in ("", f.level)]
+        compiled = sum(v.level != "AST only" for v in variants)
+        if findings:
+            detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
+        elif variants:
+            kernels = ", ".join(dict.fromkeys(v.kernel for v in variants))
+            detail = f"{compiled} of {len(variants)} variants compiled, of {kernels}"
+            verdict = PASS if compiled == len(variants) else NEEDS_FIX
+        else:
+            detail, verdict = "launches no Triton kernel: its binary is not seen", UNSUPPORTED
+        drift = Drift(len(findings), len(variants))
+        row = subject.row(STATIC, LEVELS, drift, verdict=verdict, inputs="", detail=detail)
+        row.max_abs = row.max_rel = row.max_ulp = None
+        rows.append(row)
+    return rows, distinct(found.values())

@@ -1,0 +1,254 @@
+"""The kernel of a GEMM, its launch, and the tiles that a launch may have.
+
+The sum over K is a left fold over slabs of 16 in ascending order, in one accumulator that starts at +0: no split-K,
+no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend on the tile, the grid, the number of
+warps or the operand that sits on the tensor core's M side, so `TILES` picks them by M for speed alone.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+
+
+class Tile(NamedTuple):
+    """One launch configuration; every field is free, none changes a bit."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    extra_n: int = 0  # a second accumulator of n/2 columns: widths 96 and 192 fill 132 SMs where 128 and 256 do not
+    swap: bool = False  # the weight on the tensor core's M side
+    group: int = 8  # row tiles that share one column of W before the next column
+    persistent: int = 0  # programs that stay on a multiprocessor; 0: one program a tile
+    halves: bool = False  # store the tile in two halves: less shared memory, one more stage
+
+
+FP32_TILE = Tile(64, 64, 32, 4, 3)
+
+# Found by tools/tune_gemm.py on an H200. (M at most, ((N at most, tile), ...)): a narrow product needs small tiles to
+# reach every multiprocessor, a wide one large tiles to stay off the L2 cache.
+ANY = 2**63
+# fmt: off
+TILES = (
+    (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)), )),
+    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4)))),
+    (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
+           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)), (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
+    (256, ((4096, Tile(128, 64, 64, 4, 8)), (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
+           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)))),
+    (512, ((4096, Tile(128, 128, 64, 8, 5, persistent=1)), (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
+           (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)))),
+    (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
+            (8192, Tile(128, 128, 64, 4, 4, persistent=1)), (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
+    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)), )),
+)
+# fmt: on
+
+
+@triton.jit
+def _load_tile(start, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr):
+    """An fp32 tile of a row-major (M, N) matrix, PART_N columns at a time: each passes through shared memory."""
+    if BLOCK_N > PART_N:
+        left = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
+        right = _load_tile(start, m, n + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, PART_N)
+        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, BLOCK_N)
+    rows, cols = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return tl.load(start + at, mask=(rows < M)[:, None] & (cols < N)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(y, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr):
+    if BLOCK_N > PART_N:
+        left, right = tile.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        _store_tile(y, left, m, n, BLOCK_M, BLOCK_N // 2, PART_N)
+        _store_tile(y, right, m, n + BLOCK_N // 2, BLOCK_M, BLOCK_N // 2, PART_N)
+    else:
+        y.store([m, n], tile.to(y.dtype))
+
+
+@triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
+def _gemm_kernel(
+    x,
+    w,
+    w_extra,
+    y,
+    bias,
+    start,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    X_T: tl.constexpr,
+    W_T: tl.constexpr,
+    SWAP: tl.constexpr,
+    PART_N: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
+    TILE_N: tl.constexpr = BLOCK_N + EXTRA_N
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        width = GROUP_M * tiles_n
+        first_m = tile // width * GROUP_M
+        rows = tl.minimum(tiles_m - first_m, GROUP_M)
+        m = (first_m + tile % width % rows) * BLOCK_M
+        n = tile % width // rows * TILE_N
+        if CONTINUES:  # the fold goes on from what an earlier call left
+            acc = _load_tile(start, m, n, M, N, BLOCK_M, BLOCK_N, PART_N)
+            if SWAP:
+                acc = acc.T
+        elif SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if EXTRA_N > 0:
+            if CONTINUES:
+                acc_extra = _load_tile(start, m, n + BLOCK_N, M, N, BLOCK_M, EXTRA_N, PART_N)
+            else:
+                acc_extra = tl.zeros((BLOCK_M, EXTRA_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if X_T:
+                x_tile = x.load([k, m]).T
+            else:
+                x_tile = x.load([m, k])
+            if W_T:
+                w_tile = w.load([k, n])
+            else:
+                w_tile = w.load([n, k]).T
+            if SWAP:
+                acc = tl.dot(w_tile.T, x_tile.T, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+            if EXTRA_N > 0:
+                if W_T:
+                    e_tile = w_extra.load([k, n + BLOCK_N])
+                else:
+                    e_tile = w_extra.load([n + BLOCK_N, k]).T
+                acc_extra = tl.dot(x_tile, e_tile, acc_extra, input_precision="ieee")
+        if SWAP:
+            acc = acc.T
+        acc += 0.0  # fp32 products may underflow to -0, which a slab more of zeros, or a cut of the fold, turns into +0
+        if EXTRA_N > 0:
+            acc_extra += 0.0
+        if HAS_BIAS:
+            cols = n + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        _store_tile(y, acc, m, n, BLOCK_M, BLOCK_N, PART_N)
+        if EXTRA_N > 0:
+            if HAS_BIAS:
+                extra_cols = n + BLOCK_N + tl.arange(0, EXTRA_N)
+                acc_extra += tl.load(bias + extra_cols, mask=extra_cols < N, other=0.0).to(tl.float32)[None, :]
+            _store_tile(y, acc_extra, m, n + BLOCK_N, BLOCK_M, EXTRA_N, PART_N)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
+    """A descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
+    if transposed:
+        t, rows, cols = t.t(), cols, rows
+    return TensorDescriptor(t, t.shape, t.stride(), [rows, cols])
+
+
+def _tma_ready(t: torch.Tensor) -> torch.Tensor:
+    """`t` itself, or a copy, such that one stride is 1, the other a multiple of 16 bytes, the base 16-byte aligned."""
+    unit = 16 // t.element_size()
+    (rows, cols), (slow, fast) = t.shape, t.stride()
+    if t.data_ptr() % 16 == 0 and (
+        fast == 1 and slow % unit == 0 and slow >= cols or slow == 1 and fast % unit == 0 and fast >= rows
+    ):
+        return t
+    return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
+
+
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out_dtype: torch.dtype | None = None,
+    start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
+    out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
+    (M, K), N = x.shape, w.shape[0]
+    out_dtype = out_dtype or x.dtype
+    unit = 16 // out_dtype.itemsize
+    ready = N % unit == 0 if out is None else out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0
+    if out is not None and ready:
+        y = out
+    else:
+        y = x.new_empty((M, N) if ready else (M, _ceil(N, unit) * unit), dtype=out_dtype)
+    x, w = _tma_ready(x), _tma_ready(w)
+    x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
+    part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
+    if start is not None:
+        part_n = min(part_n, 4096 // tile.m)
+    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
+    persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
+    if persistent:
+        grid = min(grid, tile.persistent * _multiprocessors(x.device))
+    _gemm_kernel[(grid,)](
+        _descriptor(x, tile.m, tile.k, x_t),
+        _descriptor(w, tile.n, tile.k, w_t),
+        _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
+        _descriptor(y, tile.m, part_n),
+        None if bias is None else bias.contiguous(),
+        start,
+        M,
+        N,
+        K,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        EXTRA_N=tile.extra_n,
+        BLOCK_K=tile.k,
+        GROUP_M=tile.group,
+        X_T=x_t,
+        W_T=w_t,
+        SWAP=tile.swap,
+        PART_N=part_n,
+        FLATTEN=persistent > 0,
+        HAS_BIAS=bias is not None,
+        CONTINUES=start is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if out is not None:
+        return out if ready else out.copy_(y[:, :N])
+    return y if ready else y[:, :N].contiguous()
+
+
+def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
+    """The table's tile for a product of this size."""
+    if dtype == torch.float32:
+        return FP32_TILE
+    row = next(row for rows, row in TILES if rows >= M)
+    return next(tile for columns, tile in row if columns >= N)
+
+
+def tiles(dtype: torch.dtype) -> list[Tile]:
+    """Every tile that the table holds for a dtype."""
+    return [FP32_TILE] if dtype == torch.float32 else list(dict.fromkeys(tile for _, row in TILES for _, tile in row))
