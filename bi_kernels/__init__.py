@@ -6,41 +6,34 @@ kernels run on a CPU, on Triton's interpreter as `bi_kernels.interpreter` mends 
 
 import importlib
 
-_OPS = {
-    "silu": "ops.elementwise",
-    "gelu": "ops.elementwise",
-    "swiglu": "ops.elementwise",
-    "add": "ops.elementwise",
-    "scale": "ops.elementwise",
-    "bias_add": "ops.elementwise",
-    "mask_fill": "ops.elementwise",
-    "cast": "ops.elementwise",
-    "rope": "ops.rope",
-    "rope_table": "ops.rope",
-    "RopeTable": "ops.rope",
-    "packed_positions": "ops.rope",
-    "linear": "ops.gemm",
-    "matmul": "ops.gemm",
-    "rms_norm": "ops.norm",
-    "qk_norm": "ops.norm",
-    "add_rms_norm": "ops.norm",
-    "embedding": "ops.embedding",
-    "lm_head_logprob": "ops.lm_head",
-    "token_logprob": "ops.logprob",
-    "log_softmax": "ops.logprob",
-    "attention": "ops.attention.attention",
-    "TokenLayout": "tokens",
-    "MainGrads": "grads",
+_HOLDS = {
+    "ops.elementwise": ("silu", "gelu", "swiglu", "add", "scale", "bias_add", "mask_fill", "cast"),
+    "ops.rope": ("rope", "rope_table", "RopeTable", "packed_positions"),
+    "ops.gemm": ("linear", "matmul"),
+    "ops.norm": ("rms_norm", "qk_norm", "add_rms_norm"),
+    "ops.embedding": ("embedding",),
+    "ops.lm_head": ("lm_head_logprob",),
+    "ops.logprob": ("token_logprob", "log_softmax"),
+    "ops.attention.attention": ("attention",),
+    "tokens": ("TokenLayout",),
+    "grads": ("MainGrads",),
 }
-__all__ = list(_OPS)
+_MODULE = {name: module for module, names in _HOLDS.items() for name in names}
+__all__ = list(_MODULE)
 
 
 def __getattr__(name: str):
-    if name not in _OPS:
-        raise AttributeError(f"module 'bi_kernels' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"bi_kernels.{_OPS[name]}"), name)
+    """Loads an op; one that is not listed has a file of its own name in ops/."""
+    module = f"{__name__}.{_MODULE.get(name, f'ops.{name}')}"
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if getattr(error, "name", "") not in (module, name):
+            raise  # what the op itself could not import
+        raise AttributeError(f"module 'bi_kernels' has no attribute {name!r}") from None
+    globals()[name] = found
     return found
 
 
 def __dir__():
-    return sorted([*globals(), *_OPS])
+    return sorted([*globals(), *_MODULE])

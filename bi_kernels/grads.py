@@ -8,9 +8,9 @@ import torch
 class MainGrads:
     """Attaches a zeroed fp32 `main_grad` to every parameter; the backward of this package's ops accumulates into it.
 
-    tied: parameters used both as an embedding and as an LM head. They get a second buffer, `embedding_main_grad`, so that
-    neither fold is cut by the other; `join` adds the two once, at the end of the step. What another op leaves in a
-    parameter's `.grad`, as of a view of it, joins as well; `collect` after each micro-batch adds that up in fp32.
+    tied: parameters used both as an embedding and as an LM head. They get a second buffer, `embedding_main_grad`, so
+    that neither fold is cut by the other; `join` adds the two once, at the end of the step. What another op leaves in
+    a parameter's `.grad`, as of a view of it, joins as well; `collect` after each micro-batch adds that up in fp32.
 
         grads = MainGrads(model.parameters(), tied=[model.lm_head.weight])
         optimizer = torch.optim.AdamW(grads.masters)
@@ -38,8 +38,8 @@ class MainGrads:
 
     @torch.no_grad()
     def join(self) -> None:
-        """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of what
-        still stands in `.grad`."""
+        """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of
+        what still stands in `.grad`."""
         for p in self.tied:
             p.main_grad.add_(p.embedding_main_grad)
             p.embedding_main_grad.zero_()

@@ -1,4 +1,4 @@
-"""Makes Triton's CPU interpreter right for bf16 and bit-exact for the tensor core of sm_90.
+"""Makes Triton's CPU interpreter right for bf16 and bit-exact for sm_90; over 300 lines, as all that it mends is here.
 
 - bf16 stays uint16 in memory; every cast, comparison and arithmetic operation on it goes through fp32.
 - `tl.dot` on bf16 and fp16 gives the bits that an H200 gave, through mma.sync and wgmma alike; on fp32 it is the chain
@@ -10,31 +10,33 @@
   tl.dot(a, b, acc), so write the latter; a NaN that it clamps between a constant and its negative may become either.
 """
 
+import ctypes
 import inspect
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
-from types import SimpleNamespace
+from functools import cache, lru_cache, partial, wraps
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
+from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.jit import _normalize_ty, mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bi_kernels.tensor_core import _add_to_odd, _canonical, _to_fp32_toward_zero, fma_dot, mma
 
 CHECKED_TRITON = ("3.7.1",)
-FP32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
-FP16_NAN = np.uint16(0x7FFF).view(np.float16)
-SLAB = 16
-FRACTION = 25
-LOWEST_E = -133  # found by recording: with -132, -134 or no limit, a few sums below 2^-149 come out wrong
-ZERO = -10000  # exponent of a zero: it never wins a maximum, and two of them still fit an int16
-BLOCK = 2**16  # products formed at a time, so that they stay in the L2 cache
+GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's loop over the pointers
+_NP_DTYPES, _SIZES, _BLOCK_TYPES = {}, {}, {}  # by a dtype's name: the NumPy dtype, the bytes, and by a shape the block
 
 
 def interpreting() -> bool:
-    """Whether kernels run in the interpreter: TRITON_INTERPRET=1 before the first `import triton`."""
+    """Tells whether kernels run in the interpreter: TRITON_INTERPRET=1 before the first `import triton`."""
     return triton.knobs.runtime.interpret
 
 
@@ -47,31 +49,53 @@ def install() -> None:
             f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
             f"but this is Triton {triton.__version__}"
         )
-    stock.interpreter_builder.__class__ = Builder
+    stock.interpreter_builder.__class__, stock.interpreter_semantic.__class__ = Builder, Semantic
     # as compiled kernels have it; the check of every integer addition costs a quarter of the time
     stock.interpreter_builder.options = replace(stock.interpreter_builder.options, sanitize_overflow=False)
     stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch
     stock._patch_lang = lambda fn: stock._LangPatchScope()
-    stock._patch_builtin = _patch_builtin
-    stock._implicit_cvt = _argument
-    stock._get_np_dtype, TritonSemantic.broadcast_impl_value = _get_np_dtype, _with_broadcast
+    stock._implicit_cvt, stock._get_np_dtype, TensorHandle.__init__ = _argument, _get_np_dtype, _tensor_handle
     tl.tensor.__init__, tl.block_type.__init__ = _tensor, _block_type
     tl.core._unwrap_if_constexpr, tl.dtype.__eq__ = _unwrap_if_constexpr, _same_dtype
+    for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        for name, member in inspect.getmembers(owner, tl.core.is_builtin):
+            setattr(owner, name, _builtin(member))
+
+
+def _builtin(member):
+    """Returns an operation that, in an interpreted kernel, is given the interpreter's semantic by itself."""
+    operation = getattr(member, "__wrapped__", member)
+
+    @wraps(member)
+    def call(*args, **kwargs):
+        if Launch.semantic is not None:
+            kwargs["_semantic"] = Launch.semantic
+        elif kwargs.get("_semantic") is None:
+            return member(*args, **kwargs)  # says that a kernel is needed
+        return operation(*args, **kwargs)
+
+    call.__wrapped__ = operation  # which Gluon takes
+    return call
 
 
 def _argument(value, convert=stock._implicit_cvt):
-    """A kernel's argument; a Python float is an fp32 value, as on the GPU, where stock keeps the Python number."""
+    """Converts a kernel's argument; a Python float is an fp32 value, as on the GPU: stock keeps the Python number."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return _int_constant(value, "int32")
     if type(value) is float:
         return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+    if isinstance(value, torch.Tensor):
+        pointer = _pointer(value.dtype)
+        return tl.tensor(TensorHandle(np.array([value.data_ptr()], dtype=np.uint64), pointer), pointer)
     return convert(value)
 
 
-# What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the interpreter's time.
+# What follows, down to the dtypes, is Triton's own, made once instead of for every operation: half of the time.
 
 
 @cache
 def _shape(shape: tuple[int, ...]) -> tuple:
-    """A shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
+    """Returns a shape as a tensor has it, as a block's type has it, its number of elements, and its text."""
     numel = tl.core.validate_block_shape(shape)
     return (
         tl.core.tuple([tl.constexpr(n) for n in shape]),
@@ -87,12 +111,12 @@ def _tensor(self, handle, type):
 
 
 def _block_type(self, element_ty, shape):
-    shape = tuple(getattr(n, "value", n) for n in shape)
+    shape = tuple([n.value if type(n) is tl.constexpr else n for n in shape])
     if not shape:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
     _, self.shape, numel, text = _shape(shape)
-    self.numel, self.name = numel.value, f"<{text}, {element_ty}>"
+    self.numel, self.name = numel.value, f"<{text}, {element_ty.name}>"
 
 
 def _unwrap_if_constexpr(value, nested=tl.core._unwrap_if_constexpr):
@@ -105,17 +129,70 @@ def _same_dtype(self, other, equal=tl.dtype.__eq__):
     return self is other or equal(self, other)
 
 
-def _with_broadcast(self, lhs, rhs, broadcast=TritonSemantic.broadcast_impl_value):
-    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
-        return lhs, rhs
-    return broadcast(self, lhs, rhs)
+@cache
+def _pointer(dtype: torch.dtype) -> tl.pointer_type:
+    return tl.str_to_ty(mangle_type(torch.empty(0, dtype=dtype)), None)
 
 
-def _get_np_dtype(dtype, find=stock._get_np_dtype, found={}):
+@lru_cache(4096)
+def _int_constant(value: int, dtype: str) -> tl.tensor:
+    return tl.tensor(TensorHandle(np.array([value], dtype=dtype), getattr(tl, dtype)), getattr(tl, dtype))
+
+
+class Semantic(TritonSemantic):
+    """Gives Triton's semantic a short way where the dtypes are equal or an operand is an integer constant."""
+
+    LIMITS = {"int32": 2**31, "int64": 2**63}
+    KEPT = {"int32", "int64", "fp32"}  # two of one of these are computed as they are, in `/` and `%` too
+
+    def scalar_constant(self, value, dtype):
+        if type(value) is int and dtype.name in self.LIMITS:
+            return _int_constant(value, dtype.name)
+        return super().scalar_constant(value, dtype)
+
+    def _constant(self, value, beside):
+        """Returns an integer beside an integer tensor as a tensor of that dtype; anything else as it is."""
+        if type(value) is int and type(beside) is tl.tensor:
+            limit = self.LIMITS.get(beside.dtype.name, 0)
+            return _int_constant(value, beside.dtype.name) if -limit <= value < limit else value
+        return value
+
+    def binary_op_type_checking_impl(self, lhs, rhs, allow_lhs_ptr=False, *how, **more):
+        lhs, rhs = self._constant(lhs, rhs), self._constant(rhs, lhs)
+        if type(lhs) is type(rhs) is tl.tensor:
+            same = lhs.dtype is rhs.dtype and lhs.dtype.name in self.KEPT
+            if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.name in self.LIMITS):
+                return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, allow_lhs_ptr, *how, **more)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not rhs.type.is_block():
+            return lhs, self._spread(rhs, lhs.type)
+        return super().broadcast_impl_value(lhs, rhs) if lhs.type.is_block() else (self._spread(lhs, rhs.type), rhs)
+
+    def _spread(self, scalar, block):
+        block = block if block.scalar is scalar.dtype else block.with_element_ty(scalar.dtype)
+        return tl.tensor(self.builder.create_splat(block, scalar.handle), block)
+
+    def cast(self, input, dst_ty, *rounding, **more):
+        return input if input.dtype is dst_ty.scalar else super().cast(input, dst_ty, *rounding, **more)
+
+
+def _get_np_dtype(dtype, find=stock._get_np_dtype):
     name = dtype.scalar.name
-    if name not in found:
-        found[name] = find(dtype)
-    return found[name]
+    if name not in _NP_DTYPES:
+        _NP_DTYPES[name] = find(dtype)
+    return _NP_DTYPES[name]
+
+
+def _tensor_handle(self, data, dtype, attr=None):
+    self.data, self.dtype, self.attr = data, dtype, attr or {}
+    if dtype.name not in _SIZES:
+        _SIZES[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+    if data.itemsize > _SIZES[dtype.name]:
+        raise ValueError(f"an array of {data.dtype} does not fit {dtype}")
 
 
 def _refuse(what: str):
@@ -128,7 +205,7 @@ def _refuse_bf16(handle: TensorHandle, what: str):
 
 
 def _values(handle: TensorHandle) -> np.ndarray:
-    """The numbers that a handle holds: bf16 as fp32."""
+    """Returns the numbers that a handle holds: bf16 as fp32."""
     dtype = handle.dtype.scalar
     if dtype.is_fp8():
         _refuse(f"{dtype}")
@@ -138,26 +215,12 @@ def _values(handle: TensorHandle) -> np.ndarray:
 
 
 def _handle(data: np.ndarray, dtype: tl.dtype) -> TensorHandle:
-    """What arithmetic computed, as `dtype`."""
+    """Makes what arithmetic computed a `dtype`."""
     return TensorHandle(_to_bf16(data) if dtype == tl.bfloat16 else _canonical(data), dtype)
 
 
-def _canonical(x: np.ndarray) -> np.ndarray:
-    nan = np.isnan(x) if x.dtype in (np.float32, np.float16) else np.False_
-    return np.where(nan, FP32_NAN if x.dtype == np.float32 else FP16_NAN, x) if nan.any() else x
-
-
-def _to_fp32_toward_zero(x: np.ndarray) -> np.ndarray:
-    """fp64 to fp32 toward zero, gradual underflow kept; only from 2^128 on does it overflow, to Inf."""
-    x = (x.view(np.int64) & ~0x1FFFFFFF).view(np.float64)
-    tiny = np.abs(x) < 2.0**-126
-    if tiny.any():
-        x = np.where(tiny, np.trunc(x * 2.0**149) * 2.0**-149, x)
-    return x.astype(np.float32)
-
-
 def _to_bf16(x: np.ndarray, toward_zero: bool = False) -> np.ndarray:
-    """Any number to the bits of a bf16, rounded once (an int64 beyond 2^53 twice), to even unless `toward_zero`."""
+    """Converts any number to the bits of a bf16, rounded once (int64 from 2^53 on twice), to even or `toward_zero`."""
     if x.dtype == np.float32:
         bits = x.view(np.uint32)
     else:
@@ -175,18 +238,8 @@ def _to_fp16_toward_zero(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float16(0)), nearest)
 
 
-def _add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y in fp64, rounded to odd: rounding that once more, to half the bits, is as good as rounding once."""
-    total = x + y
-    from_y = total - x
-    error = (x - (total - from_y)) + (y - from_y)
-    bits = total.view(np.int64)
-    inexact_even = (np.abs(error) > 0) & ((bits & 1) == 0)
-    return (bits + inexact_even * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64)
-
-
 def _maximum(x: np.ndarray, y: np.ndarray, pick=np.fmax) -> np.ndarray:
-    """Like the GPU's, +0 is above -0; np.fmax keeps the number beside a NaN, np.maximum the NaN."""
+    """Puts +0 above -0 like the GPU; np.fmax keeps the number beside a NaN, np.maximum the NaN."""
     return np.where((x == 0) & (y == 0), x + y, pick(x, y))
 
 
@@ -194,85 +247,44 @@ def _minimum(x: np.ndarray, y: np.ndarray, pick=np.fmax) -> np.ndarray:
     return -_maximum(-x, -y, pick)
 
 
-def _exponents(x: np.ndarray, lowest: int) -> np.ndarray:
-    """Exponents of fp32 numbers; what is subnormal in the operands' own format keeps that format's lowest."""
-    exponent = ((x.view(np.int32) >> 23) & 0xFF) - 127
-    return np.where(x == 0, ZERO, np.maximum(exponent, lowest)).astype(np.int16)
+def _at(address: int, size: int) -> ctypes.Array:
+    """Returns `size` bytes of this process's memory."""
+    return (ctypes.c_char * size).from_address(address)
 
 
-def _power_of_two(exponent: np.ndarray) -> np.ndarray:
-    return ((exponent + 1023) << 52).view(np.float64)
+def _gathered(pointers: np.ndarray, mask: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns memory and the indices of `pointers` in it (0 where masked), or None: no element, or not all aligned."""
+    if mask.all():
+        first, last = int(pointers.min()), int(pointers.max())
+    elif mask.any():
+        pointers = np.where(mask, pointers, first := pointers[mask].min())
+        first, last = int(pointers.min()), int(pointers.max())
+    else:
+        return None
+    offsets = (pointers - np.uint64(first)).view(np.int64)
+    if (offsets & (dtype.itemsize - 1)).any():
+        return None
+    return np.frombuffer(_at(first, last - first + dtype.itemsize), dtype), offsets >> (dtype.itemsize.bit_length() - 1)
 
 
-def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
-    """a (M, K) b (K, N) + c (M, N), all fp32 arrays, as sm_90's tensor core does it for 16-bit operands.
-
-    `lowest` is the smallest normal exponent of the operands' format. For every slab of 16 k, in ascending order:
-    e = the largest of -133, exponent(c) and exponent(a) + exponent(b) of the nonzero products; every product and c are
-    truncated toward zero to a multiple of 2^(e - 25), added exactly, and converted to fp32 toward zero, a zero to +0.
-    No element that an H200 gave differs: tools/record_golden.py has the inputs, from normal to nonfinite.
-    """
-    pad = ((0, -a.shape[1] % SLAB), (0, 0))
-    a_t, b_k = np.ascontiguousarray(np.pad(a.T, pad)), np.ascontiguousarray(np.pad(b, pad))
-    exponent_a, exponent_b = _exponents(a_t, lowest), _exponents(b_k, lowest)
-    finite = max(exponent_a.max(), exponent_b.max()) < 128
-    nonzero_a, nonzero_b = exponent_a > ZERO, exponent_b > ZERO
-    out = np.add(c, np.float32(0), order="C")
-    if finite:
-        # A row of a or a column of b that is all zeros leaves c as it is: padding costs nothing.
-        rows, cols = nonzero_a.any(axis=0), nonzero_b.any(axis=0)
-        if not (rows.any() and cols.any()):
-            return _canonical(out)
-        if not (rows.all() and cols.all()):
-            out[np.ix_(rows, cols)] = mma(a[rows], b[:, cols], c[np.ix_(rows, cols)], lowest)
-            return _canonical(out)
-    # Where no product can leave fp32's range, fp32 holds it exactly and is a third faster than fp64.
-    low = exponent_a.min(where=nonzero_a, initial=128) + exponent_b.min(where=nonzero_b, initial=128)
-    exact = np.float32 if finite and low >= -100 and exponent_a.max() + exponent_b.max() <= 120 else np.float64
-    a_t, b_k = a_t.astype(exact), b_k.astype(exact)
-    step = max(1, BLOCK // (SLAB * b.shape[1]))
-    for row in range(0, len(out), step):
-        rows = slice(row, row + step)
-        for k in range(0, len(b_k), SLAB):
-            ks = slice(k, k + SLAB)
-            out[rows] = _mma_slab(a_t[ks, rows], b_k[ks], out[rows], exponent_a[ks, rows], exponent_b[ks], finite)
-    return _canonical(out + np.float32(0))
-
-
-def _mma_slab(a, b, c, exponent_a, exponent_b, finite):
-    """One step of `mma`; a (16, M) and b (16, N) in a type in which their products are exact."""
-    e = np.maximum((exponent_a[:, :, None] + exponent_b[:, None, :]).max(axis=0), _exponents(c, -126))
-    e = np.maximum(e, LOWEST_E).astype(np.int64)
-    scale = _power_of_two(FRACTION - e)
-    products = np.einsum("km,kn->kmn", a, b)
-    ieee = None if finite else products.sum(axis=0) + c
-    # Only beside products that are all zero is the scale out of fp32's range: any number will do there.
-    products *= np.minimum(scale, 2.0**125).astype(np.float32) if products.dtype == np.float32 else scale
-    # 16 products below 4 in units of 2^-25 stay below 2^31; the conversion to an integer is the truncation.
-    total = products.astype(np.int32).sum(axis=0, dtype=np.int32) + np.trunc(c * scale)
-    out = _to_fp32_toward_zero(total * _power_of_two(e - FRACTION))
-    return out if finite else np.where(np.isfinite(ieee), out, ieee).astype(np.float32)
-
-
-def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a (M, K) b (K, N) + c (M, N) in fp32: one FMA for every k, ascending. Recorded on an H200: no bit differs."""
-    a, b, out = a.astype(np.float64), b.astype(np.float64, order="C"), c.copy(order="C")
-    step = max(1, BLOCK // 8 // b.shape[1])
-    for row in range(0, len(out), step):
-        rows = slice(row, row + step)
-        for k in range(len(b)):
-            product, acc = a[rows, k, None] * b[k], out[rows].astype(np.float64)
-            total = product + acc
-            tie = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-            tiny = (np.abs(total) < 2.0**-126) & (total != 0)
-            if (tie | tiny).any():  # elsewhere rounding to fp64 and then to fp32 is rounding once
-                total = _add_to_odd(product, acc)
-            out[rows] = total
-    return _canonical(out)
+def _window(desc, indices, dtype: np.dtype) -> tuple[np.ndarray | None, tuple[slice, ...]]:
+    """Returns the part of a descriptor's block that is within the tensor, as memory, and where in the block it is."""
+    offsets, strides = [int(i.data.item()) for i in indices], [int(s.data.item()) for s in desc.strides]
+    assert offsets[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
+    first = [max(0, -at) for at in offsets]
+    last = [min(n, int(size.data.item()) - at) for n, size, at in zip(desc.block_shape, desc.shape, offsets)]
+    sizes = [end - start for start, end in zip(first, last)]
+    inside = tuple(map(slice, first, last))
+    if min(sizes) <= 0:
+        return None, inside
+    steps = [dtype.itemsize * stride for stride in strides]
+    start = int(desc.base.data.item()) + sum((at + skip) * step for at, skip, step in zip(offsets, first, steps))
+    span = sum((size - 1) * step for size, step in zip(sizes, steps)) + dtype.itemsize
+    return np.ndarray(sizes, dtype, _at(start, span), strides=steps), inside
 
 
 class Builder(InterpreterBuilder):
-    """Triton's InterpreterBuilder with the operations replaced that are wrong for bf16 or differ from sm_90's."""
+    """Replaces the operations of Triton's InterpreterBuilder that are wrong for bf16 or differ from sm_90's."""
 
     def get_bf16(self, value):
         return _handle(np.array([value], dtype=np.float64), tl.bfloat16)
@@ -302,12 +314,65 @@ class Builder(InterpreterBuilder):
             return TensorHandle(_to_bf16(src.data, toward_zero=True), dst)
         return _handle(_to_fp16_toward_zero(src.data), dst)
 
+    def get_block_ty(self, dtype, shape):
+        key = dtype.name, tuple(shape)
+        if key not in _BLOCK_TYPES:
+            _BLOCK_TYPES[key] = super().get_block_ty(dtype, shape)
+        return _BLOCK_TYPES[key]
+
+    def create_splat(self, ret_ty, arg):
+        if arg.data.size != 1:
+            return super().create_splat(ret_ty, arg)
+        data = np.ndarray(tuple(ret_ty.shape), arg.data.dtype, arg.data, strides=(0,) * len(ret_ty.shape))
+        data.flags.writeable = False
+        return TensorHandle(data, arg.dtype.scalar)
+
     def binary_op(self, lhs, rhs, op):
         dtype = lhs.dtype.scalar
         if not dtype.is_floating():
             return super().binary_op(lhs, rhs, op)
         out = op(_values(lhs), _values(rhs))
         return TensorHandle(out, tl.int1) if out.dtype == bool else _handle(out, dtype)
+
+    def create_masked_load(self, ptrs, mask, other, *rest):
+        pointers, masked = ptrs.data, mask.data
+        dtype = ptrs.get_element_ty()
+        element = stock._get_np_dtype(dtype)
+        found = _gathered(pointers, masked, element) if pointers.size >= GATHER else None
+        if found is None:
+            return super().create_masked_load(ptrs, mask, other, *rest)
+        memory, index = found
+        data = memory.take(index)
+        if not masked.all():
+            data = np.where(masked, data, np.zeros((), element) if other is None else other.data)
+        return TensorHandle(data, dtype)
+
+    def create_masked_store(self, ptrs, value, mask, *rest):
+        pointers, masked, data = ptrs.data, mask.data, value.data
+        found = _gathered(pointers, masked, data.dtype) if pointers.size >= GATHER else None
+        if found is None:
+            return super().create_masked_store(ptrs, value, mask, *rest)
+        memory, index = found
+        if masked.all():
+            memory[index] = data
+        else:
+            memory[index[masked]] = np.broadcast_to(data, index.shape)[masked]
+        return None
+
+    def create_descriptor_load(self, desc, indices, *rest):
+        if desc.padding != ir.PADDING_OPTION.PAD_ZERO:
+            return super().create_descriptor_load(desc, indices, *rest)
+        dtype = desc.base.get_element_ty()
+        tile = np.zeros(desc.block_shape, stock._get_np_dtype(dtype))
+        memory, inside = _window(desc, indices, tile.dtype)
+        if memory is not None:
+            tile[inside] = memory
+        return TensorHandle(tile, dtype)
+
+    def create_descriptor_store(self, desc, value, indices):
+        memory, inside = _window(desc, indices, value.data.dtype)
+        if memory is not None:
+            memory[...] = value.data[inside]
 
     create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, _maximum)
     create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, _minimum)
@@ -395,44 +460,89 @@ class Reduce(Checked, stock.ReduceOps):
         return out
 
 
-_patch_language = partial(stock._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-
-
 @cache
 def _patches() -> list[tuple]:
-    """(object, name, value) of all that is patched in `triton.language` while a kernel runs."""
-    scope = _patch_language()
-    found = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in scope._changes]
+    """Returns (object, name, value outside, value inside) of what differs in `triton.language` while a kernel runs."""
+    scope = stock._LangPatchScope()
+    stock._patch_lang_tensor(tl.tensor, scope)
+    for language in (tl, tl.core):
+        stock._patch_lang_core(language, scope)
+    inside = {(owner, name): inspect.getattr_static(owner, name) for owner, name, _ in scope._changes}
     scope.restore()
-    return found + [(tl.tensor, "__repr__", _shown), (tl.tensor, "__str__", _shown)]
+    inside |= {(tl.tensor, "__repr__"): _shown, (tl.tensor, "__str__"): _shown}
+    return [(owner, name, vars(owner).get(name, stock._MISSING), value) for (owner, name), value in inside.items()]
+
+
+@contextmanager
+def _language():
+    """Makes `triton.language` the interpreter's."""
+    for owner, name, _, value in _patches():
+        setattr(owner, name, value)
+    Launch.semantic = stock.interpreter_semantic
+    try:
+        with np.errstate(all="ignore"):  # infinities and NaN are results like any other
+            yield
+    finally:
+        Launch.semantic = None
+        for owner, name, value, _ in _patches():
+            delattr(owner, name) if value is stock._MISSING else setattr(owner, name, value)
 
 
 def _shown(t: tl.tensor) -> str:
-    """A tile as a debugger and `print` show it: the numbers of a bf16, which NumPy knows as raw bits only."""
+    """Shows a tile in a debugger and `print`: the numbers of a bf16, which NumPy knows as raw bits only."""
     handle = t.handle
     return f"{_values(handle)} {t.dtype}" if handle.dtype.scalar.is_bf16() else repr(handle.data)
 
 
+@cache
+def _signature(fn) -> tuple[inspect.Signature, frozenset[str]]:
+    """Returns a kernel's signature and which of its parameters are constexpr."""
+    signature = inspect.signature(fn)
+    constexprs = [n for n, p in signature.parameters.items() if _normalize_ty(p.annotation) == "constexpr"]
+    return signature, frozenset(constexprs)
+
+
+def _on_cpu(value) -> bool:
+    if isinstance(value, TensorDescriptor):
+        value = value.base
+    return value.device.type == "cpu" if isinstance(value, torch.Tensor) else not hasattr(value, "data_ptr")
+
+
 class Launch(stock.GridExecutor):
-    """Patches `triton.language` once a launch, with what it makes once; stock Triton makes and patches it again at every
-    call from one jit function to another."""
+    """Launches a kernel like stock, whose patches, copies and inspections are made once or, on the CPU, never."""
+
+    semantic = None  # the interpreter's, while a kernel runs
+
+    def __init__(self, fn, arg_names, grid, pre_run_hooks=()):
+        self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
+        self.signature, self.constexprs = _signature(fn)
+
+    def _init_args_hst(self, args, kwargs):
+        in_place = not any(isinstance(value, tuple) or not _on_cpu(value) for value in (*args, *kwargs.values()))
+        return (args, kwargs) if in_place else super()._init_args_hst(args, kwargs)
+
+    def _restore_args_dev(self, args, host_args, kwargs, host_kwargs):
+        if host_args is not args:
+            super()._restore_args_dev(args, host_args, kwargs, host_kwargs)
 
     def __call__(self, *args, **kwargs):
-        scope = stock._LangPatchScope()
-        try:
-            for patch in _patches():
-                scope.set_attr(*patch)
-            with np.errstate(all="ignore"):  # infinities and NaN are results like any other
-                return super().__call__(*args, **kwargs)
-        finally:
-            scope.restore()
-
-
-@cache
-def _builtins(package) -> list:
-    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
-
-
-def _patch_builtin(package, builder, scope):
-    for name, member in _builtins(package):
-        stock._patch_attr(package, name, member, builder, scope)
+        kwargs = {name: value for name, value in kwargs.items() if name in self.signature.parameters}
+        host_args, host_kwargs = self._init_args_hst(args, kwargs)
+        for hook in self.pre_run_hooks:
+            hook(*host_args, **host_kwargs)
+        with _language():
+            bound = self.signature.bind(*host_args, **host_kwargs)
+            bound.apply_defaults()
+            values = {n: v if n in self.constexprs else stock._implicit_cvt(v) for n, v in bound.arguments.items()}
+            grid = self.grid(values) if callable(self.grid) else self.grid
+            grid = (*grid, 1, 1, 1)[: max(3, len(grid))]
+            stock.interpreter_builder.set_grid_dim(*grid)
+            try:
+                for at in np.ndindex(*grid):
+                    stock.interpreter_builder.set_grid_idx(*at)
+                    self.fn(**values)
+            except Exception as e:
+                if triton.knobs.compilation.front_end_debugging:
+                    raise
+                raise InterpreterError(repr(e)) from e
+        self._restore_args_dev(args, host_args, kwargs, host_kwargs)

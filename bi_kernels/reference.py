@@ -1,9 +1,9 @@
 """fp64 references: name(...) returns (y, S), the exact result and the sum of magnitudes that the contract's bound uses;
 an op with two outputs returns two such pairs.
 
-Inputs are the op's own inputs, already rounded to their dtype, upcast to fp64 here. Nothing is rounded on the way but the
-h of add_rms_norm, an output itself; where the LM head rounds its logits, S says what that may change. The gradients are
-in `bi_kernels.reference_gradients`.
+Inputs are the op's own inputs, already rounded to their dtype, upcast to fp64 here. Nothing is rounded on the way but
+the h of add_rms_norm, an output itself; where the LM head rounds its logits, S says what that may change. The
+gradients are in `bi_kernels.reference_gradients`.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Attention's fp64 reference: the results of a sequence at a time, and what they and the gradients may err by, a head at a
-time, as the contract's rows of attention derive it."""
+"""Attention's fp64 reference: the results of a sequence at a time, and what they and the gradients may err by, a head
+at a time, as the contract's rows of attention derive it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,8 +93,8 @@ def changes(logp: Tensor, a: Tensor, own: Tensor) -> Tensor:
 
 @dataclass
 class _Softmax:
-    """The probabilities of one head of a sequence, (queries, keys), and the absolute errors that the forward makes of them;
-    q (queries, D) and k (keys, D) in fp64. What is of a query alone is (queries, 1)."""
+    """The probabilities of one head of a sequence, (queries, keys), and the absolute errors that the forward makes of
+    them; q (queries, D) and k (keys, D) in fp64. What is of a query alone is (queries, 1)."""
 
     lse: Tensor
     logp: Tensor  # −inf where nothing is seen
@@ -202,7 +202,8 @@ def gradients(
     window: int | None = None,
     lengths: Lengths = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(gradient, S) of q, k and v, inputs in fp64 that were of `dtype`; exact: the gradients without dS beyond its range.
+    """(gradient, S) of q, k and v, inputs in fp64 that were of `dtype`; exact: the gradients without dS beyond its
+    range.
 
     Such a dS makes infinities and NaN; where it is so close to the range's end that it may, or may not, S is infinite.
     """
@@ -246,7 +247,8 @@ def gradients(
 
 
 def _with_infinities(exact: Tensor, magnitude: Tensor, beyond: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """beyond: what is infinite or NaN, and the sign of what may be; such an element counts as the largest finite number."""
+    """beyond: what is infinite or NaN, and the sign of what may be; such an element counts as the largest finite
+    number."""
     open_ = beyond.isfinite() & (beyond != 0)
     exact = torch.where(open_, beyond.sign() * torch.finfo(dtype).max, exact + beyond)
     return exact, magnitude.masked_fill(beyond != 0, torch.inf)

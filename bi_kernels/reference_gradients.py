@@ -48,8 +48,9 @@ def _copied(call: _Call, **inputs) -> dict:
     return {name: torch.zeros_like(exact) for name, exact in call.exact.items()}
 
 
-def _scale(call: _Call, x: Tensor, factor: float) -> dict:
-    return {"x": call.exact["x"].abs()}
+def _itself(call: _Call, **inputs) -> dict:
+    """Returns |exact| of every gradient: S of an op whose error is relative to its result."""
+    return {name: exact.abs() for name, exact in call.exact.items()}
 
 
 def _rope(call: _Call, x: Tensor, **constants) -> dict:
@@ -176,7 +177,6 @@ _MAGNITUDES: dict[str, Callable[..., dict]] = {
     "gelu": _gelu,
     "swiglu": _swiglu,
     "add": _copied,
-    "scale": _scale,
     "bias_add": _bias_add,
     "mask_fill": _copied,
     "cast": _copied,
@@ -246,5 +246,5 @@ def gradient(
     call = _Call(first.dtype, dy, exact, _slots(lengths, lead))
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}
-        rows = _MAGNITUDES[op](call, **{**tensors, **plain, **constants})
+        rows = _MAGNITUDES.get(op, _itself)(call, **{**tensors, **plain, **constants})
     return {k: Gradient(g, *(rows[k] if isinstance(rows[k], tuple) else (rows[k],))) for k, g in exact.items()}

@@ -8,8 +8,9 @@ logical order. Where the sequences lie in memory is no part of that order, so th
 
 Without one, x of shape (..., length, features) is read as sequences of `length` tokens, in order, without padding.
 
-A parameter's fold goes on in the order of the backward passes. So each micro-batch is one forward and one backward, in the
-step's order, and a parameter is used once in it (an embedding tied to an LM head has a fold for each, see grads.py).
+A parameter's fold goes on in the order of the backward passes. So each micro-batch is one forward and one backward, in
+the step's order, and a parameter is used once in it (an embedding tied to an LM head has a fold for each, see
+grads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +57,8 @@ class TokenLayout:
     """The sequences of one call: sequence i holds the rows starts[i] … starts[i] + lengths[i] of `rows` token rows.
 
     order: the logical number of each sequence, where memory holds them in another order than the step does; with
-    several micro-batches, each holds the sequences that follow those of the one before. Rows of no sequence are padding:
-    no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
+    several micro-batches, each holds the sequences that follow those of the one before. Rows of no sequence are
+    padding: no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
     """
 
     entered = False  # whether this process has used any
@@ -152,7 +153,8 @@ class TokenLayout:
         return self._on[name, device]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its order."""
+        """The rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its
+        order."""
         if self.identity:
             return x
         if x.stride(-1) != 1:
@@ -175,8 +177,8 @@ class TokenLayout:
 
 
 class _Unset:
-    """The layout of what is computed again in a backward, where the `with` of its forward is over. Where that only brings
-    saved tensors back, nobody asks it anything."""
+    """The layout of what is computed again in a backward, where the `with` of its forward is over. Where that only
+    brings saved tensors back, nobody asks it anything."""
 
     def __init__(self, op: str):
         self._op = op

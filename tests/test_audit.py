@@ -22,7 +22,8 @@ from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.reproduce.forward import export
 from bi_kernels.audit.reproduce.gradient import Split

@@ -1,5 +1,6 @@
-"""Gradients of the ops that reduce, as a real backward() leaves them: the bits of the fold over slabs of tokens wherever
-the tokens lie and however the step is split, within the contract's bound, and one clear sentence on bad input."""
+"""Gradients of the ops that reduce, as a real backward() leaves them: the bits of the fold over slabs of tokens
+wherever the tokens lie and however the step is split, within the contract's bound, and one clear sentence on bad
+input."""
 
 from contextlib import nullcontext
 from functools import cache, partial
@@ -128,8 +129,9 @@ LAYOUTS = {
 def gradients(
     name: str, given: dict, dy: list[torch.Tensor], calls: list, main_grad: bool = True, wanted: tuple[str, ...] = ()
 ) -> dict[str, torch.Tensor | None]:
-    """What backward() leaves of every input, or of those wanted: of tokens in logical order, of parameters in main_grad,
-    which holds 3 where it is not wanted, or in `.grad`. Padding holds NaN, and so do fresh memory and padding's dy."""
+    """What backward() leaves of every input, or of those wanted: of tokens in logical order, of parameters in
+    main_grad, which holds 3 where it is not wanted, or in `.grad`. Padding holds NaN, and so do fresh memory and
+    padding's dy."""
     function, tokens, _, constants = CALLS[name]
     trains = lambda k: given[k].is_floating_point() and (not wanted or k in wanted)
     parameters = {k: t.clone().requires_grad_(trains(k)) for k, t in given.items() if k not in tokens}

@@ -19,7 +19,7 @@ import triton.language as tl
 import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables import target
-from bi_kernels.audit.callables.audit import SINGLES, plan
+from bi_kernels.audit.callables.relations import SINGLES, plan
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.reproduce.callable import Pair

@@ -364,7 +364,8 @@ def computed(op: str, given: dict, dtype: torch.dtype, kind: str):
 
 
 def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
-    """The largest error as a share of the bound; infinity is right where it reaches beyond the dtype, as NaN for NaN."""
+    """The largest error as a share of the bound; infinity is right where it reaches beyond the dtype, as NaN for
+    NaN."""
     right = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y == exact.sign() * torch.inf)
     right |= y.isnan() & exact.isnan()
     return float(torch.where(right, 0.0, (y.double() - exact).abs() / limit).nan_to_num(torch.inf).max())

@@ -35,19 +35,20 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
     """In a copy of the package, by nothing but the document's blocks."""
     for folder in ("bi_kernels", "notebooks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    written, commands = 0, []
+    written, commands, files = 0, [], set()
     for language, title, place, text in blocks("docs/add-an-op.md"):
         if language == "bash":
             commands += text.splitlines()
             continue
         path = tmp_path / title
+        files.add(title)
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = old.splitlines(keepends=True)
         at = next(i for i, line in enumerate(lines) if line.startswith(place)) + 1 if place else len(lines)
         gap = "" if place or not old else "\n\n"
         path.write_text("".join(lines[:at]) + gap + text + "".join(lines[at:]), encoding="utf-8")
         written += len([line for line in text.splitlines() if line.strip()])
-    assert written < 60, f"{written} lines are not a short example"
+    assert written < 60 and len(files) <= 4, f"{written} lines in {len(files)} files are not a short example"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     twice = "from bi_kernels import squared_relu; import bi_kernels as b, torch; b.squared_relu(b.squared_relu(torch.ones(2)))"
     subprocess.run([sys.executable, "-c", twice], cwd=tmp_path, env=environment, check=True)

@@ -1,5 +1,5 @@
-"""The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it did
-not run; the layouts it gives the ops, the buffers, and a training step."""
+"""The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it
+did not run; the layouts it gives the ops, the buffers, and a training step."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,14 +12,15 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit.broken import gradient as gradient_controls
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS
@@ -99,7 +100,7 @@ def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(contro
 @pytest.mark.parametrize("op, case", [("linear", "o"), ("rms_norm", ""), ("embedding", "")])
 def test_a_control_that_replaces_nothing_is_the_op_itself(op, case, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
-    s = subject(op, gradient_controls._control(unbroken(op), lambda *args, **constants: {}, "nothing"), case=case)
+    s = subject(op, with_backward(unbroken(op), lambda *args, **constants: {}, "nothing"), case=case)
     found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
     assert found and not in_need(found), report(in_need(found))
 
@@ -350,7 +351,7 @@ def test_a_gradient_in_grad_instead_of_main_grad_is_seen(norm_rows, fewer):
 
 
 def spoiled(backward, name="spoiled"):
-    return gradient_controls._control(bi_kernels.rms_norm, backward, name)
+    return with_backward(bi_kernels.rms_norm, backward, name)
 
 
 def unwritten(layout, dy, args, grads, **constants):

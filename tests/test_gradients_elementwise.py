@@ -1,5 +1,5 @@
-"""Gradients of the elementwise ops and RoPE, as a real backward() leaves them: within the contract's bound, the same bits
-however the rows come, and only where they are asked for."""
+"""Gradients of the elementwise ops and RoPE, as a real backward() leaves them: within the contract's bound, the same
+bits however the rows come, and only where they are asked for."""
 
 import pytest
 import torch

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import TensorHandle
 
-from bi_kernels import interpreter
+from bi_kernels import interpreter, tensor_core
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
 interpreter.install()
@@ -176,12 +178,13 @@ def test_dot_is_the_tensor_core(key):
         ("LOWEST_E", -134),
         ("LOWEST_E", -300),
         ("_to_fp32_toward_zero", lambda x: x.astype(np.float32)),
+        ("_to_24_bits", lambda x: x),
         ("_canonical", lambda x: x),
         ("_exponents", lambda x, lowest: np.where(x == 0, -10000, np.frexp(x)[1] - 1)),
     ],
 )
 def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
-    monkeypatch.setattr(interpreter, name, value)
+    monkeypatch.setattr(tensor_core, name, value)
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 
@@ -208,7 +211,7 @@ def test_padding_with_zeros_changes_nothing():
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(32, 24, generator=g), torch.randn(24, 32, generator=g)
     a, b, c = a.bfloat16(), b.bfloat16(), torch.randn(32, 32, generator=g)
-    want = interpreter.mma(a.float().numpy(), b.float().numpy(), c.numpy(), -126)
+    want = tensor_core.mma(a.float().numpy(), b.float().numpy(), c.numpy(), -126)
     a, b = torch.nn.functional.pad(a, (0, 8)), torch.nn.functional.pad(b, (0, 0, 0, 8))
     assert_bits(run_dot(a, b, c), want.view(np.int32))
     a[3:], b[:, 5] = 0, -0.0
@@ -286,6 +289,54 @@ def test_bf16_comparison_constant_maximum_and_clamp():
     clamped = x.clamp(-1.5, 1.5)
     assert_bits(run_elementwise("clamp_nan", x, low, high).nan_to_num(9.0), bits(clamped.nan_to_num(9.0)))
     assert_bits(run_elementwise("clamp", x, low, high), bits(clamped.nan_to_num(-1.5)))
+
+
+@given(st.data())
+def test_memory_is_read_and_written_as_by_stock_triton(data):
+    dtype = data.draw(st.sampled_from([tl.bfloat16, tl.float32, tl.int1, tl.int64]))
+    element = stock._get_np_dtype(dtype)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    memory = rng.integers(0, 2 if dtype is tl.int1 else 255, 600).astype(element)
+    skew = data.draw(st.sampled_from([0, 0, 1]))  # 1: one pointer is not aligned
+    at = rng.integers(0, 590, (16, 32)) * element.itemsize
+    at[3, 4] += skew
+    pointers = TensorHandle(memory.ctypes.data + at.astype(np.uint64), tl.pointer_type(dtype))
+    mask = TensorHandle(rng.random(at.shape) < data.draw(st.sampled_from([0, 0.5, 1])), tl.int1)
+    pointers.data[~mask.data] = data.draw(st.sampled_from([0, 2**63]))  # nobody's memory
+    other = data.draw(st.sampled_from([None, TensorHandle(np.ones(at.shape, element), dtype)]))
+    ours, theirs = stock.interpreter_builder, stock.InterpreterBuilder()
+    loaded = [b.create_masked_load(pointers, mask, other, None, None, False) for b in (ours, theirs)]
+    assert loaded[0].data.tobytes() == loaded[1].data.tobytes() and loaded[0].dtype == loaded[1].dtype
+    value, before = TensorHandle(rng.permutation(loaded[1].data.ravel()).reshape(at.shape), dtype), memory.copy()
+    written = []
+    for builder in ours, theirs:
+        memory[:] = before
+        builder.create_masked_store(pointers, value, mask, None, None)
+        written.append(memory.tobytes())
+    assert written[0] == written[1]
+
+
+@given(
+    st.tuples(st.integers(1, 20), st.integers(1, 40)),
+    st.tuples(st.integers(-20, 24), st.sampled_from(range(-32, 48, 8))),
+    st.sampled_from([tl.bfloat16, tl.float32]),
+)
+def test_a_descriptor_reads_and_writes_what_is_inside_as_by_stock_triton(shape, offsets, dtype):
+    element = stock._get_np_dtype(dtype)
+    memory = np.arange(20 * 48, dtype=element)
+    integers = lambda ns, t: [TensorHandle(np.array([n]), t) for n in ns]
+    base = TensorHandle(np.array([memory.ctypes.data], np.uint64), tl.pointer_type(dtype))
+    zero = ir.PADDING_OPTION.PAD_ZERO
+    at = integers(offsets, tl.int64)
+    ours, theirs = stock.interpreter_builder, stock.InterpreterBuilder()
+    tiles, written = [], []
+    for builder in ours, theirs:
+        memory[:] = np.arange(20 * 48)
+        desc = stock.TensorDescHandle(base, integers(shape, tl.int64), integers((48, 1), tl.int64), [16, 16], zero)
+        tiles.append(builder.create_descriptor_load(desc, at, None, None).data.tobytes())
+        builder.create_descriptor_store(desc, TensorHandle(np.full((16, 16), 7, element), dtype), at)
+        written.append(memory.tobytes())
+    assert tiles[0] == tiles[1] and written[0] == written[1]
 
 
 BF16, FP32 = torch.ones(256, dtype=torch.bfloat16), torch.ones(256)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import bi_kernels
 from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.contract import SHAPES, SWEEP
 

@@ -5,6 +5,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import bad_kernels as bad
 import pytest
@@ -107,7 +108,7 @@ def test_our_sources_pass(name):
 
 def test_a_finding_says_where():
     (atomic,) = source(bad.in_a_helper)
-    lines = open(bad.__file__).read().splitlines()
+    lines = Path(bad.__file__).read_text().splitlines()
     assert (atomic.function, atomic.level, atomic.code) == ("_finish", "AST", "plus(y, total)")
     assert lines[atomic.line - 1].strip() == atomic.code
     assert str(atomic) == f"atomic in _finish, line {atomic.line} (AST): plus(y, total)"
@@ -293,6 +294,7 @@ from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.static.launches import recorded
 
 driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                   get_current_target=lambda: GPUTarget("cuda", 90, 32)))

@@ -1,5 +1,5 @@
-"""Draws in which order the gradient of a norm's weight is added over tokens, for one step of two sequences in one call and in
-two: ours and stock PyTorch's on a CPU, a figure each. Found by probing the kernels from outside.
+"""Draws in which order the gradient of a norm's weight is added over tokens, for one step of two sequences in one call
+and in two: ours and stock PyTorch's on a CPU, a figure each. Found by probing the kernels from outside.
 
     python tools/draw_fold.py docs
 """

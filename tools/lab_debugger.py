@@ -1,12 +1,13 @@
-"""Opens the workbench in JupyterLab in a headless Chromium, runs it, stops inside a kernel, looks at its tiles and goes on.
+"""Opens the workbench in JupyterLab in a headless Chromium, runs it, stops inside a kernel, looks at its tiles and
+goes on.
 
     .venv/bin/pip install playwright jupyterlab   # and Chromium, as from Debian's package `chromium`
     .venv/bin/python tools/lab_debugger.py [FOLDER for screenshots]
 
-Exit status 0 if the debugger stopped on the breakpoint's line once for every row of both programs, showed each time the tiles
-of that row, and what it showed is what the cell went on to print; 1 if not, and then FOLDER holds failure.png as well. It
-looks at JupyterLab from outside except for the cells and the table of variables, which are asked of its widgets (checked
-with JupyterLab 4.6). One to two minutes; not part of CI.
+Exit status 0 if the debugger stopped on the breakpoint's line once for every row of both programs, showed each time
+the tiles of that row, and what it showed is what the cell went on to print; 1 if not, and then FOLDER holds
+failure.png as well. It looks at JupyterLab from outside except for the cells and the table of variables, which are
+asked of its widgets (checked with JupyterLab 4.6). One to two minutes; not part of CI.
 """
 
 import itertools

@@ -1,4 +1,5 @@
-"""Finds the rows of `bi_kernels.ops.gemm_kernel.TILES`: times candidate tiles against cuBLAS, one table cell after another.
+"""Finds the rows of `bi_kernels.ops.gemm_kernel.TILES`: times candidate tiles against cuBLAS, one table cell after
+another.
 
     python tools/tune_gemm.py OUT.json [--cells qkv:256,o:128]
 

@@ -1,5 +1,5 @@
-"""Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core seconds,
-in which the GPU has nothing to do."""
+"""Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core
+seconds, in which the GPU has nothing to do."""
 
 import multiprocessing
 import os
@@ -16,9 +16,9 @@ _own: list = []  # the session of a process that works for another
 def each(session, function: Callable, items: Iterable, *args) -> Iterator:
     """Yields function(session, item, *args) for every item, in their order.
 
-    On a GPU they run in processes of their own, whose sessions are made anew from the parameters: `function` stands in a
-    module, items and results can be pickled, and only the caller records rows. On the interpreter, whose cores audits
-    share, one runs after another, here.
+    On a GPU they run in processes of their own, whose sessions are made anew from the parameters: `function` stands in
+    a module, items and results can be pickled, and only the caller records rows. On the interpreter, whose cores
+    audits share, one runs after another, here.
     """
     items = list(items)
     if not session.on_gpu or len(items) < 2:

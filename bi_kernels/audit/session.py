@@ -17,7 +17,8 @@ from bi_kernels.audit.evidence.provenance import device_name, provenance
 from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix, write_rows
 from bi_kernels.audit.parameters import choose, command, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
-from bi_kernels.audit.problem.registry import OPS, Problem, problems
+from bi_kernels.audit.problem.problem import Problem, problems
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.judge import judge
 from bi_kernels.audit.static.launches import Variant

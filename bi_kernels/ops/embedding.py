@@ -60,10 +60,11 @@ def _embedding_backward_kernel(
     EVEN: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """The tokens' rows of dy, sorted by id, with the first and the last of the same id: one program folds all of an id's.
+    """The tokens' rows of dy, sorted by id, with the first and the last of the same id: one program folds all of an
+    id's.
 
-    An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight. Its
-    run holds a multiple of MANY, and the first of those is its program's.
+    An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight.
+    Its run holds a multiple of MANY, and the first of those is its program's.
     """
     blocks = tl.cdiv(width, BLOCK)
     at = tl.program_id(0) // blocks * (MANY if HEAVY else 1)
@@ -198,8 +199,8 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
     """weight[ids]: ids (...) integers, weight (vocab, hidden); (..., hidden), copied bit for bit.
 
-    The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; in a captured CUDA graph, which
-    cannot raise, such a token gets NaN.
+    The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; in a captured CUDA graph,
+    which cannot raise, such a token gets NaN.
     """
     check("embedding", weight=weight)
     check("embedding", same_dtype=False, ids=ids, weight=weight)

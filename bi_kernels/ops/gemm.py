@@ -1,10 +1,11 @@
 """Batch-invariant GEMM: `linear` and `matmul`, bf16, fp16 and fp32, fp32 accumulation.
 
-y is one left fold over K in slabs of 16, whatever the tile (see gemm_kernel.py). Rounding points: the fp32 sum, the fp32
-sum plus bias, then once to the output dtype.
+y is one left fold over K in slabs of 16, whatever the tile (see gemm_kernel.py). Rounding points: the fp32 sum, the
+fp32 sum plus bias, then once to the output dtype.
 
 Backward: dX = dY W is the same product, its sum over N. dW = dYᵀ X and dbias = 1ᵀ dY are left folds over slabs of 16
-tokens in the order of the token layout (bi_kernels.tokens), which continue from `main_grad` where the parameter has one.
+tokens in the order of the token layout (bi_kernels.tokens), which continue from `main_grad` where the parameter has
+one.
 """
 
 import torch
@@ -60,8 +61,8 @@ def _fold(
 def fold_weight(
     op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout, name: str = "weight"
 ) -> torch.Tensor | None:
-    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad, or
-    returned in weight's dtype where there is none."""
+    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad,
+    or returned in weight's dtype where there is none."""
     return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
 
 
@@ -133,7 +134,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit, and so its gradients."""
+    """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit, and so its
+    gradients."""
     check("matmul", a=a, b=b)
     if b.dim() != 2 or a.dim() < 2 or a.shape[-1] != b.shape[0]:
         raise ValueError(

@@ -39,15 +39,18 @@ ANY = 2**63
 # fmt: off
 TILES = (
     (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)), )),
-    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)), (ANY, Tile(64, 128, 128, 4, 4)))),
+    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)),
+          (ANY, Tile(64, 128, 128, 4, 4)))),
     (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
-           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)), (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
+           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)),
+           (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
     (256, ((4096, Tile(128, 64, 64, 4, 8)), (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)))),
     (512, ((4096, Tile(128, 128, 64, 8, 5, persistent=1)), (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
            (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)))),
     (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
-            (8192, Tile(128, 128, 64, 4, 4, persistent=1)), (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
+            (8192, Tile(128, 128, 64, 4, 4, persistent=1)),
+            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
     (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)), )),
 )
 # fmt: on

@@ -1,8 +1,8 @@
 """The LM head fused with the selected token's logprob and entropy: no (tokens, vocabulary) logits are held.
 
-Logits are rounded to the storage dtype, and so is dlogits. Both are computed a chunk of the vocabulary at a time; dhidden
-and dW go on from chunk to chunk in the order of their folds. So how many columns are kept for the backward, and how many
-are computed at a time, changes no bit.
+Logits are rounded to the storage dtype, and so is dlogits. Both are computed a chunk of the vocabulary at a time;
+dhidden and dW go on from chunk to chunk in the order of their folds. So how many columns are kept for the backward,
+and how many are computed at a time, changes no bit.
 """
 
 import torch

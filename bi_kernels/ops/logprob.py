@@ -161,7 +161,8 @@ def checked_targets(
 def token_logprob(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target), entropy) of softmax(logits / temperature), fp32: logits (..., V), targets (...); as lm_head_logprob."""
+    """(log p(target), entropy) of softmax(logits / temperature), fp32: logits (..., V), targets (...); as
+    lm_head_logprob."""
     op = "token_logprob"
     check(op, logits=logits)
     check(op, same_dtype=False, logits=logits, targets=targets)

@@ -1,10 +1,10 @@
 """RMSNorm (Zhang and Sennrich, 2019), alone, over heads (QK-norm), and after a residual addition.
 
-y = x · rstd · weight, rstd = 1 / √(mean(x²) + eps), in fp32, rounded once. A row's sums are fixed trees: one block shape
-for a row width, whatever the number of rows. dx = rstd (dy·weight − x̂ · mean(dy·weight·x̂)) with x̂ = x · rstd.
-dweight = Σ dy·x̂: each slab of 16 tokens is one partial sum, and the partials are folded from left to right in the order
-of the token layout, on from `main_grad` where the weight has one. Contraction is off. Triton compiles by the alignment of what it is given, and the
-layout of a sum follows: hence what is not aligned is copied.
+y = x · rstd · weight, rstd = 1 / √(mean(x²) + eps), in fp32, rounded once. A row's sums are fixed trees: one block
+shape for a row width, whatever the number of rows. dx = rstd (dy·weight − x̂ · mean(dy·weight·x̂)) with x̂ = x · rstd.
+dweight = Σ dy·x̂: each slab of 16 tokens is one partial sum, and the partials are folded from left to right in the
+order of the token layout, on from `main_grad` where the weight has one. Contraction is off. Triton compiles by the
+alignment of what it is given, and the layout of a sum follows: hence what is not aligned is copied.
 """
 
 import torch
@@ -295,5 +295,6 @@ def qk_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.T
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(h), h) with h = x + residual, summed in fp32 and rounded once to x's dtype; x, residual (..., hidden)."""
+    """(rms_norm(h), h) with h = x + residual, summed in fp32 and rounded once to x's dtype; x, residual (...,
+    hidden)."""
     return _apply("add_rms_norm", x, residual, weight, eps, heads=False)

@@ -33,7 +33,8 @@ def _block_kernel(
 ):
     """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here.
 
-    Whatever `columns` is, the loads reach to a multiple of 16: they are as wide as can be, and the trees always the same.
+    Whatever `columns` is, the loads reach to a multiple of 16: they are as wide as can be, and the trees always the
+    same.
     """
     row, block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     col = block * BLOCK + tl.arange(0, BLOCK)
@@ -133,8 +134,8 @@ def grid_of(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:
 
 
 def padded(logits: torch.Tensor) -> torch.Tensor:
-    """`logits`, or a copy whose rows all start at multiples of 16 bytes and of 16 elements: Triton compiles by that, and
-    the layout of a sum follows. What fills a row to a multiple of 16 is read, and not used."""
+    """`logits`, or a copy whose rows all start at multiples of 16 bytes and of 16 elements: Triton compiles by that,
+    and the layout of a sum follows. What fills a row to a multiple of 16 is read, and not used."""
     if logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.stride(1) == 1:
         return logits
     rows, columns = logits.shape

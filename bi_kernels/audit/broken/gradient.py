@@ -4,7 +4,6 @@ Each goes on from `main_grad` in the order of the token layout, but for the defe
 that one, so that a test can show that nothing else is what the audit sees.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,51 +13,10 @@ from torch import Tensor
 
 import bi_kernels
 from bi_kernels.audit.broken.forward import Control
+from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.contract import EPS
 from bi_kernels.ops.gemm import fold_weight, product
-from bi_kernels.tokens import SLAB, TokenLayout, layout_for
-
-
-class _Replaced(torch.autograd.Function):
-    """fn(*args), but the gradients that `backward` returns by position take the place of fn's own.
-
-    backward(layout, dy, args, grads) -> {position: gradient}; None leaves what it wrote into main_grad. fn's own are in
-    `grads`, or went on from main_grad; that of the argument at `position` is not computed.
-    """
-
-    @staticmethod
-    def forward(ctx, fn, backward, position, *args):
-        ctx.fn, ctx.replace, ctx.position, ctx.args = fn, backward, position, args
-        ctx.layout = layout_for("control", args[0].shape if not args[0].is_floating_point() else args[0].shape[:-1])
-        return fn(*(a.detach() if isinstance(a, Tensor) else a for a in args))
-
-    @staticmethod
-    def backward(ctx, dy):
-        copies = [
-            a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) if isinstance(a, Tensor) else a
-            for i, a in enumerate(ctx.args)
-        ]
-        for a, copy in zip(ctx.args, copies):
-            if isinstance(a, Tensor):
-                copy.main_grad = getattr(a, "main_grad", None)
-        if any(isinstance(copy, Tensor) and copy.requires_grad for copy in copies):
-            with torch.enable_grad(), ctx.layout:
-                ctx.fn(*copies).backward(dy)
-        grads = [getattr(copy, "grad", None) for copy in copies]
-        for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
-            grads[i] = grad
-        return None, None, None, *grads
-
-
-def _control(fn: Callable, backward: Callable, name: str, position: int | None = None) -> Callable:
-    """fn with another backward; position: of the parameter whose gradient only that one computes."""
-
-    def control(*args, defect: bool = True, **constants):
-        mended = {} if defect else {"defect": False}
-        return _Replaced.apply(partial(fn, **constants), partial(backward, **constants, **mended), position, *args)
-
-    control.__name__ = name
-    return control
+from bi_kernels.tokens import SLAB, TokenLayout
 
 
 def _total(parameter: Tensor) -> Tensor:
@@ -183,8 +141,8 @@ def _embedding_unstable(layout, dy, args, grads, padding_id, defect=True):
     return _left(args[1], total)
 
 
-dw_separate = _control(bi_kernels.linear, _dw_separate, "dw_separate", 1)
-_dw_bf16_slabs = _control(bi_kernels.linear, partial(_dw_bf16_partials, slabs=1), "dw_bf16_slabs", 1)
+dw_separate = with_backward(bi_kernels.linear, _dw_separate, "dw_separate", 1)
+_dw_bf16_slabs = with_backward(bi_kernels.linear, partial(_dw_bf16_partials, slabs=1), "dw_bf16_slabs", 1)
 
 
 def lm_head_bf16_slabs(
@@ -219,8 +177,8 @@ def lse_block_by_rows(
     return chosen.masked_fill(ignored, 0), entropy
 
 
-_ATOMIC = _control(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics", 1)
-_INDEX_ADD = _control(bi_kernels.embedding, _embedding_index_add, "embedding_index_add", 1)
+_ATOMIC = with_backward(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics", 1)
+_INDEX_ADD = with_backward(bi_kernels.embedding, _embedding_index_add, "embedding_index_add", 1)
 
 GRADIENT_CONTROLS = (
     Control("dweight by tl.atomic_add", "rms_norm", "rms_norm", "gradient invariance", _ATOMIC),
@@ -232,7 +190,7 @@ GRADIENT_CONTROLS = (
         "rms_norm",
         "rms_norm",
         "gradient invariance",
-        _control(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1),
+        with_backward(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1),
     ),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
     Control(
@@ -240,14 +198,14 @@ GRADIENT_CONTROLS = (
         "rms_norm",
         "rms_norm",
         "gradient accuracy",
-        _control(bi_kernels.rms_norm, _dx_twice, "dx_twice"),
+        with_backward(bi_kernels.rms_norm, _dx_twice, "dx_twice"),
     ),
     Control(
         "dweight doubled where there is no main_grad",
         "rms_norm",
         "rms_norm",
         "gradient accuracy",
-        _control(bi_kernels.rms_norm, _grad_doubled, "grad_doubled"),
+        with_backward(bi_kernels.rms_norm, _grad_doubled, "grad_doubled"),
     ),
     Control("embedding backward by index_add_", "vocabulary", "embedding", "gradient invariance", _INDEX_ADD),
     Control(
@@ -271,7 +229,7 @@ GRADIENT_CONTROLS = (
         "vocabulary",
         "embedding",
         "gradient invariance",
-        _control(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1),
+        with_backward(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1),
     ),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
     Control(
@@ -294,7 +252,7 @@ GRADIENT_CONTROLS = (
         "backward",
         "linear",
         "gradient accuracy",
-        _control(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1),
+        with_backward(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1),
         case="o",
     ),
     Control(
@@ -302,7 +260,7 @@ GRADIENT_CONTROLS = (
         "backward",
         "linear",
         "gradient invariance",
-        _control(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1),
+        with_backward(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1),
         case="o",
     ),
     Control(
@@ -310,7 +268,7 @@ GRADIENT_CONTROLS = (
         "backward",
         "linear",
         "gradient accuracy",
-        _control(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1),
+        with_backward(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1),
         case="o",
     ),
     Control(
@@ -318,7 +276,7 @@ GRADIENT_CONTROLS = (
         "backward",
         "linear",
         "gradient invariance",
-        _control(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1),
+        with_backward(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1),
         case="o",
     ),
 )

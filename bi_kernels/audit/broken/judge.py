@@ -10,7 +10,8 @@ from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.evidence.provenance import device_name
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step

@@ -7,7 +7,9 @@ from dataclasses import asdict
 
 import torch
 
-from bi_kernels.audit.callables import audit as callables
+from bi_kernels.audit.callables import relations
+from bi_kernels.audit.callables.audit import audit as audit_callable
+from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.target import first_and_batch
 from bi_kernels.audit.evidence.drift import raw
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
@@ -82,10 +84,10 @@ def read_inputs(spec: str, device, seed: int) -> dict:
 class AnySession(Session):
     """A session whose subject is one callable."""
 
-    def judge(self) -> callables.Report:
+    def judge(self) -> Report:
         """Runs the audit; the rows are this session's, and a drift leaves a reproducer."""
         p = self.parameters
-        self.report = callables.audit(
+        self.report = audit_callable(
             self.candidate.functions["fn"],
             *self.inputs.values(),
             names=tuple(self.inputs),
@@ -108,15 +110,15 @@ class AnySession(Session):
             t = copy.copy(self.report.target)
             t.dims, t.outputs = [t.batch], []
             t.results = lambda arguments, change=change, t=t: [change(2.0 * arguments[t.first], arguments[t.first], t)]
-            if relation == callables.DETERMINISM:
-                found = callables.determinism(t, 3)
+            if relation == relations.DETERMINISM:
+                found = relations.determinism(t, 3)
             else:
                 whole = {"given": t.compute([list(range(t.count))])[1]}
                 found = [
                     r
-                    for layout, (calls, filler) in callables.plan(t.count, t.seed).items()
+                    for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
                     if not layout.startswith("rows:")
-                    for r in callables.invariance(t, layout, calls, filler, whole)
+                    for r in relations.invariance(t, layout, calls, filler, whole)
                 ]
             row = next((r for r in found if r.verdict == NEEDS_FIX), found[0])
             row.candidate = name

@@ -1,11 +1,10 @@
-"""A callable with its arguments: which of them hold a row a sample, what it returns for some samples, and what its backward
-leaves."""
+"""A callable with its arguments: which of them hold a row a sample, and what it returns for some samples."""
 
 import contextlib
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.provenance import device_name
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Judged, Row, sentence
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
@@ -22,16 +21,13 @@ from bi_kernels.tokens import TokenLayout
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
 
-class OutOfTime(Exception):
-    """The budget is spent."""
-
-
-class NoBackward(ValueError):
-    """Nothing that the callable returns has a gradient."""
+class OutOfTime(BaseException):
+    """Raised where the budget is spent; no row that says what raised takes it for its own."""
 
 
 def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Sequence[str]) -> tuple[str, int]:
-    """The name of the first tensor and its dimension that counts samples; ValueError with one sentence for what cannot be."""
+    """Returns the name of the first tensor and its dimension that counts samples; raises ValueError for what cannot
+    be."""
     tensors = {k: t for k, t in values.items() if isinstance(t, torch.Tensor)}
     if not tensors:
         raise ValueError(
@@ -50,7 +46,7 @@ def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Se
     return first, batch % x.dim()
 
 
-class Target:
+class Target(Judged):
     """A callable with its arguments, and what it returned for the whole batch."""
 
     def __init__(
@@ -111,30 +107,25 @@ class Target:
             try:
                 part, reverse = self.call(every[:m]), self.call(every[::-1])
             except Exception as error:
-                why = (
-                    why
-                    or f"with {m} of {self.count} samples along dimension {self.batch} of {self.first} it raised {sentence(error)}"
-                )
+                place = f"with {m} of {self.count} samples along dimension {self.batch} of {self.first}"
+                why = why or f"{place} it raised {sentence(error)}"
                 continue
             self.dims = [_dimension(a, b, self.count, m) for a, b in zip(whole, part)]
             if all(d is None for d in self.dims):
                 continue
             found.append((self.batched, self.dims, m))
             if all(
-                _alike(_by_sample(a, d, self.count)[:m], _by_sample(b, d, m))
-                and _alike(_by_sample(a, d, self.count).flip(0), _by_sample(c, d, self.count))
+                _alike(by_sample(a, d, self.count)[:m], by_sample(b, d, m))
+                and _alike(by_sample(a, d, self.count).flip(0), by_sample(c, d, self.count))
                 for a, b, c, d in zip(whole, part, reverse, self.dims)
                 if d is not None
             ):
                 return self.batched
         if not found:
-            why = (
-                why
-                or f"no output has a row for each of the {self.count} samples along dimension {self.batch} of {self.first}"
-            )
-            raise ValueError(
-                f"{self.name}: {why}; expected a callable that takes any number of samples (is the parameter batch right?)"
-            )
+            place = f"the {self.count} samples along dimension {self.batch} of {self.first}"
+            why = why or f"no output has a row for each of {place}"
+            expected = "expected a callable that takes any number of samples (is the parameter batch right?)"
+            raise ValueError(f"{self.name}: {why}; {expected}")
         self.batched, self.dims, _ = found[0]
         return self.batched
 
@@ -226,7 +217,7 @@ class Target:
             samples += [call[at] for at in real]
             parts.append(
                 [
-                    _by_sample(y, d, len(call))[real]
+                    by_sample(y, d, len(call))[real]
                     for y, d in zip(self.call(call, filler, kind), self.dims)
                     if d is not None
                 ]
@@ -285,99 +276,10 @@ def _dimension(whole: torch.Tensor, part: torch.Tensor, count: int, half: int) -
     return changed[0] if fits and part.shape[changed[0]] == whole.shape[changed[0]] // count * half else None
 
 
-def _by_sample(y: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def by_sample(y: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     return y.unflatten(dim, (count, y.shape[dim] // count)).movedim(dim, 0)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return bool((a - b).abs().max() <= CONTRACT["any"]["alike"] * a.abs().max()) if a.numel() else True
-
-
-@contextlib.contextmanager
-def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
-    """What its user's parameters have in .grad and main_grad is there again afterwards."""
-    before = [(p, p.grad, getattr(p, "main_grad", None)) for p in (module.parameters() if module else ())]
-    try:
-        yield
-    finally:
-        for p, p.grad, p.main_grad in before:
-            if p.main_grad is None:
-                del p.main_grad
-
-
-class Step:
-    """One training step of a target: a real backward() over the calls of a layout."""
-
-    def __init__(self, t: Target):
-        self.t, self.upstream = t, []
-        self.floating = [
-            k
-            for k, v in t.values.items()
-            if isinstance(v, torch.Tensor) and v.is_floating_point() and k not in t.outputs
-        ]
-
-    def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
-        """{name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all calls."""
-        t, shared = self.t, {}
-        for k in self.floating:
-            if k not in t.batched:
-                shared[k] = t.values[k].detach().clone().requires_grad_()
-        parameters = dict(t.module.named_parameters()) if t.module else {}
-        with gradients_kept(t.module):
-            for k, p in (shared | parameters).items():
-                p.grad, p.main_grad = (
-                    None,
-                    torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format),
-                )
-            parts, samples = self._backward(layout, filler, shared)
-            return self._left(parts, samples, shared | parameters)
-
-    def _backward(self, layout: Layout, filler: str, shared: dict) -> tuple[dict, list[int]]:
-        """The gradients of batched inputs, by call, and the samples that they belong to."""
-        t = self.t
-        samples, parts = [], {k: [] for k in self.floating if k in t.batched}
-        for call in layout:
-            arguments = t.take(call, filler) | shared
-            leaves = {k: arguments[k].detach().requires_grad_() for k in parts}
-            real = [at for at, i in enumerate(call) if i >= 0]
-            with torch.enable_grad(), t.layout(call):
-                found = t.results(
-                    arguments | {k: leaf.clone() for k, leaf in leaves.items()}
-                )  # so that it may work in place
-            outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
-            if not outputs:
-                raise NoBackward("no output requires a gradient")
-            self._draw(outputs, len(call))
-            index = torch.tensor(call, device=t.device)
-            given = []
-            for (y, d), dy in zip(outputs, self.upstream):
-                own = dy[index.clamp(min=0)].clone()
-                own[index < 0] = 0
-                given.append(own.movedim(0, d).flatten(d, d + 1))
-            torch.autograd.backward([y for y, _ in outputs], given)
-            samples += [call[at] for at in real]
-            for k, leaf in leaves.items():
-                if leaf.grad is not None:
-                    parts[k].append(leaf.grad.movedim(t.batch, 0)[real])
-        return parts, samples
-
-    def _left(self, parts: dict, samples: list[int], leaves: dict) -> dict[str, torch.Tensor]:
-        order = sorted(range(len(samples)), key=samples.__getitem__)
-        out = {f"d{k}": torch.cat(p)[order] for k, p in parts.items() if p}
-        for k, p in leaves.items():
-            used = bool(p.main_grad.any())
-            if p.grad is not None or used:
-                out[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
-        return out
-
-    def _draw(self, outputs: list, count: int) -> None:
-        """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples."""
-        if self.upstream:
-            return
-        for number, (y, d) in enumerate(outputs):
-            shape = _by_sample(y, d, count).shape[1:]
-            g = generator(y.device, self.t.seed, "upstream", number)
-            dy = torch.randn(self.t.count, *shape, generator=g, device=y.device)
-            powers = torch.randint(-6, 7, (self.t.count, *[1] * len(shape)), generator=g, device=y.device)
-            self.upstream.append((dy * torch.exp2(powers.float())).to(y.dtype))

@@ -9,7 +9,7 @@ import torch
 
 from bi_kernels.audit.digests.golden import draw_exact
 from bi_kernels.audit.problem.inputs import cancel
-from bi_kernels.audit.problem.registry import Problem
+from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import evaluate
 

@@ -21,5 +21,6 @@ def missing(rows: Sequence[Row], subject: Judged, required: Iterable[dict]) -> l
             seen[names] = {tuple(getattr(r, name) for name in names) for r in rows if not r.control}
         if tuple(wanted.values()) not in seen[names]:
             row = subject.row(wanted["relation"], wanted["layout"])
-            found.append(replace(row, **wanted, detail="required, not run"))
+            detail = ": ".join(filter(None, (wanted.get("detail"), "required, not run")))
+            found.append(replace(row, **wanted | {"detail": detail}))
     return found

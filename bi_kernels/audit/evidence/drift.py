@@ -63,8 +63,8 @@ Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def compare(actual: Tensors, expected: Tensors) -> Drift:
-    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several outputs the sum and
-    the worst, and the first index of the first that differs."""
+    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several outputs the
+    sum and the worst, and the first index of the first that differs."""
     if isinstance(actual, tuple):
         parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
         most = lambda name: max(getattr(p, name) for p in parts)

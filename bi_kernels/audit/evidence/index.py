@@ -99,8 +99,8 @@ def report(folder: Path) -> str:
             )
     missing = "" if listing else "\nNo document here yet.\n"
     return (
-        "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not "
-        "judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
+        "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, "
+        "– not judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
         + (table(listing) if listing else "")
         + missing
         + "\n\n## Status matrix\n\n"

@@ -1,4 +1,5 @@
-"""Verdicts: the rows of an audit, what a row that raised says, the one filter of those that need a fix, and their file."""
+"""Verdicts: the rows of an audit, what a row that raised says, the one filter of those that need a fix, and their
+file."""
 
 import json
 import re
@@ -60,8 +61,8 @@ class Judged:
         raise NotImplementedError
 
     def attempt(self, relation: str, layout: str, thunk: "Callable[[], Drift | Row | list[Row]]", **said) -> list[Row]:
-        """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that says
-        so."""
+        """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that
+        says so."""
         try:
             found = thunk()
         except Exception as error:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.audit.experiments.gemm import launch_us, times_ms
+from bi_kernels.audit.experiments.timing import launch_us, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.attention import forward as attention_forward
 

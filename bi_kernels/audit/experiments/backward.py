@@ -10,7 +10,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.experiments import training
-from bi_kernels.audit.experiments.gemm import times_ms
+from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.relations.gradient import LAYOUTS
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
@@ -23,7 +23,8 @@ from bi_kernels.tokens import layout_for
 class _AtEveryToken(torch.autograd.Function):
     """A loss that is a sum, for a check that gives every token its upstream gradient: the largest of them is the sum's.
 
-    Liger's fused loss of one value a token scales every gradient by the first token's (Liger-Kernel, pull request 1298).
+    Liger's fused loss of one value a token scales every gradient by the first token's (Liger-Kernel, pull request
+    1298).
     """
 
     @staticmethod
@@ -36,19 +37,20 @@ class _AtEveryToken(torch.autograd.Function):
 
 
 def foreign(op: str) -> dict:
-    """{name: function} of others' implementations that are installed here."""
+    """Returns {name: function} of others' implementations that are installed here."""
     found = {"torch": getattr(stock, op)}
     try:
         if op == "rms_norm":
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415  (may be installed)
 
             found["Liger"] = lambda x, weight, eps=EPS: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         if op == "lm_head_logprob":
-            from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
+            import liger_kernel.ops.fused_linear_cross_entropy as liger_loss  # noqa: PLC0415  (may be installed)
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
                 rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
-                loss = Fused.apply(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "sum")[0]
+                fused = liger_loss.LigerFusedLinearCrossEntropyFunction.apply
+                loss = fused(rows, weight, targets.reshape(-1), None, None, ignore_index, 0.0, 0.0, "sum")[0]
                 return _AtEveryToken.apply(-loss, targets.shape), torch.zeros(targets.shape, device=hidden.device)
 
             found["Liger"] = liger
@@ -58,7 +60,8 @@ def foreign(op: str) -> dict:
 
 
 def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str, dict[str, float]]:
-    """{candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it raised."""
+    """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it
+    raised."""
     out: dict[str, dict[str, float]] = {}
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
@@ -87,8 +90,8 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str,
 
 
 def trained(session) -> tuple[list[Row], list[dict]]:
-    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it began; with
-    a dW that depends on the split, the control, it must not."""
+    """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it
+    began; with a dW that depends on the split, the control, it must not."""
     steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
     s = session.subject("linear")
 
@@ -143,7 +146,8 @@ def first_failing(session) -> list[dict]:
 
 
 def gemm_speed(session) -> list[dict]:
-    """dX and dW of the linear layers, bf16: the ratio to cuBLAS, dW into an fp32 main_grad against torch's way to that."""
+    """dX and dW of the linear layers, bf16: the ratio to cuBLAS, dW into an fp32 main_grad against torch's way to
+    that."""
     out = []
     for case, (n, k) in linears(session.parameters["shapes"]).items():
         if case == "lm_head":
@@ -250,8 +254,8 @@ def embedding_speed(session) -> list[dict]:
 
 
 def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
-    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking turns,
-    and peak memory beyond inputs and gradients."""
+    """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking
+    turns, and peak memory beyond inputs and gradients."""
     size, device, out, failed = SHAPES[session.parameters["shapes"]], session.device, [], []
     hidden, vocab = size["hidden"], size["vocab"]
     h = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
-from bi_kernels.audit.problem.registry import Problem
+from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
 

@@ -3,12 +3,15 @@
 import torch
 
 import bi_kernels
+from bi_kernels import reference
+from bi_kernels.audit import stock
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.gemm import times_ms
+from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import DTYPES, SHAPES
 
@@ -39,8 +42,6 @@ def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     x = torch.randn(len(positions), heads, dim, generator=g).bfloat16().to(session.device)
     at = torch.tensor(positions, device=session.device)
     table = bi_kernels.rope_table(4096, dim, device=session.device)
-    from bi_kernels import reference
-
     exact, _ = reference.rope(x, table, at)
     out = {}
     for name, fn in (
@@ -96,8 +97,6 @@ def bandwidth(session) -> list[dict]:
     g, u, q = make(rows, size["mlp"]), make(rows, size["mlp"]), make(rows, size["heads"], size["head_dim"])
     b, at = make(size["mlp"]), torch.arange(rows, device=session.device)
     table, mask = bi_kernels.rope_table(rows, size["head_dim"], device=session.device), g > 0
-    from bi_kernels.audit import stock
-
     cases = {
         "silu": (lambda m: m.silu(g), 2 * g.nbytes),
         "gelu": (lambda m: m.gelu(g), 2 * g.nbytes),

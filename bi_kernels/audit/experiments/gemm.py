@@ -1,9 +1,6 @@
 """The experiments of the GEMM audit."""
 
-import math
-import statistics
-import time
-from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +9,18 @@ import triton.language as tl
 
 import bi_kernels
 from bi_kernels import contract
+from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.experiments.timing import launch_us, times_ms
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.ops.gemm_kernel import tiles as table_tiles
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
-FLUSH = 2**30  # bytes, a third of a millisecond
-TURN_MS = 40.0  # that a call is timed before it is the next one's turn
 
 
 @triton.jit
@@ -62,6 +60,12 @@ def _problem(session, case: str, dtype: str) -> Problem:
     )
 
 
+def _ours(session, case: str, dtype: str) -> Subject:
+    return Subject(
+        _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
+    )
+
+
 def _name(tile: Tile) -> str:
     width = f"{tile.n}+{tile.extra_n}" if tile.extra_n else str(tile.n)
     return (
@@ -80,9 +84,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, floa
     """
     rows, seen = [], {}
     for dtype in session.dtypes:
-        subject = Subject(
-            _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-        )
+        subject = _ours(session, case, dtype)
         tokens, shared = subject.inputs(SHARPEST, subject.largest)
         x, w = tokens["x"], shared["weight"]
         bias = x[0, :1] * torch.ones_like(w[:, 0])
@@ -142,9 +144,7 @@ def slabs(session) -> tuple[list[Row], list[dict]]:
         "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
         "reversed": (x.flip(1), w.flip(1)),
     }
-    subject = Subject(
-        _problem(session, "o", "bf16"), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-    )
+    subject = _ours(session, "o", "bf16")
     rows, out = [], []
     for name, (a, b) in orders.items():
         drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
@@ -188,9 +188,7 @@ def captured(session) -> list[Row]:
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
     for dtype in session.dtypes:
         for case in linears(session.parameters["shapes"]):
-            s = Subject(
-                _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-            )
+            s = _ours(session, case, dtype)
             tokens, shared = s.inputs(SHARPEST, s.largest)
             x, w = tokens["x"], shared["weight"]
             whole = bi_kernels.linear(x, w)
@@ -221,65 +219,19 @@ def captured(session) -> list[Row]:
 
 
 def missing(session) -> list[Row]:
-    """A needs-fix row for every tile × M, and on a GPU every layer × M captured and compiled, that is not in the rows."""
-    out = []
-    for dtype in session.dtypes:
-        for case in linears(session.parameters["shapes"]):
-            s = Subject(
-                _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-            )
-            met = {
-                (r.layout, r.rows, r.detail) for r in session.rows if (r.op, r.case, r.dtype) == ("linear", case, dtype)
-            }
-            names = [_name(t) for t in table_tiles(DTYPES[dtype])]
-            required = {("tiles", m, name) for m in _tile_rows(s) for name in names} if case == "o" else set()
-            if session.on_gpu:
-                n, k = linears(session.parameters["shapes"])[case]
-                required |= {
-                    (layout, m, _name(tile_for(m, n, DTYPES[dtype])))
-                    for m in contract.rows(s.largest)
-                    for layout in ("cuda_graph", "torch.compile")
-                }
-            out += [
-                s.row("invariance", layout, None, inputs=SHARPEST, rows=m, detail=f"{name}: required, not run")
-                for layout, m, name in sorted(required - met)
-            ]
-    return out
-
-
-def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
-    """Median milliseconds of each call on the device, the L2 cache flushed before every run; the flush takes so long that
-    the CPU has queued the call by its end.
-
-    The calls take turns: a product that runs long heats the GPU and lowers its clocks, and so is paid for by all alike.
-    """
-    flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
-
-    def median(call: Callable, runs: int) -> float:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
-        for start, end in pairs:
-            flush.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in pairs)
-
-    runs = [max(5, min(200, int(TURN_MS / median(call, 5)))) for call in calls]
-    turns = [[median(call, n) for call, n in zip(calls, runs)] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*turns)]
-
-
-def launch_us(call: Callable, runs: int = 300) -> float:
-    """Microseconds of the CPU that a call takes before it returns; the device must be the faster of the two."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(runs):
-        call()
-    took = (time.perf_counter() - start) / runs * 1e6
-    torch.cuda.synchronize()
-    return took
+    """Returns a row that needs a fix for every tile × M, and on a GPU every layer × M captured and compiled, that was
+    not run."""
+    found = []
+    for dtype, (case, (n, _)) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
+        s = _ours(session, case, dtype)
+        row = lambda layout, m, tile: dict(
+            relation="invariance", layout=layout, inputs=SHARPEST, rows=m, detail=_name(tile)
+        )
+        required = [row("tiles", m, tile) for m in _tile_rows(s) for tile in table_tiles(DTYPES[dtype]) if case == "o"]
+        for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
+            required += [row(layout, m, tile_for(m, n, DTYPES[dtype])) for m in contract.rows(s.largest)]
+        found += coverage.missing(session.rows, s, required)
+    return found
 
 
 def launches(session) -> dict[str, float]:
@@ -318,7 +270,3 @@ def benchmark(session) -> list[dict]:
                 }
             )
     return out
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))

@@ -91,7 +91,8 @@ def _ops(candidate: str):
 
 
 def batches(lengths: list[int], vocab: int, steps: int, device: torch.device, seed: int) -> Iterator[tuple]:
-    """(ids, targets, advantages) of each step's logical tokens; the first quarter of a sample is a prompt, not scored."""
+    """(ids, targets, advantages) of each step's logical tokens; the first quarter of a sample is a prompt, not
+    scored."""
     g = generator(device, seed, "batches")
     prompt = torch.cat([torch.arange(n) < n // 4 for n in lengths]).to(device)
     for _ in range(steps):

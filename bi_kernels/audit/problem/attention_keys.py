@@ -25,8 +25,8 @@ class Keys:
 
 
 def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
-    """All tokens of each sample up to the call's last: packed as the queries are, in a cache, or in pages of `page` that lie
-    in any order."""
+    """All tokens of each sample up to the call's last: packed as the queries are, in a cache, or in pages of `page`
+    that lie in any order."""
     if call.cu_seqlens is not None or call.index.ndim == 1:
         return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
     every = spans(lengths)

@@ -72,8 +72,8 @@ def decode(samples: Sequence[np.ndarray]) -> list[Call]:
 
 
 def layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
-    """Returns every layout of the contract, by name; a name may carry a variant behind a colon. `packed` is what the others
-    are compared with."""
+    """Returns every layout of the contract, by name; a name may carry a variant behind a colon. `packed` is what the
+    others are compared with."""
     return _layouts(tuple(lengths), seed)
 
 

@@ -33,8 +33,8 @@ class Candidate:
 
 
 def file_or_module_import(spec: str, folder: Path) -> str:
-    """The lines that bring the function of `package.module:function` or `file.py:function` into a script in `folder` as `fn`,
-    wherever the script is run from."""
+    """The lines that bring the function of `package.module:function` or `file.py:function` into a script in `folder`
+    as `fn`, wherever the script is run from."""
     module, _, function = spec.rpartition(":")
     if module.endswith(".py"):
         beside = Path(os.path.relpath(module, folder)).as_posix()

@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.registry import Problem, joined
+from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
@@ -50,7 +50,8 @@ class Subject(Judged):
         verdict: str = "",
         **more,
     ) -> Row:
-        """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no drift."""
+        """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no
+        drift."""
         p = self.problem
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         evidence = {} if drift is None else drift.json()
@@ -139,7 +140,8 @@ class Subject(Judged):
             return self.function(*tensors, **told)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
-        """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in pages."""
+        """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in
+        pages."""
         device, lengths, nonfinite = self.problem.device, self.lengths, kind == "nonfinite"
         sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
         tokens, shared = self.inputs(kind, sum(lengths), sample == poisoned_sample)
@@ -178,7 +180,8 @@ def each(function: Callable, *outputs: Tensors):
 
 
 def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
-    """Gathers tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside others' NaN."""
+    """Gathers tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside
+    others' NaN."""
     at = torch.from_numpy(index).to(t.device)
     found = t[at.clamp(min=0)]
     if (index < 0).any():
@@ -221,8 +224,8 @@ def poisoned_memory(byte: int) -> Iterator[None]:
 
 
 def refusal(subject: Subject, error: Exception) -> str:
-    """Returns the verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError that names
-    the dtype, where the contract does not demand it; else it needs a fix."""
+    """Returns the verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError
+    that names the dtype, where the contract does not demand it; else it needs a fix."""
     name = dtype_name(subject.problem.dtype)
     said = re.search(rf"\b({name}|{str(subject.problem.dtype).removeprefix('torch.')})\b", str(error))
     clear = isinstance(error, (TypeError, ValueError, NotImplementedError)) and said

@@ -13,7 +13,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.registry import joined
+from bi_kernels.audit.problem.problem import joined
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
 from bi_kernels.contract import SWEEP, dtype_name
 
@@ -39,8 +39,8 @@ def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
 def by_layout(subject: Subject, only: Sequence[str] = ()) -> Iterator[Row]:
     """Compares every layout's bits with those of `packed`, and those of `packed` with each sample alone.
 
-    Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and where a
-    call holds more than one sample, one that is not finite beside the others.
+    Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and
+    where a call holds more than one sample, one that is not finite beside the others.
     """
     finite = [SHARPEST] if subject.problem.reduction > 1 else [k for k in KINDS if k != "nonfinite"]
     for number, (name, calls) in enumerate(layouts(subject.lengths, subject.problem.seed).items()):
@@ -64,7 +64,8 @@ def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
 
 
 def by_row_count(subject: Subject) -> Iterator[Row]:
-    """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's sweep.
+    """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's
+    sweep.
 
     The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one besides. With
     `nonfinite` inputs the first M rows are finite and all others are not.
@@ -157,8 +158,8 @@ def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
 
 
 def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
-    """Measures the error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a fix. Of
-    several outputs, the one with the larger share."""
+    """Measures the error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a
+    fix. Of several outputs, the one with the larger share."""
     p = subject.problem
     n = tokens or min(subject.largest, ACCURATE_ROWS)
     at = torch.arange(n, device=p.device)
@@ -187,7 +188,8 @@ def against_bound(
     detail: str,
     tensor: str = "out",
 ) -> Row:
-    """Returns the row that says how much of the bound `limit` the error of y takes; elements above it are its mismatches."""
+    """Returns the row that says how much of the bound `limit` the error of y takes; elements above it are its
+    mismatches."""
     said = {"against": "fp64", "inputs": kind, "rows": n, "tensor": tensor}
     if y.dtype != dtype or y.shape != exact.shape:
         detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"

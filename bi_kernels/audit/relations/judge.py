@@ -32,8 +32,8 @@ def judge_subject(
 
 
 def judge(session, examples: int = 5, wants_forward: bool = True, wants_backward: bool = False) -> list[Row]:
-    """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows; the
-    variants that were launched become the session's."""
+    """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
+    the variants that were launched become the session's."""
     subjects, added, launched = session.make(), [], []
     judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
     for subject, (rows, launches) in zip(subjects, judged):

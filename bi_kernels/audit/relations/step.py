@@ -1,8 +1,8 @@
 """A training step of a subject: what a real backward() leaves under any layout and micro-batch split.
 
-Upstream gradient and denominator belong to the step, not to the call: every logical token keeps its own in every layout,
-and padding has none. Gradients of tokens are gathered back to logical order; gradients of parameters are what stands in
-`main_grad`, or in `.grad` where the candidate leaves it there, after the last call.
+Upstream gradient and denominator belong to the step, not to the call: every logical token keeps its own in every
+layout, and padding has none. Gradients of tokens are gathered back to logical order; gradients of parameters are what
+stands in `main_grad`, or in `.grad` where the candidate leaves it there, after the last call.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,8 @@ def gradient_lengths(subject: Subject) -> list[int]:
 
 
 class Step:
-    """One training step of a subject: its inputs, parameters and upstream gradient, and its gradients under a layout."""
+    """One training step of a subject: its inputs, parameters and upstream gradient, and its gradients under a
+    layout."""
 
     def __init__(self, subject: Subject, kind: str, lengths: Sequence[int] = ()):
         self.subject, self.kind = subject, kind

@@ -8,8 +8,9 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from bi_kernels.audit.callables.audit import INVARIANCE, plan
-from bi_kernels.audit.callables.target import Target, gradients_kept
+from bi_kernels.audit.callables.relations import INVARIANCE, plan
+from bi_kernels.audit.callables.step import gradients_kept
+from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.problem.candidates import file_or_module_import, reached

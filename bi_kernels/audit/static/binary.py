@@ -1,5 +1,5 @@
-"""What the PTX and SASS of every variant launched show. Not seen: kernels that CUDA C++ or torch.compile's generated code
-launch."""
+"""What the PTX and SASS of every variant launched show. Not seen: kernels that CUDA C++ or torch.compile's generated
+code launch."""
 
 import contextlib
 import hashlib
@@ -32,11 +32,12 @@ SASS = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?\w+\s+)?((?:ATOM[A-Z]*|(?:U[A-Z]+)?RED
 
 
 def examined(launches: Launches, only_compiled: bool = False) -> dict:
-    """Returns {key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS hold.
+    """Returns {key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS
+    hold.
 
-    What the interpreter ran, left out with only_compiled, is compiled for sm_90 in a process of its own, which needs no GPU
-    but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel), the variant
-    says "AST only". A variant that was examined before stays as it is.
+    What the interpreter ran, left out with only_compiled, is compiled for sm_90 in a process of its own, which needs
+    no GPU but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel),
+    the variant says "AST only". A variant that was examined before stays as it is.
     """
     known = {k: v for k, v in launches.variants.items() if isinstance(v, Variant)}
     compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}

@@ -1,11 +1,11 @@
 """The AST half of the static audit: what the source of kernels, and of the Python around them, shows.
 
-Names are looked up as objects, so an alias of `tl.atomic_add` hides nothing, and what a launch passes is followed into the
-kernel through assignments, calls and fields. A reduction is a loop that hands on a value made of loaded data. It is found
-where its range depends on `num_programs`, on the number of multiprocessors, or on a number that the rows chose: one compared
-with them, looked up or divided by them, or a share of them times a program id. The rows themselves may end a range, and the
-tile of a pure `acc = tl.dot(a, b, acc)` chain may be chosen freely: on sm_90 it changes no bit. Every size of a tensor that
-is not known to be a later one counts as rows.
+Names are looked up as objects, so an alias of `tl.atomic_add` hides nothing, and what a launch passes is followed into
+the kernel through assignments, calls and fields. A reduction is a loop that hands on a value made of loaded data. It
+is found where its range depends on `num_programs`, on the number of multiprocessors, or on a number that the rows
+chose: one compared with them, looked up or divided by them, or a share of them times a program id. The rows themselves
+may end a range, and the tile of a pure `acc = tl.dot(a, b, acc)` chain may be chosen freely: on sm_90 it changes no
+bit. Every size of a tensor that is not known to be a later one counts as rows.
 
 Not decided, and left to the invariance audit: a sum that Python cuts by slicing or by choosing between two launches;
 bounds and accumulators in memory; num_warps or the block of a `tl.sum` chosen by rows; torch's own matmul and sum. Not

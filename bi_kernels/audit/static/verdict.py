@@ -15,8 +15,8 @@ STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
 def atomics_free(
     judged: Sequence[tuple[Judged, Launches]], levels: Sequence[str] = ("",)
 ) -> tuple[list[Row], list[Variant]]:
-    """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants, each of
-    them once. levels: a row for each instead, of what is found at that level alone."""
+    """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants,
+    each of them once. levels: a row for each instead, of what is found at that level alone."""
     every = Launches()
     for _, launches in judged:
         every.variants.update(launches.variants)

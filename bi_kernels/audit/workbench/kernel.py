@@ -27,7 +27,8 @@ from triton.runtime.jit import JITFunction
 from bi_kernels.audit import worker
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.problem.candidates import resolve
-from bi_kernels.audit.problem.registry import OPS, Problem
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import judge

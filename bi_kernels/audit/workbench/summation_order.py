@@ -1,14 +1,14 @@
 """The order in which a callable adds, found from outside by probing it, and where two orders part.
 
-FPRev (Xie, Gao, Wang and Xue, arXiv 2411.00442): all terms are 1, but for +M at i and −M at j. Until the two meet, every
-1 that is added to either is lost; so the result counts the terms that are not under the lowest node that joins i and j,
-and all pairs together are the whole tree. A node of many terms, such as a step of the tensor core, which adds 16 products
-and the accumulator at once, comes out as one.
+FPRev (Xie, Gao, Wang and Xue, arXiv 2411.00442): all terms are 1, but for +M at i and −M at j. Until the two meet,
+every 1 that is added to either is lost; so the result counts the terms that are not under the lowest node that joins i
+and j, and all pairs together are the whole tree. A node of many terms, such as a step of the tensor core, which adds
+16 products and the accumulator at once, comes out as one.
 
-Assumed: each term can be set on its own, to 1 and to ±M, exactly; the sum ends in a format that holds every integer up to
-n (bf16: 256); M is above n · 2^p for an accumulator of p bits (the tensor core's has 26) and overflows nowhere; the order
-does not depend on the values. A sum of squares has no −M and cannot be probed. Of a compensated sum, such as Kahan's, only
-the order shows.
+Assumed: each term can be set on its own, to 1 and to ±M, exactly; the sum ends in a format that holds every integer up
+to n (bf16: 256); M is above n · 2^p for an accumulator of p bits (the tensor core's has 26) and overflows nowhere; the
+order does not depend on the values. A sum of squares has no −M and cannot be probed. Of a compensated sum, such as
+Kahan's, only the order shows.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,9 +134,9 @@ def fold(
     sums(values (probes, n) fp32) -> (probes,): each row's sum, every probe by the same order. at_once: how many rows a
     call has, where the shape of the call is part of the question; the rest is filled with zeros.
 
-    `over_k` and `over_tokens` make such a function of a linear op and of the gradient of a norm's weight. big, unit: M and
-    the term that is lost beside it, for what cannot hold 2^100 (fp16: 2^15 and 2^-24). Raises ValueError if no tree gives
-    what came out.
+    `over_k` and `over_tokens` make such a function of a linear op and of the gradient of a norm's weight. big, unit: M
+    and the term that is lost beside it, for what cannot hold 2^100 (fp16: 2^15 and 2^-24). Raises ValueError if no
+    tree gives what came out.
     """
     first, second = np.triu_indices(n, 1)
     rows = at_once or min(MANY, len(first)) or 1
@@ -171,8 +171,9 @@ def over_tokens(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """For `fold`: the sum over tokens that the gradient of op(x, weight, **constants)'s weight is, over a whole step.
 
-    micro_batches: the lengths of the sequences in each call of the step. Each feature is a probe and stands in dy; x holds
-    ones, which a norm leaves as they are if its eps is 0. What the step leaves in main_grad, or in .grad, is the answer.
+    micro_batches: the lengths of the sequences in each call of the step. Each feature is a probe and stands in dy; x
+    holds ones, which a norm leaves as they are if its eps is 0. What the step leaves in main_grad, or in .grad, is the
+    answer.
     """
 
     def sums(values: torch.Tensor) -> torch.Tensor:
@@ -214,11 +215,12 @@ def _tree(lost: np.ndarray) -> Tree:
 def first_parting(
     a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
 ) -> pd.DataFrame:
-    """Both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart they end.
+    """Both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart they
+    end.
 
-    A line a partial sum, in the order in which its last term comes: its terms, how each tree sums them (nothing where it
-    never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From the last
-    line on which both agree, `most` lines, and the end.
+    A line a partial sum, in the order in which its last term comes: its terms, how each tree sums them (nothing where
+    it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
+    the last line on which both agree, `most` lines, and the end.
     """
     lines: dict[tuple, dict] = {}
     trees, inside = dict(zip(names, (a, b))), {}

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from bi_kernels.audit.callables.audit import Report, audit
+from bi_kernels.audit.callables.audit import audit
+from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.zoo.animals import zoo
 

@@ -1,0 +1,130 @@
+"""The relations of any callable, between calls on parts of its batch, in layouts that need no knowledge of the op."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from bi_kernels import contract
+from bi_kernels.audit.callables.step import Step
+from bi_kernels.audit.callables.target import Layout, Target
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.relations.forward import against_bound
+from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
+from bi_kernels.contract import CONTRACT, dtype_name
+
+SINGLES = 16  # samples that are computed alone, spread over the batch
+RANDOM = "random: equal once torch.manual_seed is called before each call; nothing else was judged"
+UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
+
+
+def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
+    """Returns {layout: (calls, what fills a place without a sample)} over `count` samples."""
+    every = list(range(count))
+    some = sorted({round(i * (count - 1) / max(1, min(count, SINGLES) - 1)) for i in range(min(count, SINGLES))})
+    third, pad = max(1, count // 3), -count % 16 or 16
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = order if order != every else every[::-1]
+    split = [every[:third], every[third:]]
+    beside = [[i if i % 2 == parity else -1 for i in every] for parity in (0, 1)]
+    return {  # those that tell most come first, should the time run out
+        "singles": ([[i] for i in some], "stale"),
+        "permuted": ([order], "stale"),
+        "padded": ([every + [-1] * pad], "stale"),
+        "left_padded": ([[-1] * pad + every], "stale"),
+        "micro_batches:ragged": (split, "stale"),
+        "neighbours": (beside, "stale"),
+        "neighbours:nonfinite": (beside, "nonfinite"),
+        **{f"rows:{m}": ([every[:m]], "stale") for m in contract.rows(count) if m < count},
+    }
+
+
+def output_names(t: Target) -> list[str]:
+    """Returns the names of the outputs that are judged."""
+    judged = [i for i, d in enumerate(t.dims) if d is not None]
+    return [t.outputs[i] if t.outputs else "out" if len(t.dims) == 1 else f"out[{i}]" for i in judged]
+
+
+def compared(
+    t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
+) -> list[Row]:
+    """Compares outputs one by one."""
+    return [
+        t.row(relation, layout, compare(a, b), tensor=name, **said)
+        for name, a, b in zip(output_names(t), found, wanted)
+    ]
+
+
+def determinism(t: Target, runs: int) -> list[Row]:
+    """Repeats the same call; where it differs, finds out whether a seed makes it the same."""
+    every = [list(range(t.count))]
+    first = t.compute(every)[1]
+    said = {"against": "itself", "rows": t.count, "detail": f"{runs} runs"}
+    for _ in range(runs - 1):
+        rows = compared(t, DETERMINISM, "whole batch", t.compute(every)[1], first, **said)
+        if needs_fix(rows):
+            seeded = []
+            for _ in range(2):
+                torch.manual_seed(t.seed)
+                seeded.append(t.compute(every)[1])
+            random = all(not compare(a, b).mismatches for a, b in zip(*seeded))
+            for r in rows:
+                r.detail = RANDOM if random else UNSTEADY
+            break
+    return rows
+
+
+def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+    """Compares every sample's bits under a layout with those of the whole batch."""
+    sizes = ", ".join(map(str, sorted({len(call) for call in layout})))
+    said = {"rows": max(map(len, layout)), "detail": f"{len(layout)} call{'s' * (len(layout) > 1)} of {sizes}"}
+
+    def rows(kind: str) -> list[Row]:
+        samples, found = t.compute(layout, filler, kind)
+        wanted = [w[samples] for w in whole[kind]]
+        return compared(t, "invariance", name, found, wanted, inputs=kind, **said)
+
+    return [row for kind in whole for row in t.attempt("invariance", name, lambda: rows(kind), inputs=kind, **said)]
+
+
+def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+    """Compares what backward left under a layout with what it left for the whole batch."""
+    said = {"rows": max(map(len, layout))}
+
+    def rows() -> list[Row]:
+        found, out = step.gradients(layout, filler), []
+        samples = sorted(i for call in layout for i in call if i >= 0)  # a layout may leave some out
+        for k, expected in whole.items():
+            batched = k.removeprefix("d") in t.batched
+            if filler == "nonfinite" and not batched:
+                continue  # NaN beside a sample is in the sum over samples
+            drift = compare(found[k], expected[samples] if batched else expected) if k in found else None
+            detail = "" if k in found else "backward left no gradient"
+            out.append(t.row(INVARIANCE, name, drift, tensor=k, detail=detail, **said))
+        return out
+
+    return t.attempt(INVARIANCE, name, rows, **said)
+
+
+def accuracy(t: Target, reference: Callable) -> list[Row]:
+    """Measures the error against `reference` in fp64: at most twice that of the reference itself in the inputs' dtype,
+    and one rounding (the criterion of FlashAttention's tests)."""
+
+    def judged(values: dict) -> list[torch.Tensor]:
+        found = tree_leaves(t.returned(reference, values))
+        if len(found) != len(t.dims):
+            raise ValueError(f"the reference returned {len(found)} tensors, expected {len(t.dims)}, as {t.name} does")
+        return [y for y, d in zip(found, t.dims) if d is not None]
+
+    raised = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in t.values.items()
+    }
+    ours = [y for y, d in zip(t.call(range(t.count)), t.dims) if d is not None]
+    rows = []
+    for name, y, low, exact in zip(output_names(t), ours, judged(t.values), judged(raised)):
+        u, tiny = contract.rounding(y.dtype)
+        limit = CONTRACT["any"]["accuracy"] * (low.double() - exact).abs().max() + u * exact.abs() + tiny
+        said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name
+        rows.append(against_bound(t, "accuracy", y, exact.double(), limit.expand_as(exact), y.dtype, *said))
+    return rows

@@ -1,0 +1,82 @@
+"""Times on a GPU: of calls that take turns, and of what a launch costs the CPU."""
+
+import contextlib
+import fcntl
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+FLUSH = 2**30  # bytes, a third of a millisecond
+TURN_MS = 40.0  # that a call is timed before it is the next one's turn
+
+
+class Turns:
+    """Keeps a GPU to one audit while that one times: audits that run side by side share it otherwise."""
+
+    def __init__(self):
+        self.file = None  # open for the life of the process
+
+    def share(self) -> None:
+        """Says that this process uses the GPU from now on; waits for one that times."""
+        if self.file is None:
+            self.file = Path(tempfile.gettempdir(), f"bi-audit-{torch.cuda.get_device_properties(0).uuid}").open("w")  # noqa: SIM115
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other audit uses the GPU; others wait meanwhile."""
+        self.share()
+        fcntl.flock(self.file, fcntl.LOCK_EX)  # gives up its share first, so two that wait do not wait for each other
+        try:
+            yield
+        finally:
+            self.share()
+
+
+GPU = Turns()
+
+
+def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
+    """Returns the median milliseconds of each call on the device, the L2 cache flushed before every run; the flush
+    takes so long that the CPU has queued the call by its end.
+
+    The calls take turns: a product that runs long heats the GPU and lowers its clocks, and so is paid for by all alike.
+    """
+    flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
+
+    def median(call: Callable, runs: int) -> float:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+    with GPU.alone():
+        runs = [max(5, min(200, int(TURN_MS / median(call, 5)))) for call in calls]
+        turns = [[median(call, n) for call, n in zip(calls, runs)] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*turns)]
+
+
+def launch_us(call: Callable, runs: int = 300) -> float:
+    """Returns the microseconds of the CPU that a call takes before it returns; the device must be the faster of the
+    two."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    took = (time.perf_counter() - start) / runs * 1e6
+    torch.cuda.synchronize()
+    return took
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
