@@ -89,7 +89,7 @@ def imported(name: str) -> set[str]:
     }
     found = {module for _, module in bound(TREES[name])} | texts
     if name == "bi_kernels":
-        found |= {f"bi_kernels.{module}" for module in bi_kernels._OPS.values()}
+        found |= {getattr(bi_kernels, op).__module__ for op in bi_kernels.__all__}  # when it is first named
     return found & TREES.keys() - {name}
 
 
