@@ -18,9 +18,11 @@ from conftest import wait_for
 
 from bi_kernels.audit import ci
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.digests import candidate as digests
+from bi_kernels.audit.digests import file as digests
+from bi_kernels.audit.digests.candidate import compute
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.runner import stopped
+from bi_kernels.audit.summary import summary
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())
@@ -163,7 +165,7 @@ def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypa
     (tmp_path / "out" / "gemm").mkdir(parents=True)
     (tmp_path / "out" / "gemm" / "README.md").touch()
     odd = replace(INACCURATE, op="", relation="", elements=None, detail="a | b")
-    text = ci.summary(
+    text = summary(
         rows(PASS, DRIFT, WORSE, CAUGHT, MISSED, odd),
         tmp_path / "out",
         tmp_path / "s.md",
@@ -182,7 +184,7 @@ def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypa
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
     monkeypatch.setenv("GITHUB_REPOSITORY", "me/mine")
     monkeypatch.setenv("GITHUB_RUN_ID", "7")
-    text = ci.summary(rows(PASS, CAUGHT), tmp_path / "out", tmp_path / "s.md", ["gemm"], [], "needs-fix")
+    text = summary(rows(PASS, CAUGHT), tmp_path / "out", tmp_path / "s.md", ["gemm"], [], "needs-fix")
     assert text.startswith("## ✅ bi-audit: pass") and "https://github.com/me/mine/actions/runs/7#artifacts" in text
     assert "needs a fix" not in text
 
@@ -224,11 +226,11 @@ def stale(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "whose, said",
+    "whose, why",
     [("os.getpid()", "the notebook stopped: "), ("os.getppid()", "status -9")],
     ids=["kernel", "papermill"],
 )
-def test_a_crashed_audit_leaves_both_files(whose, said, tmp_path, monkeypatch):
+def test_a_crashed_audit_leaves_both_files(whose, why, tmp_path, monkeypatch):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(CRASHES.format(whose=whose))
     monkeypatch.chdir(tmp_path)
@@ -236,9 +238,9 @@ def test_a_crashed_audit_leaves_both_files(whose, said, tmp_path, monkeypatch):
         cli.main([*ARGUMENTS, "--fail-on", "drift"], standalone_mode=False)
     assert end.value.code == 1
     end = parsed((tmp_path / "ci" / "junit.xml").read_text())["dtype", "runs to its end"]
-    assert said in end.find("error").get("message")
-    summary = (tmp_path / "ci" / "summary.md").read_text()
-    assert summary.startswith("## ❌ bi-audit: needs-fix") and "did not run to its end" in summary
+    assert why in end.find("error").get("message")
+    said = (tmp_path / "ci" / "summary.md").read_text()
+    assert said.startswith("## ❌ bi-audit: needs-fix") and "did not run to its end" in said
     assert "stopped here" in (tmp_path / "out" / "dtype" / "README.md").read_text()
 
 
@@ -270,9 +272,9 @@ FILE = Path("digests.json")
 
 
 def test_digests_name_the_op_and_the_version_that_changed():
-    found, problems = digests.compute(["elementwise", "dtype"], SCALE)
+    found, problems = compute(["elementwise", "dtype"], SCALE)
     assert [(r["op"], r["what"]) for r in found] == [("scale", "forward"), ("scale", "gradient")] and not problems
-    assert digests.changes(found, *digests.compute(["elementwise"], SCALE), FILE) == []
+    assert digests.changes(found, *compute(["elementwise"], SCALE), FILE) == []
     recorded = [r | {"sha256": "0" * 64, "Triton": "3.6.0"} for r in found[:1]] + found[1:]
     (warning,) = digests.changes(recorded, found, [], FILE)
     assert warning.startswith(
@@ -292,11 +294,11 @@ def test_digests_see_another_order_of_a_sum(seed, tmp_path, monkeypatch):
         "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x, weight)\n"
     )
     monkeypatch.chdir(tmp_path)
-    one = digests.compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
+    one = compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
     (tmp_path / "mine.py").write_text(
         "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x.flip(-1), weight.flip(-1))\n"
     )
-    other = digests.compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
+    other = compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
     forward = [(a["case"], a["sha256"] == b["sha256"]) for a, b in zip(one, other) if a["what"] == "forward"]
     assert len(forward) == 5 and not any(same for _, same in forward), forward
     assert all("linear: " in w and "candidate's code" in w for w in digests.changes(one, other, [], FILE))
@@ -305,7 +307,7 @@ def test_digests_see_another_order_of_a_sum(seed, tmp_path, monkeypatch):
 def test_what_gives_other_bits_each_time_has_no_digest(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef scale(x, factor):\n    return torch.rand_like(x)\n")
     monkeypatch.chdir(tmp_path)
-    found, problems = digests.compute(["elementwise"], SCALE | {"candidate": "mine.py:scale"})
+    found, problems = compute(["elementwise"], SCALE | {"candidate": "mine.py:scale"})
     assert not found and "other bits when called again" in problems[0]
 
 
@@ -443,8 +445,8 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     assert "needs-fix" in body and str(tmp_path) not in body
     assert found["digests", "scale"].find("skipped") is not None
     assert {name[0] for name, c in found.items() if c.find("failure") is not None} == {"elementwise.scale"}
-    summary = (tmp_path / "summary.md").read_text()
-    assert summary.startswith("before\n## ❌ bi-audit: needs-fix") and script in summary and "### Warnings" in summary
+    said = (tmp_path / "summary.md").read_text()
+    assert said.startswith("before\n## ❌ bi-audit: needs-fix") and script in said and "### Warnings" in said
 
 
 def test_parameters_reach_the_command_line_as_they_are(tmp_path):

@@ -1,5 +1,6 @@
 """bi-audit: what it names, what it refuses, what it makes of verdicts."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.runner import audits
+from bi_kernels.audit.evidence.verdicts import Row, write_rows
+from bi_kernels.audit.runner import Board, audits
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,18 +81,68 @@ def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monk
 @pytest.mark.parametrize(
     "narrowed, name",
     [
-        ((), "cpu-tiny"),
-        (("--dtype", "bf16"), "cpu-tiny-bf16"),
-        (("-p", "op", "matmul", "--candidate", "torch"), "cpu-tiny-torch-matmul"),
+        ((), "interpreter-tiny"),
+        (("--dtype", "bf16"), "interpreter-tiny-bf16"),
+        (("-p", "op", "matmul", "--candidate", "torch"), "interpreter-tiny-torch-matmul"),
     ],
 )
 def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name, tmp_path, monkeypatch, bi_audit):
     written = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, parameters, out, *_: written.append(out))
-    monkeypatch.setattr("bi_kernels.audit.cli._device_name", lambda session: "cpu")
     bi_audit("run", "gemm", "--device", "cpu", *narrowed)
     assert written == [Path("audits") / name]
+
+
+@pytest.mark.parametrize(
+    "arguments, order",
+    [
+        (("gemm", "attention", "dtype", "--jobs", "2"), ["gemm", "attention", "dtype"]),
+        (("--jobs", "2"), ["attention", "gemm", "vocabulary", "backward", "elementwise", "dtype", "rms_norm"]),
+        ((), ["dtype", "elementwise", "gemm", "rms_norm", "vocabulary", "backward", "attention"]),
+    ],
+    ids=["as named", "the longest first", "in reading order"],
+)
+def test_the_order_in_which_audits_start(arguments, order, tmp_path, monkeypatch, bi_audit):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, *_: started.append(names))
+    bi_audit("run", "--out", "out", *arguments)
+    assert started == [order]
+
+
+def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path):
+    said = Console(file=io.StringIO(), width=200)
+    board = Board(["gemm", "dtype"], tmp_path, said)
+    board.begin("gemm")
+    gemm, dtype = board.progress.tasks
+    assert gemm.elapsed is not None and dtype.elapsed is None, "what waits has no clock yet"
+    board.cell("gemm", "cell 3 20")
+    board.cell("gemm", "whatever a library prints")
+    assert (gemm.completed, gemm.total, gemm.fields["word"]) == (3, 20, "starting")
+    (tmp_path / ".gemm.partial").mkdir()
+    for rows in ([ROW], [ROW, replace(ROW, verdict="needs-fix")]):
+        write_rows(tmp_path / ".gemm.partial" / "verdicts.json", [r.json() for r in rows])
+        board.count("gemm")
+    assert gemm.fields["word"] == "2 checks, 1 need a fix"
+    assert said.file.getvalue().splitlines() == ["gemm: 1 checks, 0 need a fix after 0 s"], "once"
+    assert board.end("gemm", True) >= 0 and gemm.finished and not dtype.finished
+
+
+LIGHT = """
+import sys
+from bi_kernels.audit.cli import cli
+try:
+    cli.main({}, standalone_mode=False)
+finally:
+    print(sorted({{"torch", "triton", "pandas", "papermill"}} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["run", "-h"], ["digest", "-h"], ["list"]], ids=" ".join)
+def test_help_and_list_load_nothing_that_takes_seconds(arguments):
+    done = subprocess.run([sys.executable, "-c", LIGHT.format(arguments)], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done
 
 
 def test_a_process_of_its_own_says_no_more_than_that_line():

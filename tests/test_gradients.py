@@ -122,16 +122,9 @@ def empty(level: str, monkeypatch) -> None:
     elif level == "torch":
         monkeypatch.setattr(launches, "_dispatched", lambda beside: lambda launches: nullcontext())
     else:
-        run, also = (
-            static.subprocess.run,
-            f"import re; from bi_kernels.audit.static import binary; binary.{level} = re.compile('(?!)'); ",
-        )
+        call = static.worker.call
         monkeypatch.setattr(
-            static.subprocess,
-            "run",
-            lambda command, **more: run(
-                [command[0], "-c", also + command[2], *command[3:]] if command[1] == "-c" else command, **more
-            ),
+            static.worker, "call", lambda _, messages, **how: call("one_level_blind:compiled", level, messages, **how)
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
-from bi_kernels.audit.callables import session as anyones
+from bi_kernels.audit import start
+from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
+from bi_kernels.audit.parameters import OPTIONS, defaults
 from bi_kernels.audit.runner import audits
-from bi_kernels.audit.session import PARAMETERS
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 
@@ -70,7 +72,9 @@ def test_committed_notebooks_carry_what_nbval_compares(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_parameters_are_annotated_and_known(path):
     known = papermill.inspect_notebook(str(path))
-    assert set(known) == set(anyones.PARAMETERS.get(path.stem[2:], PARAMETERS))
+    assert list(known) == list(defaults(path.stem[2:])) == list(audits()[path.stem[2:]].parameters)
+    setup = next(c.source for c in nbformat.read(path, as_version=4).cells if "setup" in c.metadata.get("tags", []))
+    assert set(known) == set(re.findall(r"\b(\w+)=\1\b", setup)), "a parameter that start is not given has no effect"
     assert all(p["inferred_type_name"] in ("str", "int") for p in known.values())
 
 
@@ -140,11 +144,49 @@ def test_a_variant_of_the_parameters_runs_and_repeats(tmp_path):
 
 def test_a_wrong_parameter_is_one_sentence(tmp_path):
     with pytest.raises(PapermillExecutionError) as error:
-        execute(NOTEBOOKS[1], tmp_path / "out.ipynb", dtyp="bf16")
-    assert (error.value.ename, error.value.evalue) == (
-        "ValueError",
-        "unknown parameter 'dtyp', expected one of dtype, candidate, shapes, device, seed, op",
-    )
+        execute(NOTEBOOKS[1], tmp_path / "out.ipynb", dtype="bf61")
+    assert (error.value.ename, error.value.evalue) == ("ValueError", "dtype is 'bf61', expected all, bf16, fp16, fp32")
+
+
+@pytest.mark.parametrize(
+    "audit, given, said",
+    [
+        ("gemm", {"dtyp": "bf16"}, "'dtyp', expected one of dtype, candidate, shapes, device, seed, op"),
+        (
+            "any",
+            {"dtype": "bf16"},
+            "'dtype', expected one of candidate, inputs, batch, shared, outputs, reference, seconds, device, seed",
+        ),
+        ("zoo", {"candidate": "torch"}, "'candidate', expected one of animals, seconds, device, seed"),
+    ],
+)
+def test_an_unknown_parameter_is_one_sentence(audit, given, said):
+    with pytest.raises(ValueError) as error:
+        start(audit, **given)
+    assert str(error.value) == f"unknown parameter {said}"
+
+
+def test_papermill_warns_of_a_parameter_that_the_notebook_does_not_have(tmp_path, caplog):
+    papermill.execute_notebook(str(NOTEBOOKS[1]), str(tmp_path / "out.ipynb"), {"dtyp": "bf16"}, prepare_only=True)
+    assert "unknown parameter: dtyp" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gemm", "any", "zoo"])
+def test_a_session_says_the_command_that_repeats_it(name):
+    given = {
+        "gemm": {"dtype": "bf16", "op": "matmul", "seed": 3},
+        "any": {"candidate": "torch:add", "inputs": "x:fp32[30] y:fp32[30]", "seconds": 9, "shared": "y"},
+        "zoo": {"animals": "F.silu; F.gelu", "seed": 1},
+    }[name]
+    program, run, audit, *words = shlex.split(start(name, **given).command)
+    assert (program, run, audit) == ("bi-audit", "run", name)
+    told = {}
+    while words:
+        option = words.pop(0)
+        parameter = words.pop(0) if option == "-p" else option.removeprefix("--")
+        told[parameter] = words.pop(0)
+    assert told == {k: str(v) for k, v in given.items()}
+    assert all(f"--{k}" in {o for p in cli.commands["run"].params for o in p.opts} for k in OPTIONS)
 
 
 EARLIER = Row(
@@ -161,6 +203,7 @@ def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_pat
     monkeypatch.chdir(tmp_path)
     done = bi_audit("run", "dtype", "--dtype", "fp32", "-p", "op", "scale", "--out", "out")
     assert done.returncode == 0, done
+    assert re.search(r"^dtype: \d+ checks, 0 need a fix after \d+ s$", done.err, re.M), done.err
     names = {p.name for p in (out / "dtype").iterdir()}
     assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and any(
         n.endswith(".png") for n in names

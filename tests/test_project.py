@@ -1,12 +1,18 @@
-"""The project's own promises: one list of dependencies, a README that is true, nothing of a machine in it."""
+"""The project's own promises: one list of dependencies, a README that is true, no circle of imports, no machine."""
 
+import ast
+import graphlib
 import re
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+
+import bi_kernels
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -53,3 +59,109 @@ def test_no_machine_is_named():
         if (ROOT / name).is_file() and Path(name).suffix in (".ipynb", ".md", ".json", ".py", ".toml", ".txt", ".yml"):
             found = home.search((ROOT / name).read_text(encoding="utf-8", errors="ignore"))
             assert not found, f"{name}: {found and found.group()}"
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {_module(p): ast.parse(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "bi_kernels").rglob("*.py"))}
+
+
+def bound(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields (name, module of the package) for every import, also of a function; '' for a name that is no module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                yield a.asname or a.name, a.name
+        elif isinstance(node, ast.ImportFrom):
+            for a in node.names:
+                whole = f"{node.module}.{a.name}"
+                yield (a.asname or a.name, whole) if whole in TREES else ("", node.module)
+
+
+def imported(name: str) -> set[str]:
+    """Returns the modules of the package that a module imports, anywhere in it, or names as "module:function"."""
+    texts = {
+        n.value.partition(":")[0] if ":" in n.value else n.value.removesuffix(".")
+        for n in ast.walk(TREES[name])
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.startswith("bi_kernels.")
+    }
+    found = {module for _, module in bound(TREES[name])} | texts
+    if name == "bi_kernels":
+        found |= {getattr(bi_kernels, op).__module__ for op in bi_kernels.__all__}  # when it is first named
+    return found & TREES.keys() - {name}
+
+
+def test_there_is_no_circle_of_imports():
+    """Not even one that an import in a function hides."""
+    try:
+        graphlib.TopologicalSorter({name: imported(name) for name in TREES}).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_nothing_but_the_audit_imports_the_audit():
+    outside = {name: imported(name) for name in TREES if not name.startswith("bi_kernels.audit")}
+    assert not {k: v for k, v in outside.items() if any(m.startswith("bi_kernels.audit") for m in v)}
+
+
+CHANGE = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__setattr__", "__ior__"}
+MAY_NAME_MODULES = {
+    "bi_kernels.audit.problem.candidates",
+    "bi_kernels.audit.static.binary",
+}  # a user's file; a kernel's
+
+
+def written(name: str) -> Iterator[str]:
+    """Yields the places where a module writes into another one of the package, or into sys.modules."""
+    modules = {bind for bind, module in bound(TREES[name]) if module in TREES}
+
+    def owner(node: ast.AST) -> str:
+        """Returns the module, as it is named there, whose attribute, or dictionary of attributes, this is."""
+        if isinstance(node, ast.Attribute):
+            whole = ast.unparse(node.value)
+            return whole if whole in modules else "sys.modules" if ast.unparse(node) == "sys.modules" else ""
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and node.args:
+            return ast.unparse(node.args[0]) if ast.unparse(node.args[0]) in modules else ""
+        return owner(node.value) if isinstance(node, ast.Subscript) else ""
+
+    for node in ast.walk(TREES[name]):
+        stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and owner(node)
+        call = node.func if isinstance(node, ast.Call) else None
+        if isinstance(call, ast.Name) and call.id in ("setattr", "delattr"):
+            stores = ast.unparse(node.args[0]) in modules
+        elif isinstance(call, ast.Attribute) and call.attr in CHANGE:
+            stores = owner(call.value)
+        if stores and not (stores == "sys.modules" and name in MAY_NAME_MODULES):
+            yield f"{name}, line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_module_writes_into_another():
+    assert not [place for name in TREES for place in written(name)]
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("gemm.BLOCK = 1", True),
+        ("gemm.TILES[0] += 1", True),
+        ("vars(gemm).update(BLOCK=1)", True),
+        ("vars(gemm)['BLOCK'] = 1", True),
+        ("setattr(gemm, 'BLOCK', 1)", True),
+        ("gemm.TILES.update({})", True),
+        ("sys.modules['x'] = gemm", True),
+        ("sys.modules.pop('x')", True),
+        ("mine = vars(gemm) | {}", False),
+        ("vars(mine).update(BLOCK=1)", False),
+        ("gemm.tiles(1).x = gemm.BLOCK", False),
+    ],
+)
+def test_what_writes_into_another_module_is_seen(text, found, monkeypatch):
+    monkeypatch.setitem(TREES, "mine", ast.parse(f"import sys\nfrom bi_kernels.ops import gemm\nmine = {{}}\n{text}"))
+    assert bool([*written("mine")]) == found
+
+
+def test_triton_is_not_imported_before_the_device_is_chosen():
+    light = "import sys, bi_kernels.audit.commands; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", light], cwd=ROOT).returncode == 0

@@ -1,5 +1,4 @@
-"""What the workbench says of a kernel in a cell: what it runs, compiles, collects, writes and audits is that kernel; and a
-debugger stops in it."""
+"""Shows that what the workbench runs, compiles, writes and audits is a cell's kernel, and a debugger stops in it."""
 
 import importlib.util
 import sys
@@ -250,7 +249,7 @@ def test_a_breakpoint_on_a_kernels_line_stops_in_every_program():
     manager, client = start_new_kernel(kernel_name="python3")
     try:
         client.execute(
-            "import torch, triton, triton.language as tl\nfrom bi_kernels.audit import workbench",
+            "import torch, triton, triton.language as tl\nfrom bi_kernels.audit.workbench import kernel as workbench",
             reply=True,
             timeout=60,
         )

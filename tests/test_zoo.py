@@ -3,6 +3,7 @@
 import torch
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 
 SOME = (
@@ -17,12 +18,12 @@ SOME = (
 
 
 def test_the_zoo_is_large():
-    names = [name for name, _ in zoo.zoo(torch.device("cpu"), zoo.SMALL)]
+    names = [name for name, _ in animals.zoo(torch.device("cpu"), animals.SMALL)]
     assert len(set(names)) == len(names) >= 35 and {*zoo.INVARIANT, *zoo.DRIFTING, *SOME} <= set(names)
 
 
 def test_the_auditor_is_right_about_what_is_known(tmp_path):
-    lines = {line["callable"]: line for line in zoo.judge(torch.device("cpu"), zoo.SMALL, tmp_path, only=SOME)}
+    lines = {line["callable"]: line for line in zoo.judge(torch.device("cpu"), animals.SMALL, tmp_path, only=SOME)}
     assert set(lines) == set(SOME)
     assert lines["F.silu"]["verdict"] == lines["SDPA, math"]["verdict"] == PASS
     assert lines["a batch's mean taken off"]["reproducer"] == lines["F.rms_norm"]["reproducer"] == "drifts", lines

@@ -1,19 +1,29 @@
 """The auditor: does a token's result depend on what else was in the batch?
 
-`from bi_kernels.audit import audit` judges a callable of yours (see callables.py). Nothing is imported before it is
-asked for: the notebooks decide first whether Triton interprets.
+`start` begins the audit of a notebook, and `audit` judges a callable of yours.
 """
+
+
+def start(audit: str, **parameters) -> "Session":  # noqa: F821
+    """Checks the parameters of an audit, chooses the device, and returns the session that judges, shows and records.
+
+    Without a CUDA device it turns Triton's interpreter on, so it must come before triton is imported. Raises
+    ValueError: one sentence with the parameter, its value and what is allowed.
+    """
+    from bi_kernels.audit.parameters import OF_CALLABLES, choose, read  # noqa: PLC0415 (imports torch)
+
+    choose(read(audit, parameters).device)
+    # only now, for it imports triton
+    if audit in OF_CALLABLES:
+        from bi_kernels.audit.callables import session  # noqa: PLC0415
+    else:
+        from bi_kernels.audit import session  # noqa: PLC0415
+    return session.start(audit, parameters)
 
 
 def __getattr__(name: str):
     if name == "audit":
-        from bi_kernels.audit.callables.audit import audit
+        from bi_kernels.audit.callables.audit import audit  # noqa: PLC0415 (imports triton: `start` chooses first)
 
         return audit
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def start(audit: str, **parameters):
-    from bi_kernels.audit.session import start as begin
-
-    return begin(audit, parameters)

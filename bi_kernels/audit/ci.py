@@ -1,13 +1,12 @@
-"""What a CI reads of a run: the exit status by level, JUnit XML, and the Markdown of a job's summary."""
+"""Says what a CI reads of a run: the exit status by level, and JUnit XML."""
 
 import json
-import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.runner import needs_fix
+from bi_kernels.audit.evidence.verdicts import needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 DRIFT = (
@@ -20,18 +19,17 @@ DRIFT = (
 )  # "": it did not run to its end
 LAYOUTS = 6  # named in one line
 SHOWN = 3  # rows of evidence in one test case
-LISTED = 40  # lines of the summary; GitHub cuts a summary off at 1 MiB
 
 
 def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
-    """Whether `rows` or `warnings` fail a run at a level of LEVELS."""
+    """Tells whether `rows` or `warnings` fail a run at a level of LEVELS."""
     rank = LEVELS.index(level)
     wrong = [r for r in needs_fix(rows) if rank >= 2 or r["control"] or r["relation"] in DRIFT]
     return bool(rank >= 1 and wrong or rank >= 3 and warnings)
 
 
 def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """Rows by (audit, op, case, dtype, relation): one test case, one line of the summary; those of a control by themselves."""
+    """Groups rows by (audit, op, case, dtype, relation), those of a control by themselves: one test case each."""
     groups: dict[tuple, list[dict]] = {}
     for r in rows:
         groups.setdefault(
@@ -41,17 +39,17 @@ def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def first(rows: list[dict]) -> dict:
-    """The row to look at first: the fewest tokens in a call."""
+    """Returns the row to look at first: the fewest tokens in a call."""
     return min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
 
 
 def reproducer(row: dict, out: Path) -> str:
-    """The command that shows a row's drift, to be run where `bi-audit run --out OUT` was."""
+    """Returns the command that shows a row's drift, to be run where `bi-audit run --out OUT` was."""
     return row["repro"].replace("python repro/", f"python {(out / row['audit'] / 'repro').as_posix()}/")
 
 
 def where(rows: list[dict]) -> str:
-    """The row counts and the layouts of some rows."""
+    """Names the row counts and the layouts of some rows."""
     counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
     others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
     more = [f"{len(others) - LAYOUTS} layouts more"] * (len(others) > LAYOUTS)
@@ -59,25 +57,24 @@ def where(rows: list[dict]) -> str:
 
 
 def worst(rows: list[dict], name: str) -> str:
-    """The largest of a number over some rows, in three digits; '' where none of them has it."""
+    """Returns the largest of a number over some rows, in three digits; '' where none of them has it."""
     found = [float(r[name]) for r in rows if r[name] is not None]
     return f"{max(found):.3g}" if found else ""
 
 
 def size(rows: list[dict]) -> str:
-    """How far some rows are off: ULP, or the share of the contract's bound."""
+    """Says how far some rows are off: ULP, or the share of the contract's bound."""
     share = worst(rows, "threshold_share")
     return f"{share} × the bound" if share else f"{worst(rows, 'max_ulp')} ULP" if worst(rows, "max_ulp") else "–"
 
 
 def off(r: dict) -> str:
-    """What is wrong with the elements that a row counts."""
+    """Says what is wrong with the elements that a row counts."""
     return "exceed the bound" if r["threshold_share"] is not None else "differ"
 
 
 def lines(failing: list[dict], out: Path) -> list[str]:
-    """One line for each op, shape, dtype and relation that needs a fix: where it drifts, how much at first, and how to
-    see it."""
+    """Says in a line for each op, shape, dtype and relation where it drifts, how much and how to see it."""
     found = []
     for (_, op, case, dtype, relation, _), rows in grouped(failing).items():
         r = first(rows)
@@ -95,7 +92,7 @@ def lines(failing: list[dict], out: Path) -> list[str]:
 
 
 def drift(r: dict) -> str:
-    """One row's drift report."""
+    """Reports one row's drift."""
     at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
     said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
     if r["elements"]:
@@ -116,7 +113,7 @@ def drift(r: dict) -> str:
 
 
 def _text(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
+    """Replaces the control characters that XML cannot hold."""
     return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text)
 
 
@@ -137,11 +134,11 @@ def junit(
     digests: Sequence[str] | None = None,
     level: str = "needs-fix",
 ) -> str:
-    """JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
+    """Returns JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
 
     A case that needs a fix is a failure with the drift report of its first rows, an unsupported one is skipped, and an
-    audit that did not run to its end is an error. digests: their warnings, a suite of their own; a warning is skipped, or
-    a failure where `level` says so.
+    audit that did not run to its end is an error. digests: their warnings, a suite of their own; a warning is skipped,
+    or a failure where `level` says so.
     """
     root = ET.Element("testsuites", name="bi-audit")
     for name in names:
@@ -195,63 +192,3 @@ def junit(
     root.set("time", f"{sum(seconds.values()):.3f}")
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
-
-
-def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
-    """The Markdown of a job's summary: verdict, status matrix, what needs a fix, documents. `file`: where it will stand."""
-    from bi_kernels.audit.evidence.index import MARK, matrix, table
-
-    mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
-    bad, failed = needs_fix(rows), fails(rows, warnings, level)
-    verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
-    devices = list(dict.fromkeys(r["device"] for r in mine if r["device"]))
-    note = "; no statement about a GPU" if "interpreter" in devices else ""
-    specs = list(dict.fromkeys(r["candidate"] for r in mine if r["candidate"]))
-    parts = [
-        f"## {MARK[verdict]} bi-audit: {verdict}",
-        f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
-        f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
-        f"{len(controls)}"
-        + (f"; warnings: {len(warnings)}" if warnings else "")
-        + f". The run {'fails' if failed else 'does not fail'} at `--fail-on {level}`.",
-        matrix(mine).rstrip() if any(r["op"] for r in mine) else "",
-    ]
-    listed = []
-    for (audit, op, case, dtype, relation, control), found in grouped(bad).items():
-        row = first(found)
-        command = reproducer(row, out)
-        differ = f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"]
-        listed.append(
-            {
-                k: v.replace("|", r"\|")
-                for k, v in {
-                    "audit": audit,
-                    "op": f"{op} {case}".strip() or "–",
-                    "dtype": dtype or "–",
-                    "relation": relation or "did not run to its end",
-                    "where": f"control missed: {control}" if control else where(found) or "–",
-                    "at most": size(found),
-                    "elements, first": differ,
-                    "reproduce": f"`{command}`" if command else "–",
-                }.items()
-            }
-        )
-    if listed:
-        more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
-        parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
-    if warnings:
-        parts.append("### Warnings\n\n" + "\n".join(f"- ⚠️ {w}" for w in warnings[:LISTED]))
-    parts.append("### Documents\n\n" + _links(out, file, names))
-    return "\n\n".join(filter(None, parts)) + "\n\n"
-
-
-def _links(out: Path, file: Path, names: Sequence[str]) -> str:
-    """Links to the documents; a job's summary on GitHub has no files beside it, but the run's artifacts."""
-    server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
-    documents = [out / name / "README.md" for name in names if (out / name / "README.md").exists()]
-    if server and repository and number:
-        return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): " + ", ".join(
-            f"`{d.as_posix()}`" for d in documents
-        )
-    relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
-    return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))

@@ -9,8 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from bi_kernels.audit import start
-
 MOST = 6  # processes; each holds a context of the GPU and the tensors of its part
 _own: list = []  # the session of a process that works for another
 
@@ -28,16 +26,16 @@ def each(session, function: Callable, items: Iterable, *args) -> Iterator:
         return
     if session.pool is None:
         count, spawn = min(MOST, max(1, os.cpu_count() // 2)), multiprocessing.get_context("spawn")
-        session.pool = ProcessPoolExecutor(count, spawn, _begin, (session.audit, session.parameters))
+        session.pool = ProcessPoolExecutor(count, spawn, _begin, (session.again(),))
     for done in [session.pool.submit(_one, function, item, args) for item in items]:
         yield done.result()
 
 
-def _begin(audit: str, parameters: dict) -> None:
+def _begin(start: Callable) -> None:
     """Prepares a process, which ends with the one that it works for."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    _own.append(start(audit, **parameters))
+    _own.append(start())
 
 
 def _one(function: Callable, item, args: tuple):

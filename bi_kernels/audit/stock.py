@@ -1,4 +1,4 @@
-"""The candidate `torch`: stock PyTorch under the names and signatures of `bi_kernels`."""
+"""Holds the candidate `torch`: stock PyTorch under the names and signatures of `bi_kernels`."""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def rope(
     cu_seqlens: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """As Hugging Face's Llama does it: cos and sin rounded to x's dtype, x cos + rotate_half(x) sin in that dtype."""
+    """Rotates as Hugging Face's Llama does: cos and sin rounded to x's dtype, x cos + rotate_half(x) sin in it."""
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])
     cos, sin = (t[positions].to(x.dtype)[..., None, :] for t in table)
@@ -90,7 +90,10 @@ def attention(
     left_padded: bool = False,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences one by one; a padded batch in one call, with a mask. The LSE is a product and a logsumexp of its own."""
+    """Attends to packed sequences one by one, and to a padded batch in one call, with a mask.
+
+    The LSE is a product and a logsumexp of its own.
+    """
     if cu_seqlens_q is not None:
         ends = cu_seqlens_q.tolist()
         parts = [

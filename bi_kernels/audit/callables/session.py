@@ -1,80 +1,56 @@
-"""The audits `any`, of a callable in no registry on inputs that its user names, and `zoo`, of many such: what their notebooks
-import."""
+"""Sessions of the audits `any`, of a callable in no registry on inputs that its user names, and `zoo`, of many such."""
 
 import ast
 import copy
 import re
+from dataclasses import asdict
 
-from bi_kernels.audit.session import Session, choose
+import torch
 
-PARAMETERS = {
-    "any": {
-        "candidate": "",
-        "inputs": "",
-        "batch": 0,
-        "shared": "",
-        "outputs": "",
-        "reference": "",
-        "seconds": 120,
-        "device": "auto",
-        "seed": 0,
-    },
-    "zoo": {"animals": "", "seconds": 60, "device": "auto", "seed": 0},
-}
+from bi_kernels.audit.callables import relations
+from bi_kernels.audit.callables.audit import audit as audit_callable
+from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.callables.target import first_and_batch
+from bi_kernels.audit.evidence.drift import raw
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.parameters import choose, read
+from bi_kernels.audit.problem.candidates import Candidate, load
+from bi_kernels.audit.session import Session
+from bi_kernels.audit.zoo import animals
+from bi_kernels.audit.zoo import judge as zoo
+
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def start(audit: str, namespace: dict) -> "AnySession | ZooSession":
-    """Reads the notebook's parameters and checks them; ValueError with one sentence."""
-    plain, defaults = (str, int, float, bool), PARAMETERS[audit]
-    given = {k: v for k, v in namespace.items() if isinstance(v, plain) and not k.startswith("_")}
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(defaults)}")
-    p = defaults | given
-    for name in ("candidate", "inputs"):
-        if not p.get(name, name):
-            raise ValueError(
-                f"{name} is empty, expected "
-                + (
-                    "package.module:function or path/to/file.py:function"
-                    if name == "candidate"
-                    else "the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or path/to/file.py:function that returns them"
-                )
-            )
-    for name in ("seconds", "seed", "batch"):
-        if not isinstance(p.get(name, 0), int):
-            raise ValueError(f"{name} is {p[name]!r}, expected an integer")
-    device = choose(p["device"])
-    from bi_kernels.audit.callables.target import first_and_batch
-    from bi_kernels.audit.problem.candidates import Candidate, load
-
+def start(audit: str, given: dict) -> "AnySession | ZooSession":
+    """Begins the audit `any` or `zoo` with the parameters given. Raises ValueError with one sentence."""
+    p = read(audit, given)
+    device = choose(p.device)
     if audit == "zoo":
-        session = ZooSession(audit, p, device, Candidate("zoo", {}))
-        session.chosen()
-        return session
-    session = AnySession(audit, p, device, Candidate(p["candidate"], {"fn": load(p["candidate"])}))
-    session.inputs = read_inputs(p["inputs"], device, p["seed"])
-    first_and_batch(session.inputs, p["batch"], named(p["shared"]), named(p["outputs"]))
-    if p["reference"]:
-        load(p["reference"], "reference")
+        of_many = ZooSession(audit, asdict(p), device, Candidate("zoo", {}))
+        of_many.chosen()
+        return of_many
+    session = AnySession(audit, asdict(p), device, Candidate(p.candidate, {"fn": load(p.candidate)}))
+    session.inputs = read_inputs(p.inputs, device, p.seed)
+    first_and_batch(session.inputs, p.batch, named(p.shared), named(p.outputs))
+    if p.reference:
+        load(p.reference, "reference")
     return session
 
 
 def named(text: str) -> tuple[str, ...]:
-    """The names in a parameter, between commas or spaces."""
+    """Returns the names in a parameter, between commas or spaces."""
     return tuple(x for x in re.split(r"[,\s]+", str(text)) if x)
 
 
 def read_inputs(spec: str, device, seed: int) -> dict:
-    """{name: value}: 'name:dtype[shape]' draws normal numbers, 'name:int64[shape]<n' integers below n, 'name:bool[shape]'
-    flips coins, and 'name:literal' is a Python value; or what `file.py:function` returns, a tuple or a dict."""
-    import torch
+    """Returns {name: value} of a parameter `inputs`.
 
+    'name:dtype[shape]' draws normal numbers, 'name:int64[shape]<n' integers below n, 'name:bool[shape]' flips coins,
+    and 'name:literal' is a Python value; or what `file.py:function` returns, a tuple or a dict. Raises ValueError.
+    """
     if "[" not in spec:
-        from bi_kernels.audit.problem.candidates import load
-
         found = load(spec)()
         found = found if isinstance(found, dict) else dict(zip((f"input{i}" for i in range(len(found))), found))
         return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
@@ -108,13 +84,10 @@ def read_inputs(spec: str, device, seed: int) -> dict:
 class AnySession(Session):
     """A session whose subject is one callable."""
 
-    def judge(self) -> "Report":
+    def judge(self) -> Report:
         """Runs the audit; the rows are this session's, and a drift leaves a reproducer."""
-        from bi_kernels.audit.callables.audit import audit
-        from bi_kernels.audit.problem.candidates import load
-
         p = self.parameters
-        self.report = audit(
+        self.report = audit_callable(
             self.candidate.functions["fn"],
             *self.inputs.values(),
             names=tuple(self.inputs),
@@ -130,28 +103,26 @@ class AnySession(Session):
         self.add(self.report.rows)
         return self.report
 
-    def controls(self) -> list:
-        """Twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
-        from bi_kernels.audit.callables import audit as c
-
+    def controls(self) -> list[Row]:
+        """Judges twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
         rows = []
         for name, relation, change in CONTROLS:
             t = copy.copy(self.report.target)
             t.dims, t.outputs = [t.batch], []
             t.results = lambda arguments, change=change, t=t: [change(2.0 * arguments[t.first], arguments[t.first], t)]
-            if relation == c.DETERMINISM:
-                found = c.determinism(t, 3)
+            if relation == relations.DETERMINISM:
+                found = relations.determinism(t, 3)
             else:
                 whole = {"given": t.compute([list(range(t.count))])[1]}
                 found = [
                     r
-                    for layout, (calls, filler) in c.plan(t.count, t.seed).items()
+                    for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
                     if not layout.startswith("rows:")
-                    for r in c.invariance(t, layout, calls, filler, whole)
+                    for r in relations.invariance(t, layout, calls, filler, whole)
                 ]
-            row = next((r for r in found if r.verdict == "needs-fix"), found[0])
-            row.candidate, row.control, row.caught = name, True, row.verdict == "needs-fix" and bool(row.mismatches)
-            rows.append(row)
+            row = next((r for r in found if r.verdict == NEEDS_FIX), found[0])
+            row.candidate = name
+            rows.append(row.as_control())
         self.add(rows)
         return rows
 
@@ -159,30 +130,17 @@ class AnySession(Session):
     def dtypes(self) -> list[str]:
         return list(dict.fromkeys(r.dtype for r in self.rows))
 
-    @property
-    def command(self) -> str:
-        p = self.parameters
-        changed = {k: v for k, v in p.items() if v != PARAMETERS[self.audit][k]}
-        flags = (
-            f"--{k} {v}"
-            if k in ("candidate", "device", "seed")
-            else f"--{k} '{v}'"
-            if k == "inputs"
-            else f"-p {k} '{v}'"
-            for k, v in changed.items()
-        )
-        return " ".join(["bi-audit run", self.audit, *flags])
-
 
 class ZooSession(AnySession):
     """A session whose subject is the auditor, on callables that nobody wrote for it."""
 
-    def chosen(self) -> list[str]:
-        """The names of the callables that are judged; ValueError for one that there is not."""
-        from bi_kernels.audit.zoo import judge as zoo
+    @property
+    def size(self) -> dict[str, int]:
+        return animals.LARGE if self.on_gpu else animals.SMALL
 
-        size = zoo.LARGE if self.on_gpu else zoo.SMALL
-        known = [name for name, _ in zoo.zoo(self.device, size)]
+    def chosen(self) -> list[str]:
+        """Returns the names of the callables that are judged. Raises ValueError for one that there is not."""
+        known = [name for name, _ in animals.zoo(self.device, self.size)]
         chosen = {"": list(zoo.FEW), "all": known}.get(self.parameters["animals"]) or [
             x.strip() for x in self.parameters["animals"].split(";")
         ]
@@ -192,20 +150,15 @@ class ZooSession(AnySession):
         return [*chosen, *zoo.DRIFTING[:1]]  # a control
 
     def judge(self) -> list[dict]:
-        """A line a callable; the rows say whether the auditor was right about it."""
-        from bi_kernels.audit.zoo import judge as zoo
-
-        size = zoo.LARGE if self.on_gpu else zoo.SMALL
-        folder = self.out / "repro" if self.out else None
-        lines = zoo.judge(self.device, size, folder, self.parameters["seconds"], self.chosen(), self.parameters["seed"])
+        """Returns a line a callable; the rows say whether the auditor was right about it."""
+        p, folder = self.parameters, self.out / "repro" if self.out else None
+        lines = zoo.judge(self.device, self.size, folder, p["seconds"], self.chosen(), p["seed"])
         self.add(zoo.rows(lines, self.device_label))
         return lines
 
 
 def _one_ulp(y, x, t):
-    """The last bit of the last element, if the batch holds more than one sample."""
-    from bi_kernels.audit.evidence.drift import raw
-
+    """Flips the last bit of the last element, if the batch holds more than one sample."""
     y = y.contiguous()
     if x.shape[t.batch] > 1:
         raw(y).view(-1)[-1] ^= 1
@@ -213,13 +166,11 @@ def _one_ulp(y, x, t):
 
 
 def _leaks(y, x, t):
-    """0 times the sum of the inputs, which is not 0 beside a NaN; of integers, the number of samples."""
+    """Adds 0 times the sum of the inputs, which is not 0 beside a NaN; of integers, the number of samples."""
     return y + 0 * x.sum() if x.is_floating_point() else y + x.shape[t.batch]
 
 
 def _noise(y, x, t):
-    import torch
-
     return y + torch.rand_like(y)
 
 

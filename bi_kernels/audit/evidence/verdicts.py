@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bi_kernels.audit.evidence.drift import Drift
+if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
+    from bi_kernels.audit.evidence.drift import Drift
 
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 
@@ -54,11 +56,11 @@ class Row:
 class Judged:
     """A candidate that rows are about: a subclass says by `row` whose they are."""
 
-    def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
+    def row(self, relation: str, layout: str, drift: "Drift | None" = None, **said) -> Row:
         """Returns a row with the drift as its evidence; without one it needs a fix."""
         raise NotImplementedError
 
-    def attempt(self, relation: str, layout: str, thunk: Callable[[], Drift | Row | list[Row]], **said) -> list[Row]:
+    def attempt(self, relation: str, layout: str, thunk: "Callable[[], Drift | Row | list[Row]]", **said) -> list[Row]:
         """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that
         says so."""
         try:
@@ -66,9 +68,9 @@ class Judged:
         except Exception as error:
             detail = "; ".join(filter(None, (said.get("detail"), sentence(error))))
             return [self.row(relation, layout, None, **said | {"detail": detail})]
-        if isinstance(found, Drift):
-            return [self.row(relation, layout, found, **said)]
-        return [found] if isinstance(found, Row) else list(found)
+        if isinstance(found, Row):
+            return [found]
+        return list(found) if isinstance(found, Iterable) else [self.row(relation, layout, found, **said)]
 
 
 def sentence(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from bi_kernels.audit import worker
 from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, Finding
 from bi_kernels.audit.static.launches import Launches, Request, Variant
 from bi_kernels.audit.static.source import source
@@ -110,18 +111,11 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
-    """Each launch compiled for sm_90 by a process in which Triton's interpreter is off; or why it was not."""
-    if not messages:
-        return []
-    serve = "import sys; from bi_kernels.audit.static import binary; binary._serve(*sys.argv[1:])"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    with tempfile.TemporaryDirectory() as folder:
-        request, reply = Path(folder, "request"), Path(folder, "reply")
-        request.write_bytes(pickle.dumps(messages))
-        command = [sys.executable, "-c", serve, request, reply]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        return pickle.loads(reply.read_bytes()) if reply.is_file() else [_refusal(done.stderr)] * len(messages)
+    """Compiles each launch for sm_90, in a process in which Triton's interpreter is off; or says why it was not."""
+    try:
+        return worker.call(f"{__name__}:compiled_for_hopper", messages, interpreter=False) if messages else []
+    except worker.Died as died:
+        return [_refusal("\n".join(died.said))] * len(messages)
 
 
 def _refusal(error: str) -> str:
@@ -137,8 +131,8 @@ def _attempt(step, *args):
         return _refusal(f"{type(error).__name__}: {error}")
 
 
-def _serve(request: str, reply: str) -> None:
-    """Answers `_elsewhere`. Triton compiles for the GPU that its driver names; none needs to be there."""
+def without_gpu() -> None:
+    """Lets Triton compile for sm_90 where there is no GPU: it asks its driver for the target alone."""
     triton.runtime.driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
@@ -146,6 +140,11 @@ def _serve(request: str, reply: str) -> None:
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
         )
     )
+
+
+def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
+    """Answers `_elsewhere`, in a process without the interpreter; no GPU needs to be there."""
+    without_gpu()
 
     def answer(kernel, launch):
         _, arguments, options = launch
@@ -155,10 +154,10 @@ def _serve(request: str, reply: str) -> None:
             else _attempt(lambda: _examined(kernel.run(grid=(1,), warmup=True, **arguments, **options)))
         )
 
-    asked = [pickle.loads(message) for message in pickle.loads(Path(request).read_bytes())]
+    asked = [pickle.loads(message) for message in messages]
     kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        Path(reply).write_bytes(pickle.dumps(list(pool.map(answer, kernels, asked))))
+        return list(pool.map(answer, kernels, asked))
 
 
 def _kernel(module: str, path: str, name: str, line: int) -> JITFunction:

@@ -1,13 +1,13 @@
-"""A kernel in a notebook's cell: run it interpreted and compiled, read its assembly line by line, audit it, write it out.
+"""Runs a kernel of a notebook's cell, interpreted and compiled, reads its assembly by line, audits it, writes it out.
 
-The cells run on Triton's interpreter, where a debugger can stop in a kernel. No other process can import a cell; so what a
-kernel or an op of the cells is made of is collected into a module, and that is compiled, audited and written out.
+The cells run on Triton's interpreter, where a debugger can stop in a kernel. No other process can import a cell; so
+what a kernel or an op of the cells is made of is collected into a module, and that is compiled, audited and written.
 """
 
 import ast
+import importlib
 import inspect
 import linecache
-import os
 import re
 import subprocess
 import symtable
@@ -17,16 +17,26 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from bi_kernels.audit import worker
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.static import binary as static
+from bi_kernels.audit.problem.candidates import resolve
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.forward import judge
+from bi_kernels.audit.static import binary
+from bi_kernels.audit.static.launches import Launches, Variant, recorded
+from bi_kernels.audit.static.source import source as findings
+from bi_kernels.audit.static.verdict import atomics_free
+from bi_kernels.contract import DTYPES
 
 KERNELS = (InterpretedFunction, JITFunction)
 CELL = "cell.py"  # the name under which assembly knows the kernel's file
@@ -35,9 +45,9 @@ PLAIN = (int, float, str, bool, tuple, type(None))
 
 @dataclass
 class Compiled:
-    """What the compiler made of a kernel: registers, spills and shared memory, and its assembly with the lines it is for."""
+    """Holds what the compiler made of a kernel: registers, spills, shared memory, and its assembly."""
 
-    variant: static.Variant
+    variant: Variant
     ptx: str
     sass: str
     source: list[str]  # of the file in which the kernel stands
@@ -53,7 +63,7 @@ class Run:
 
     @property
     def drift(self) -> dict[str, Drift]:
-        """Compiled against interpreted, by tensor; empty without a GPU."""
+        """Compares compiled with interpreted, by tensor; empty without a GPU."""
         return {k: compare(t, self.tensors[k]) for k, t in (self.compiled.tensors if self.compiled else {}).items()}
 
     def _repr_markdown_(self) -> str:
@@ -94,62 +104,43 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
         )
     given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
     host = {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    name, text = kernel.fn.__name__, source(kernel)
+    name = kernel.fn.__name__
+    # its arguments go there before the launch here writes into them
+    compiling = worker.Worker(f"{__name__}:compiled", name, source(kernel), grid, host, interpreter=False)
+    kernel[grid](**host)
+    tensors = {k: t for k, t in host.items() if isinstance(t, torch.Tensor)}
+    try:
+        return Run(name, tensors, compiling.result())
+    except worker.Died as died:
+        return Run(name, tensors, None, binary._refusal("\n".join(died.said)))
+
+
+def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compiled:
+    """Compiles the kernel `name` of a file that holds `text`, in a process without the interpreter.
+
+    Runs it on `given`, where there is a CUDA device.
+    """
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        binary.without_gpu()
+    tensors = {k: v.cuda() for k, v in given.items() if gpu and isinstance(v, torch.Tensor)}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CELL).write_text(text, encoding="utf-8")
-        torch.save((name, grid, host), Path(folder, "launch"))
-        kernel[grid](**host)
-        serve = "import sys; from bi_kernels.audit.workbench import kernel; kernel._serve(*sys.argv[1:])"
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        # through env: a debugger makes a Python that Python starts wait for it, and JupyterLab's never comes
-        command = ["env", "-u", "TRITON_INTERPRET", f"PYTHONPATH={path}", sys.executable, "-c", serve, folder]
-        done = subprocess.run(command, capture_output=True, text=True)
-        reply = Path(folder, "reply")
-        compiled = torch.load(reply, weights_only=False) if reply.is_file() else None
-    tensors = {k: t for k, t in host.items() if isinstance(t, torch.Tensor)}
-    return Run(name, tensors, compiled, "" if compiled else static._refusal(done.stderr))
-
-
-def _serve(folder: str) -> None:
-    """Answers `run`, in a process without the interpreter."""
-    gpu = torch.cuda.is_available()
-    if not gpu:  # Triton asks its driver for the target alone
-        triton.runtime.driver.set_active(
-            SimpleNamespace(
-                get_current_device=lambda: 0,
-                get_current_stream=lambda _: 0,
-                get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            )
-        )
-    name, grid, given = torch.load(Path(folder, "launch"), weights_only=False)
-    sys.path.insert(0, folder)
-    kernel = getattr(__import__(CELL.removesuffix(".py")), name)
-    tensors = {k: v.cuda() for k, v in given.items() if gpu and isinstance(v, torch.Tensor)}
-    compiled = kernel.run(grid=grid, warmup=not gpu, **given | tensors)
-    Path(folder, "cubin").write_bytes(compiled.asm["cubin"])
-    sass = subprocess.run(
-        [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    torch.save(
-        Compiled(
-            static._examined(compiled),
-            compiled.asm["ptx"],
-            sass,
-            Path(folder, CELL).read_text().splitlines(),
-            {k: t.cpu() for k, t in tensors.items()},
-        ),
-        Path(folder, "reply"),
-    )
+        sys.path.insert(0, folder)
+        kernel = getattr(importlib.import_module(CELL.removesuffix(".py")), name)
+        made = kernel.run(grid=grid, warmup=not gpu, **given | tensors)
+        Path(folder, "cubin").write_bytes(made.asm["cubin"])
+        disassemble = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")]
+        sass = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
+        kept = {k: t.cpu() for k, t in tensors.items()}
+        return Compiled(binary._examined(made), made.asm["ptx"], sass, text.splitlines(), kept)
 
 
 def lines(run: Run, code: str) -> dict[str, list[str]]:
-    """{"PTX": …, "SASS": …}: the instructions that the compiler made of the kernel's lines that hold `code`.
+    """Returns {"PTX": …, "SASS": …}: the instructions that the compiler made of the kernel's lines that hold `code`.
 
-    SASS names a line of Triton's own library without saying from where it was inlined: it is listed for each line of the
-    kernel that uses it. Raises ValueError if no line holds `code`.
+    SASS names a line of Triton's own library without saying from where it was inlined: it is listed for each line of
+    the kernel that uses it. Raises ValueError if no line holds `code`.
     """
     wanted = {i for i, line in enumerate(run.compiled.source, 1) if code in line}
     if not wanted:
@@ -172,10 +163,10 @@ def lines(run: Run, code: str) -> dict[str, list[str]]:
 
 
 def source(subject) -> str:
-    """The text of a module that holds a kernel, function or class and all that it names, what is named first on top.
+    """Returns a module that holds a kernel, function or class and all that it names, what is named first on top.
 
-    What stands in another module is imported from there. Raises ValueError for a name that stands for neither that nor a
-    plain constant.
+    What stands in another module is imported from there. Raises ValueError for a name that stands for neither that nor
+    a plain constant.
     """
     home, imports, parts = _plain(subject).__module__, {}, {}
 
@@ -220,7 +211,7 @@ def source(subject) -> str:
 
 
 def _globals(text: str) -> list[str]:
-    """The names that a definition looks up outside of itself, in the order in which it does."""
+    """Returns the names that a definition looks up outside of itself, in the order in which it does."""
     tables, found = [symtable.symtable(text, CELL, "exec")], set()
     while tables:
         table = tables.pop()
@@ -248,8 +239,10 @@ def _text(obj: FunctionType | type) -> str:
 
 
 def write_op(path: Path | str, function: Callable, about: str = "") -> Path:
-    """Writes an op of the cells as a file of its own, `about` its docstring: kernels, launchers, autograd.Function, and the
-    public function last, in the order in which they need each other."""
+    """Writes an op of the cells as a file of its own, `about` its docstring.
+
+    Kernels, launchers, autograd.Function, and the public function last, in the order in which they need each other.
+    """
     path = Path(path)
     head = f'"""{about}"""\n\n' if about else ""
     path.write_text(f"{head}{source(function)}", encoding="utf-8")
@@ -259,18 +252,9 @@ def write_op(path: Path | str, function: Callable, about: str = "") -> Path:
 def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forward: bool = True) -> list:
     """Judges an op of the cells, as the file that `write_op` makes of it, on the interpreter at the smallest shapes.
 
-    Every relation of the registered op that it stands for, or those of its backward alone; the static audit sees what one
-    step launches. The rows are those of verdicts.json.
+    By every relation of the registered op that it stands for, or those of its backward alone; the static audit sees
+    what one step launches. The rows are those of verdicts.json.
     """
-    from bi_kernels.audit.problem.candidates import resolve
-    from bi_kernels.audit.problem.problem import Problem
-    from bi_kernels.audit.problem.registry import OPS
-    from bi_kernels.audit.problem.subject import Subject
-    from bi_kernels.audit.relations import gradient as gradients
-    from bi_kernels.audit.relations.forward import judge
-    from bi_kernels.audit.static.verdict import atomics_free
-    from bi_kernels.contract import DTYPES
-
     with tempfile.TemporaryDirectory() as folder:
         path = write_op(Path(folder, f"{function.__name__}.py"), function)
         loaded = resolve(f"{path}:{function.__name__}", OPS[op].audit, op).functions[op]
@@ -278,8 +262,8 @@ def audit(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forwa
         command = f"bi-audit run {OPS[op].audit} --candidate {path.name}:{function.__name__} -p op {op}"
         subject = Subject(problem, loaded, function.__name__, "interpreter", command)
         rows = (judge(subject) if forward else []) + gradients.judge_gradients(subject)
-        with static.recorded() as launches:
+        with recorded() as launches:
             rows += gradients.judge_gradient_accuracy(subject)
-        if static.source(loaded):  # what the source shows needs no binary
-            launches = static.Launches()
+        if findings(loaded):  # what the source shows needs no binary
+            launches = Launches()
         return rows + atomics_free([(subject, launches)])[0]

@@ -1,0 +1,167 @@
+"""Does what the commands of bi-audit do. The session module is loaded once a device is chosen: it imports triton."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bi_kernels.audit import ci, runner, start, worker
+from bi_kernels.audit.digests import file as digest_file
+from bi_kernels.audit.evidence.index import report as index
+from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
+from bi_kernels.audit.parameters import accepted, defaults
+from bi_kernels.audit.summary import summary as job_summary
+
+DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
+
+
+def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> None:
+    """Runs audits and writes their documents; ends the process with the status of `--fail-on`."""
+    named = bool(names)
+    names, parameters = _parameters(names, extra, options)
+    sessions = _checked(names, parameters)
+    first = sessions[0]
+    if out is None:
+        device = re.sub(r"[^a-z0-9]+", "-", first.device_name.lower())
+        candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
+        part = "".join(
+            f"-{first.parameters[k]}" for k in ("op", "dtype") if first.parameters.get(k, "all") not in ("", "all")
+        )
+        out = Path("audits") / f"{device}-{first.parameters.get('shapes', 'any')}{candidate}{part}"
+    _writable("--out", out / ".writable")
+    for option, file in (("--junit", junit), ("--summary", summary)):
+        if file:
+            _writable(option, file)
+    recorded = _recorded(digests) if digests else None
+    seconds: dict[str, float] = {}
+    warnings: list[str] | None = None
+    try:
+        order = names if named or jobs == 1 else runner.longest_first(names)
+        of_each = {name: accepted(name, parameters) for name in names}
+        runner.run(order, of_each, out, jobs, Console(stderr=True), seconds)
+        runner.collect(out)
+        for folder in (out, out.parent) if out.parent.name == "audits" else (out,):
+            (folder / "README.md").write_text(index(folder), encoding="utf-8")
+        if digests:
+            try:
+                found, problems = worker.call(DIGESTS, names, parameters)
+            except worker.Died as died:
+                found, problems = [], [f"digests: could not be computed ({(died.said or ['killed'])[-1].strip()})"]
+            warnings = digest_file.changes(recorded, found, problems, digests)
+    finally:  # interrupted or not, what is known is written
+        candidate = first.candidate.spec
+        rows = [
+            r
+            for name in names
+            for r in (
+                read_rows(out / name)
+                if name in seconds
+                else [runner.stopped(name, "the audit was interrupted", candidate)]
+            )
+        ]
+        if junit:
+            junit.write_text(ci.junit(rows, out, seconds, names, warnings, level), encoding="utf-8")
+        if summary:
+            with summary.open("a", encoding="utf-8") as file:
+                file.write(job_summary(rows, out, summary, names, warnings or [], level))
+    failing = needs_fix([r for r in rows if not r["control"]])
+    controls = [r for r in rows if r["control"]]
+    for line in ci.lines(failing, out):
+        click.echo(line)
+    for warning in warnings or []:
+        _warn(warning)
+    click.echo(
+        f"{len(rows) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
+        f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; documents in {out}"
+    )
+    sys.exit(ci.fails(rows, warnings or [], level))
+
+
+def digest(file, names, extra, check, **options) -> None:
+    """Records the candidate's digests in `file`; check: compares them, and ends with 1 if one differs."""
+    names, parameters = _parameters(names, extra, options)
+    _checked(names, parameters)
+    recorded = _recorded(file) if check or file.exists() else []
+    if not check:
+        _writable("FILE", file)
+    found, problems = worker.call(DIGESTS, names, parameters)
+    if not found and not problems:
+        raise click.UsageError(
+            f"AUDIT is {', '.join(names)}, which judges no op of the registry; there is nothing to digest"
+        )
+    warnings = digest_file.changes(recorded, found, problems, file) if recorded or check else problems
+    for warning in warnings:
+        _warn(warning)
+    if not check:
+        write_rows(file, digest_file.merged(recorded, found))
+        click.echo(f"recorded {len(found)} digests in {file}")
+    elif not warnings:
+        click.echo(f"{len(found)} digests are those recorded in {file}")
+    sys.exit(bool(check and warnings))
+
+
+def report(folder: Path) -> None:
+    """Writes the index of a folder of documents."""
+    if not folder.is_dir():
+        raise click.UsageError(f"DIR is {str(folder)!r}, which is not a folder")
+    (folder / "README.md").write_text(index(folder), encoding="utf-8")
+    click.echo(f"wrote {folder / 'README.md'}")
+
+
+def _parameters(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
+    """Returns the audits named (all of them if none is) and what they are told."""
+    every = runner.audits()
+    for name in names:
+        if name not in every:
+            raise click.UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
+    names = list(dict.fromkeys(names)) or [name for name, audit in every.items() if not audit.only_named]
+    # a notebook by itself may look at bf16 alone
+    parameters = {"dtype": "all"} | {k: v for k, v in options.items() if v is not None}
+    for name, value in extra:
+        if name not in defaults(names[0]):
+            raise click.UsageError(f"unknown parameter {name!r}, expected one of {', '.join(defaults(names[0]))}")
+        parameters[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
+    return names, parameters
+
+
+def _writable(option: str, file: Path) -> None:
+    """Makes the folder of a file; a usage error if the file cannot be written there. Leaves no new file."""
+    new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        place = file.parent if option == "--out" else file
+        raise click.UsageError(f"{option} is {str(place)!r}, which cannot be written ({error.strerror})") from None
+
+
+def _recorded(file: Path) -> list[dict]:
+    """Returns the digests in a file of `bi-audit digest`; a usage error if it holds something else."""
+    try:
+        return digest_file.read(file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _warn(text: str) -> None:
+    """Prints a line on stderr, or an annotation of the job where GitHub runs this."""
+    on_github = os.environ.get("GITHUB_ACTIONS") == "true"
+    click.echo(f"::warning title=bi-audit::{text}" if on_github else f"bi-audit: warning: {text}", err=not on_github)
+
+
+def _checked(names: list[str], parameters: dict) -> list:
+    """Starts the sessions that the notebooks will start, so that a wrong parameter is one line, at once."""
+    try:
+        for k in ("candidate", "shapes"):
+            if k in parameters and not any(accepted(name, {k: 0}) for name in names):
+                raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
+        if "inputs" in parameters and names != ["any"]:
+            raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
+        return [start(name, **accepted(name, parameters)) for name in names]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None

@@ -1,0 +1,83 @@
+"""Executes an audit's notebook through papermill and makes its document: Markdown, figures, the notebook cleaned."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+from nbconvert import MarkdownExporter
+from nbformat import NotebookNode, from_dict
+from papermill.exceptions import PapermillExecutionError
+from traitlets.config import Config
+
+KERNEL = "python3"
+NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Drops what names the machine or the hour: papermill's records, warnings of libraries, and paths in outputs."""
+    notebook.metadata.pop("papermill", None)
+    roots = sorted(
+        {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True
+    )
+    for cell in notebook.cells:
+        for key in ("papermill", "execution"):
+            cell.metadata.pop(key, None)
+        if "injected-parameters" in cell.metadata.get("tags", []):
+            cell["id"] = "injected-parameters"  # else another one in every run
+        text = json.dumps(cell.get("outputs", []))
+        for root in roots:
+            text = text.replace(json.dumps(root)[1:-1], "…")
+        if "outputs" in cell:
+            cell.outputs = [from_dict(o) for o in json.loads(text) if o.get("name") != "stderr"]
+
+
+def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
+    """Returns (Markdown without code, figures by file name)."""
+    config = Config()
+    config.MarkdownExporter.exclude_input = True
+    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
+    config.TagRemovePreprocessor.remove_cell_tags = NOT_SHOWN
+    config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
+    body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
+    return body, resources["outputs"]
+
+
+def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Path) -> tuple[str, str, bool]:
+    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures.
+
+    Prints "cell DONE OF" as it goes. Returns the Markdown, what the notebook raised, and whether that was in its last
+    cell, which asserts what the verdict above it says.
+    """
+    os.environ["BI_AUDIT_OUT"] = str(folder.resolve())
+    target = folder / "notebook.ipynb"
+    total = len(json.loads(notebook.read_text(encoding="utf-8"))["cells"])
+    error, finished = "", False
+    try:
+        papermill.execute_notebook(
+            str(notebook),
+            str(target),
+            parameters,
+            kernel_name=KERNEL,
+            progress_bar=False,
+            on_cell_start=lambda cell, cell_index: print("cell", cell_index, total, flush=True),
+        )
+    except PapermillExecutionError as failed:
+        if failed.ename == "KeyboardInterrupt":
+            raise KeyboardInterrupt from None
+        error = f"{failed.ename}: {failed.evalue}"
+    except Exception as failed:  # the kernel died: what it had recorded is on disk
+        error = f"{type(failed).__name__}: {failed}"
+    if not target.exists():
+        return f"# {title}\n", error, finished
+    executed = nbformat.read(target, as_version=4)
+    clean(executed)
+    nbformat.write(executed, target)
+    if any(o.output_type == "error" for o in executed.cells[-1].outputs):
+        executed.cells[-1].outputs, finished = [], True
+    body, figures = document(executed, name)
+    for file, data in figures.items():
+        (folder / file).write_bytes(data)
+    return body, error, finished

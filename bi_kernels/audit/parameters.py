@@ -1,0 +1,138 @@
+"""What an audit may be told, and the device that it runs on; imports neither triton nor what imports it.
+
+`choose` turns Triton's interpreter on, which has to happen before triton is imported.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from bi_kernels.contract import DTYPES, SHAPES
+
+OPTIONS = (
+    "dtype",
+    "candidate",
+    "shapes",
+    "inputs",
+    "device",
+    "seed",
+)  # `bi-audit run --dtype`; others: `-p NAME VALUE`
+
+
+def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:
+    for name in names:
+        value = getattr(parameters, name)
+        if isinstance(value, bool) or not isinstance(value, int) or least is not None and value < least:
+            allowed = "an integer" if least is None else f"an integer of at least {least}"
+            raise ValueError(f"{name} is {value!r}, expected {allowed}")
+
+
+@dataclass(frozen=True)
+class RegistryParameters:
+    """Parameters of an audit of the registry's ops."""
+
+    dtype: str = "all"
+    candidate: str = "bi_kernels"
+    shapes: str = "tiny"
+    device: str = "auto"
+    seed: int = 0
+    op: str = ""  # which op a single function stands for
+
+    def __post_init__(self):
+        if self.dtype not in ("all", *DTYPES):
+            raise ValueError(f"dtype is {self.dtype!r}, expected all, {', '.join(DTYPES)}")
+        if self.shapes not in list(SHAPES):
+            raise ValueError(f"shapes is {self.shapes!r}, expected one of {', '.join(SHAPES)}")
+        _integers(self, "seed", least=0)
+
+
+@dataclass(frozen=True)
+class AnyParameters:
+    """Parameters of the audit `any`, of one callable in no registry."""
+
+    candidate: str = ""
+    inputs: str = ""
+    batch: int = 0  # the dimension of the first tensor that counts samples
+    shared: str = ""  # tensors that all samples share, where it is not found out
+    outputs: str = ""  # arguments that it writes into, of a launcher
+    reference: str = ""  # as the candidate: able to compute in fp64
+    seconds: int = 120
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.candidate:
+            raise ValueError("candidate is empty, expected package.module:function or path/to/file.py:function")
+        if not self.inputs:
+            raise ValueError(
+                "inputs is empty, expected the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or "
+                "path/to/file.py:function that returns them"
+            )
+        _integers(self, "seconds", "seed", "batch")
+
+
+@dataclass(frozen=True)
+class ZooParameters:
+    """Parameters of the audit `zoo`, of many callables that nobody wrote for the auditor."""
+
+    animals: str = ""  # nothing: a few; all; or some names, with ";" between
+    seconds: int = 60  # of each
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self):
+        _integers(self, "seconds", "seed")
+
+
+Parameters = RegistryParameters | AnyParameters | ZooParameters
+OF_CALLABLES = {"any": AnyParameters, "zoo": ZooParameters}  # every other audit is of the registry's ops
+
+
+def defaults(audit: str) -> dict:
+    """Returns {name: default} of the parameters that an audit has."""
+    return {f.name: f.default for f in fields(OF_CALLABLES.get(audit, RegistryParameters))}
+
+
+def accepted(audit: str, given: Mapping) -> dict:
+    """Returns those of `given` that an audit has: `any` and `zoo` have neither dtype nor shapes."""
+    return {k: v for k, v in given.items() if k in defaults(audit)}
+
+
+def read(audit: str, given: Mapping) -> Parameters:
+    """Checks names and values. Raises ValueError: one sentence with the parameter, its value and what is allowed."""
+    unknown = sorted(given.keys() - defaults(audit).keys())
+    if unknown:
+        raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(defaults(audit))}")
+    return OF_CALLABLES.get(audit, RegistryParameters)(**given)
+
+
+def command(audit: str, parameters: Mapping) -> str:
+    """Returns the command that runs an audit with these parameters."""
+    changed = {k: v for k, v in parameters.items() if v != defaults(audit)[k]}
+    flags = (f"{f'--{k}' if k in OPTIONS else f'-p {k}'} {shlex.quote(str(v))}" for k, v in changed.items())
+    return " ".join(["bi-audit run", audit, *flags])
+
+
+def choose(device: str) -> torch.device:
+    """Returns the device that the parameter `device` means; for a CPU, turns Triton's interpreter on.
+
+    Raises ValueError for a device that there is not, and for a CPU once triton was imported without its interpreter.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but no CUDA device is available; use cpu or auto")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cuda" and interpreted:
+        raise ValueError("device is 'cuda', but TRITON_INTERPRET=1 is set; unset it or use cpu")
+    if device != "cpu" and torch.cuda.is_available() and not interpreted:
+        return torch.device("cuda")
+    if "triton" in sys.modules and not interpreted:
+        raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
+    return torch.device("cpu")

@@ -1,0 +1,79 @@
+"""Runs a function of the package in a process of its own, with or without Triton's interpreter.
+
+The process reads `request` in a folder made for it, and leaves `reply` there; what it prints is its progress.
+"""
+
+import importlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Died(RuntimeError):
+    """Raised for a worker that ended without a reply.
+
+    status: its exit status, or minus the signal that ended it; said: the lines of its stderr.
+    """
+
+    def __init__(self, function: str, status: int, said: list[str]):
+        self.status, self.said = status, said
+        super().__init__(f"{function}: {said[-1].strip() if said else f'ended with status {status}'}")
+
+
+class Worker:
+    """A process that calls `package.module:function` with arguments that pickle takes; it starts at once.
+
+    interpreter: False takes TRITON_INTERPRET out of its environment, which is otherwise this process's.
+    """
+
+    def __init__(self, function: str, *arguments, interpreter: bool = True):
+        self.function, self.folder = function, tempfile.TemporaryDirectory()
+        request = Path(self.folder.name, "request")
+        request.write_bytes(pickle.dumps((sys.path, function, pickle.dumps(arguments))))
+        # through env: a debugger makes a Python that Python starts wait for it, and JupyterLab's never comes
+        command = ["env", *([] if interpreter else ["-u", "TRITON_INTERPRET"]), sys.executable, "-P", __file__]
+        with Path(self.folder.name, "stderr").open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*command, self.folder.name], stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+            )
+
+    def result(self, progress: Callable[[str], object] = lambda line: None):
+        """Waits for the reply, calling `progress` with every line that the process prints. Raises Died without one."""
+        with self.folder:
+            try:
+                for line in self.process.stdout:
+                    progress(line.rstrip("\n"))
+                status = self.process.wait()
+            except BaseException:
+                self.stop()
+                raise
+            reply = Path(self.folder.name, "reply")
+            if reply.is_file():
+                return pickle.loads(reply.read_bytes())
+            said = Path(self.folder.name, "stderr").read_text(encoding="utf-8", errors="replace")
+            raise Died(self.function, status, said.splitlines())
+
+    def stop(self) -> None:
+        """Sends SIGTERM, and waits for the end."""
+        self.process.terminate()
+        self.process.wait()
+
+
+def call(function: str, *arguments, interpreter: bool = True):
+    """Returns what `package.module:function` returns in a process of its own. Raises Died."""
+    return Worker(function, *arguments, interpreter=interpreter).result()
+
+
+def _serve(folder: Path) -> None:
+    sys.path[:], function, arguments = pickle.loads((folder / "request").read_bytes())
+    module, _, name = function.partition(":")
+    answer = getattr(importlib.import_module(module), name)(*pickle.loads(arguments))
+    (folder / "part").write_bytes(pickle.dumps(answer))
+    (folder / "part").rename(folder / "reply")  # whole, or not there
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
