@@ -165,3 +165,28 @@ def test_what_writes_into_another_module_is_seen(text, found, monkeypatch):
 def test_triton_is_not_imported_before_the_device_is_chosen():
     light = "import sys, bi_kernels.audit.commands; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", light], cwd=ROOT).returncode == 0
+
+
+PACKAGES = sorted(path.parent for path in (ROOT / "bi_kernels").rglob("__init__.py"))
+
+
+def test_the_readmes_layout_is_that_of_the_folders():
+    """Every folder says in one line what it is for, and the README says the same."""
+    said = re.findall(r"^\| `(bi_kernels/[\w/]*)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    purpose = lambda folder: ast.get_docstring(ast.parse((folder / "__init__.py").read_text())).split("\n\n")[0]
+    assert said == [(f"{p.relative_to(ROOT).as_posix()}/", purpose(p).replace("\n", " ").rstrip(".")) for p in PACKAGES]
+
+
+def test_folders_and_files_stay_small():
+    """About ten files a folder, and no file over 300 lines that does not say why in its first line."""
+    for folder in PACKAGES:
+        assert len(list(folder.glob("[!_]*.py"))) <= 13, folder
+    for path in (ROOT / "bi_kernels").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 300 or "Over 300 lines" in lines[0], f"{path.name}: {len(lines)} lines"
+
+
+@pytest.mark.parametrize("command", (["check"], ["format", "--check"]), ids=" ".join)
+def test_ruff_has_nothing_to_say(command):
+    done = subprocess.run([sys.executable, "-m", "ruff", *command, ROOT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

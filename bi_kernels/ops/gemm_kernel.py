@@ -78,7 +78,7 @@ def _store_tile(y, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAR
         y.store([m, n], tile.to(y.dtype))
 
 
-@triton.jit(do_not_specialize=["M"])  # else every M of another divisibility is compiled anew
+@triton.jit(do_not_specialize=["M", "K"])  # else each of another divisibility, and K = 1, is compiled anew
 def _gemm_kernel(
     x,
     w,

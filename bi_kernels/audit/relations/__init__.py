@@ -1,2 +1,1 @@
-"""The questions, each judged on its own: invariance, determinism, accuracy and parity, forward and of every
-gradient."""
+"""The questions, each judged on its own: invariance, determinism, accuracy, parity; and the same of gradients."""
