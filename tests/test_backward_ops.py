@@ -18,7 +18,7 @@ from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
 from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops import embedding as embed
-from bi_kernels.ops import lm_head, logprob, norm
+from bi_kernels.ops import lm_head, logprob, norm, vocabulary
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for
 
@@ -172,9 +172,10 @@ def assert_same_gradients(found: dict, expected: dict, what: str) -> None:
 @pytest.fixture
 def blocks_of_16(monkeypatch):
     """A vocabulary of 56 has four blocks, so that the LM head has logits to keep and to compute again."""
-    for module in (logprob, lm_head):
+    for module in (vocabulary, lm_head):
         monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(logprob, "_blocks", lambda vocab: {"ROWS": 64, "BLOCK": 16})
+    for module in (vocabulary, logprob):
+        monkeypatch.setattr(module, "blocks_of", lambda vocab: {"ROWS": 64, "BLOCK": 16})
 
 
 # Where the tokens lie, and in which call
