@@ -229,11 +229,11 @@ for (width, group, causal, many), late in zip({cases}, (0, 1000)):
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with static.recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
-        forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16, late
-        prefill(*forward)
+        forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16
+        prefill(*forward, late)
         keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1, 9, 16, late)
         if late:
-            without_wait().prefill(*forward)
+            without_wait().prefill(*forward, 0)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
 """
