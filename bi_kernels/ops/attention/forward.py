@@ -16,6 +16,7 @@ from bi_kernels.ops.attention.schedule import (
     SCHEDULE,
     Schedule,
     Sequences,
+    Tiling,
     fits_hopper,
     most_tiles,
     room_for,
@@ -58,66 +59,89 @@ def attention_forward(
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not q.numel() or not k.numel():
         return [out, lse]
-    count, page, shape = len(sequences.length_q), sequences.page, shape_of(q, k, v)
-    group, heads, log2_scale = shape["GROUP"], shape["HEADS"], scale * LOG2E
+    given = {"CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
+    count, rows, heads, narrow = len(sequences.length_q), len(q) * given["GROUP"], given["HEADS"], given["D"] <= 128
     splits = max(1, triton.cdiv(sequences.longest, schedule.split))
-    tiles = most_tiles(len(q) * group, count, schedule.prefill.rows) * heads
-    tiling, k_tma, v_tma, partial = schedule.fp32, None, None, (None, None, None)
-    if q.dtype != torch.float32 and tiles < schedule.few:
-        tiling = schedule.decode if shape["D"] <= 128 else schedule.wide_decode
-        if splits > 1 and tiles * splits <= schedule.most:
-            partial = _partials(splits, out, lse, sequences.full_q)
-    elif q.dtype != torch.float32:
-        if schedule.hopper_prefill and not page and not window and fits_hopper(q, k, v):
-            total, room = most_tiles(len(q) * group, count, 128), room_for(count)
-            told = causal, log2_scale, schedule.split, splits > 1, total, room, schedule.pause
-            schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told)
-            return [out, lse]
-        tiling = schedule.prefill if shape["D"] <= 128 else schedule.wide_prefill
-        if not page and shape["EVEN"] and tma_ready(k) and tma_ready(v):
-            k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
-    grid = most_tiles(len(q) * group, count, tiling.rows), heads, 1 if partial[0] is None else splits
-    attention_kernel[grid](
-        q,
-        k,
-        v,
-        k_tma,
-        v_tma,
-        out,
-        lse,
-        *partial,
-        *sequences[:5],
-        0 if sequences.pages is None else sequences.pages.stride(0),
-        count,
-        rows_total=lse.numel(),
-        scale=log2_scale,
-        window=window,
-        COUNT=room_for(count),
-        BLOCK_M=tiling.rows,
-        BLOCK=schedule.block,
-        SPLIT=schedule.split,
-        CAUSAL=causal,
-        WINDOW=window > 0,
-        PAGE=page,
-        MANY=splits > 1,
-        PARTIAL=partial[0] is not None,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **shape,
-    )
-    if partial[0] is not None:
-        rows, d = schedule.merge_rows, shape["D"]
-        merge_kernel[(triton.cdiv(lse.numel(), rows),)](
-            *partial,
+    tiles, many = most_tiles(rows, count, schedule.prefill.rows) * heads, splits > 1
+    prefill, decode = (schedule.prefill, schedule.decode) if narrow else (schedule.wide_prefill, schedule.wide_decode)
+    if q.dtype == torch.float32:
+        _launch(q, k, v, out, lse, sequences, schedule, schedule.fp32, many, PARTIAL=False, **given)
+    elif tiles >= schedule.few:
+        tma = not sequences.page and tma_ready(k) and tma_ready(v)
+        if schedule.hopper_prefill and tma and not window and fits_hopper(q, k, v):
+            told = causal, given["scale"], schedule.split, many, most_tiles(rows, count, 128), room_for(count)
+            schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)
+        else:
+            tma = tma and given["EVEN"]
+            _launch(q, k, v, out, lse, sequences, schedule, prefill, many, tma=tma, PARTIAL=False, **given)
+    elif not many or tiles * splits > schedule.most:
+        _launch(q, k, v, out, lse, sequences, schedule, decode, many, PARTIAL=False, **given)
+    else:
+        m, l, acc = parts = _partials(splits, out, lse, sequences.full_q)
+        _launch(q, k, v, out, lse, sequences, schedule, decode, many, splits, parts, PARTIAL=True, **given)
+        merge_kernel[(triton.cdiv(lse.numel(), schedule.merge_rows),)](
+            m,
+            l,
+            acc,
             out,
             lse,
             lse.numel(),
             splits,
-            log2_scale,
-            shape["width"],
-            ROWS=rows,
-            D=d,
+            given["scale"],
+            given["width"],
+            ROWS=schedule.merge_rows,
+            D=given["D"],
             num_warps=4,
             enable_fp_fusion=False,
         )
     return [out, lse]
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    schedule: Schedule,
+    tiling: Tiling,
+    many: bool,
+    splits: int = 1,
+    parts: tuple[Tensor | None, ...] = (None, None, None),
+    tma: bool = False,
+    **given,
+) -> None:
+    """Launches tiles of queries, with `parts` a program for each of `splits`; many: a sequence may have several."""
+    first_q, length_q, first_k, length_k, pages = sequences[:5]
+    part_m, part_l, part_acc = parts
+    count = len(length_q)
+    attention_kernel[(most_tiles(len(q) * given["GROUP"], count, tiling.rows), given["HEADS"], splits)](
+        q,
+        k,
+        v,
+        _descriptor(k, schedule.block) if tma else None,
+        _descriptor(v, schedule.block) if tma else None,
+        out,
+        lse,
+        part_m,
+        part_l,
+        part_acc,
+        first_q,
+        length_q,
+        first_k,
+        length_k,
+        pages,
+        0 if pages is None else pages.stride(0),
+        count,
+        rows_total=lse.numel(),
+        COUNT=room_for(count),
+        BLOCK_M=tiling.rows,
+        BLOCK=schedule.block,
+        SPLIT=schedule.split,
+        PAGE=sequences.page,
+        MANY=many,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **given,
+    )
