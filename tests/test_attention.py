@@ -1,7 +1,8 @@
 """Attention: the same bits of a query and of every gradient wherever its sequence lies, in one call or in several, and
 however it is tiled; within the contract's bounds; broken variants are caught; one clear sentence on bad input."""
 
-import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -13,25 +14,17 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.audit.problem.subject import poisoned_memory
-from bi_kernels.ops.attention import attention as attend
-from bi_kernels.ops.attention import backward as attention_backward
-from bi_kernels.ops.attention import forward as attention_forward
-from bi_kernels.ops.attention.forward import Tiling
+from bi_kernels.ops.attention.attention import Arguments, attend
+from bi_kernels.ops.attention.attention import arguments as checked
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Tiling
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS, SHORT, EDGES = (5, 1, 130, 64, 200), (3, 150, 20), (0, 1, 15, 0, 16, 17, 127, 128, 129, 0)
 LAST = 2  # tokens that are decoded
-SPLITS, WHOLE = 10**9, 0  # FEW with which each split is a program of its own, or they come one after another
-EITHER_SCHEDULE = pytest.mark.parametrize("few", [SPLITS, WHOLE], ids=["splits", "whole"])
-
-
-@pytest.fixture(autouse=True)
-def several_splits_and_few_programs(monkeypatch):
-    monkeypatch.setattr(attention_forward, "SPLIT", 128)
-    monkeypatch.setattr(attention_forward, "DECODE", Tiling(128, 64, 4, 4))
-    for module in (attention_forward, attention_backward):
-        monkeypatch.setattr(module, "MERGE_ROWS", 256)
+SMALL = replace(SCHEDULE, split=128, decode=Tiling(128, 64, 4, 4), merge_rows=256)  # several splits, few programs
+SPLITS, WHOLE = (replace(SMALL, few=few) for few in (10**9, 0))  # each split a program of its own; one after another
+EITHER_SCHEDULE = pytest.mark.parametrize("schedule", [SPLITS, WHOLE], ids=["splits", "whole"])
 
 
 def numbers(name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -130,16 +123,24 @@ def take(t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return taken
 
 
-def results(given: dict, calls: list, trained: str = "", view=lambda t: t, **options) -> dict[str, torch.Tensor]:
-    """out and lse of every token, and the gradients of the inputs in `trained`. What is in no sequence holds NaN, and so
-    does fresh memory and the gradient that comes there; it gives 0 and −inf, and gets no gradient."""
+def results(
+    given: dict,
+    calls: list,
+    trained: str = "",
+    view: Callable = lambda t: t,
+    schedule: Schedule = SMALL,
+    attention: Callable = attend,
+    **options,
+) -> dict[str, torch.Tensor]:
+    """Returns out and lse of every token, and the gradients of the inputs in `trained`. What is in no sequence holds
+    NaN, and so does fresh memory and the gradient that comes there; it gives 0 and −inf, and gets no gradient."""
     found = {"out": torch.zeros_like(given["q"]), "lse": torch.zeros(given["q"].shape[:2])}
     found |= {f"d{name}": torch.zeros_like(given[name]) for name in trained}
     for at_q, at_k, told in calls:
         at = {"q": at_q, "k": at_k, "v": at_k, "out": at_q, "lse": at_q, "dq": at_q, "dk": at_k, "dv": at_k}
         inputs = {name: view(take(given[name], at[name])).detach().requires_grad_(name in trained) for name in "qkv"}
         with poisoned_memory(0xFF):
-            y = dict(zip(("out", "lse"), bi_kernels.attention(**inputs, **told, **options)))
+            y = dict(zip(("out", "lse"), attention(checked(**inputs, **told, **options), schedule)))
             if trained:
                 upstream = {name: view(take(given[f"d_{name}"], at_q)) for name in y if f"d_{name}" in given}
                 torch.autograd.backward([y[name] for name in upstream], list(upstream.values()))
@@ -172,17 +173,15 @@ PLACES = {  # dtype, heads, width, lengths, options, schedules
 
 
 @pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
-def test_a_result_does_not_depend_on_where_and_when_it_is_computed(
-    dtype, heads, width, lengths, options, schedules, monkeypatch
-):
+def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
     spans = [span(s) for s in every]
     expected = results(given, [packed(*spans)], **options)
     assert all(t.isfinite().all() for t in expected.values())
-    for few in schedules:
-        monkeypatch.setattr(attention_forward, "FEW", few)
+    for schedule in schedules:
         for layout, calls in ({"packed": [packed(*spans)]} | whole_layouts(spans) | layouts_in_parts(every)).items():
-            assert_same(results(given, calls, **options), expected, f"{layout}, FEW = {few}", queries(calls))
+            found, what = results(given, calls, schedule=schedule, **options), f"{layout}, few = {schedule.few}"
+            assert_same(found, expected, what, queries(calls))
 
 
 TRAINED = {  # dtype, heads, width, lengths, which queries, options
@@ -196,28 +195,24 @@ TRAINED = {  # dtype, heads, width, lengths, which queries, options
 
 
 @pytest.mark.parametrize("dtype, heads, width, lengths, last, options", TRAINED.values(), ids=TRAINED)
-def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(
-    dtype, heads, width, lengths, last, options, monkeypatch
-):
+def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads, width, lengths, last, options):
     given = arguments(sum(lengths), dtype, heads, width)
     spans = [span(s, len(s) - last if last else 0) for s in sequences(lengths)]
     expected = results(given, [packed(*spans)], "qkv", **options)
     assert all(t.isfinite().all() and t.any() for t in expected.values())
-    monkeypatch.setattr(attention_forward, "FEW", WHOLE)
     for layout, calls in whole_layouts(spans).items():
-        assert_same(results(given, calls, "qkv", **options), expected, layout)
+        assert_same(results(given, calls, "qkv", schedule=WHOLE, **options), expected, layout)
 
 
 @EITHER_SCHEDULE
-def test_nan_in_another_sequence_is_nobodys_business(few, monkeypatch):
-    monkeypatch.setattr(attention_forward, "FEW", few)
+def test_nan_in_another_sequence_is_nobodys_business(schedule):
     given, every = arguments(205, heads=(2, 1)), sequences((70, 130, 5))
     spans, rest = [span(s) for s in every], every[0] + every[2]
     spoiled = {name: t.index_fill(0, torch.tensor(every[1]), torch.nan) for name, t in given.items()}
-    expected = results(given, [packed(*spans)], "qkv")
+    expected = results(given, [packed(*spans)], "qkv", schedule=schedule)
     for calls in ([packed(*spans)], [padded(*spans, left=True)]):
-        assert_same(results(spoiled, calls, "qkv"), expected, "beside NaN", rest)
-    found = results(spoiled, [paged(*spans, page=80)])
+        assert_same(results(spoiled, calls, "qkv", schedule=schedule), expected, "beside NaN", rest)
+    found = results(spoiled, [paged(*spans, page=80)], schedule=schedule)
     assert_same(found, {name: expected[name] for name in found}, "among pages of NaN", rest)
 
 
@@ -225,32 +220,23 @@ def test_nan_in_another_sequence_is_nobodys_business(few, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize("few, most", [(WHOLE, 0), (SPLITS, 0), (SPLITS, 10**9)])
-def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows, monkeypatch):
+@pytest.mark.parametrize("few, most", [(0, 0), (10**9, 0), (10**9, 10**9)])
+def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows):
     given, calls = arguments(sum(SHORT), heads=(3, 1)), [packed(*map(span, sequences(SHORT)))]
+    tiling = Tiling(rows, 64, 4, 2)
+    schedule = replace(SMALL, few=few, most=most, merge_rows=16, prefill=tiling, decode=tiling)
     for options in ({}, {"window": 90}):
         expected = results(given, calls, **options)
-        with monkeypatch.context() as patch:
-            tiling = Tiling(rows, 64, 4, 2)
-            for name, value in (
-                ("FEW", few),
-                ("MOST", most),
-                ("MERGE_ROWS", 16),
-                ("PREFILL", tiling),
-                ("DECODE", tiling),
-            ):
-                patch.setattr(attention_forward, name, value)
-            assert_same(results(given, calls, **options), expected, f"{options}")
+        assert_same(results(given, calls, schedule=schedule, **options), expected, f"{options}")
 
 
 @pytest.mark.parametrize("rows, columns", [(16, 128), (32, 16), (128, 32)])
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 60}])
-def test_the_tiling_of_the_backward_changes_no_bit(options, rows, columns, monkeypatch):
+def test_the_tiling_of_the_backward_changes_no_bit(options, rows, columns):
     given, calls = arguments(90, heads=(3, 1)), [packed(*(span(s, len(s) - 80) for s in sequences((86, 4))))]
-    expected = results(given, calls, "qkv", **options)
-    for name in ("KEYS", "QUERIES"):
-        monkeypatch.setattr(attention_backward, name, Tiling(rows, columns, 4, 2))
-    assert_same(results(given, calls, "qkv", **options), expected, f"{rows} × {columns}")
+    expected, tiling = results(given, calls, "qkv", **options), Tiling(rows, columns, 4, 2)
+    schedule = replace(SMALL, keys=tiling, queries=tiling)
+    assert_same(results(given, calls, "qkv", schedule=schedule, **options), expected, f"{rows} × {columns}")
 
 
 def test_only_the_gradients_asked_for_are_there_and_have_the_same_bits():
@@ -276,17 +262,16 @@ VIEWS = {
 
 
 @EITHER_SCHEDULE
-def test_a_view_gives_the_bits_of_its_copy(few, monkeypatch):
-    monkeypatch.setattr(attention_forward, "FEW", few)
+def test_a_view_gives_the_bits_of_its_copy(schedule):
     given, calls = arguments(140, heads=(2, 1)), [padded(*map(span, sequences((130, 10))))]
-    expected = results(given, calls, "qkv")
+    expected = results(given, calls, "qkv", schedule=schedule)
     for what, view in VIEWS.items():
-        assert_same(results(given, calls, "qkv", view), expected, what)
+        assert_same(results(given, calls, "qkv", view, schedule), expected, what)
 
 
 @EITHER_SCHEDULE
-def test_lengths_may_be_any_view_and_stay_the_callers(few, monkeypatch):
-    monkeypatch.setattr(attention_forward, "FEW", few)
+def test_lengths_may_be_any_view_and_stay_the_callers(schedule):
+    attention = lambda *qkv, **told: attend(checked(*qkv, **told), schedule)
     q, k, v = (
         torch.randn(3, n, heads, 16, generator=torch.Generator().manual_seed(n)).bfloat16()
         for n, heads in ((2, 2), (20, 1), (20, 1))
@@ -295,11 +280,11 @@ def test_lengths_may_be_any_view_and_stay_the_callers(few, monkeypatch):
         (torch.tensor([9, 20, 4]), torch.tensor([[9, 1], [20, 1], [4, 1]], dtype=torch.int32)[:, 0]),
         (torch.tensor([9, 9, 9]), torch.tensor([9], dtype=torch.int32).expand(3)),
     ):
-        expected = bi_kernels.attention(q, k, v, lengths_k=lengths)
-        for y, e in zip(bi_kernels.attention(q, k, v, lengths_k=view), expected):
+        expected = attention(q, k, v, lengths_k=lengths)
+        for y, e in zip(attention(q, k, v, lengths_k=view), expected):
             assert_same_bits(y, e)
     leaf, own = q.clone().requires_grad_(), torch.tensor([9, 20, 4], dtype=torch.int32)
-    out, _ = bi_kernels.attention(leaf, k, v, lengths_k=own)
+    out, _ = attention(leaf, k, v, lengths_k=own)
     own += 1
     out.sum().backward()
 
@@ -325,7 +310,8 @@ def bounds(given: dict, spans: list, **options) -> dict[str, tuple[torch.Tensor,
 
 
 def share(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
-    """The largest error as a share of the bound; infinity is right where it reaches beyond the dtype, NaN where exact is NaN."""
+    """Returns the largest error as a share of the bound; infinity is right where it reaches beyond the dtype, NaN where
+    exact is NaN."""
     assert y.shape == exact.shape
     infinite = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y == exact.sign() * torch.inf)
     right = infinite | (y == exact) | (y.isnan() & exact.isnan())
@@ -484,39 +470,49 @@ def test_no_sequences_no_queries_or_no_keys(batch, queries, keys):
 
 # Broken variants
 
-BROKEN = {  # what the forward is told or made of instead, where that is seen
-    "a block by the length": (lambda call: {"BLOCK": 32 if call["longest"] < 160 else 64}, "each alone", {}),
-    "a split by the batch": (lambda call: {"SPLIT": 64 if len(call["length_q"]) < 3 else 128}, "each alone", {}),
+BROKEN = {  # what is another schedule, or what else the forward is told, of a call; where that is seen, and options
+    "a block by the length": (
+        lambda call: (call, {"block": 32 if call.sequences.longest < 160 else 64}),
+        "each alone",
+        {},
+    ),
+    "a split by the batch": (
+        lambda call: (call, {"split": 64 if len(call.sequences.length_q) < 3 else 128}),
+        "each alone",
+        {},
+    ),
     "padding is seen": (
-        lambda call: {} if call["full_q"] else {"length_k": torch.full_like(call["length_k"], call["longest"])},
+        lambda call: (call if call.sequences.full_q else _all_seen(call), {}),
         "right-padded",
         {"causal": False},
     ),
     "few queries are not causal": (
-        lambda call: {"causal": len(call["q"]) > LAST * len(call["length_q"])},
+        lambda call: (call._replace(causal=len(call.q) > LAST * len(call.sequences.length_q)), {}),
         "last tokens together",
         {},
     ),
 }
 
 
+def _all_seen(call: Arguments) -> Arguments:
+    told = call.sequences
+    return call._replace(sequences=told._replace(length_k=torch.full_like(told.length_k, told.longest)))
+
+
 @pytest.mark.parametrize("change, layout, options", BROKEN.values(), ids=BROKEN)
-def test_a_broken_variant_is_caught(change, layout, options, monkeypatch):
+def test_a_broken_variant_is_caught(change, layout, options):
     given, every = arguments(sum(SHORT)), sequences(SHORT)
-    spans, forward = [span(s) for s in every], attention_forward.attention_forward
+    spans = [span(s) for s in every]
     calls = (whole_layouts(spans) | layouts_in_parts(every))[layout]
     expected = results(given, [packed(*spans)], **options)
     rows = queries(calls)
     assert_same(results(given, calls, **options), expected, "unbroken", rows)
 
-    def broken(*values):
-        call = dict(zip(inspect.signature(forward).parameters, values))
-        for name, value in change(call).items():
-            call.update({name: value}) if name in call else monkeypatch.setattr(attention_forward, name, value)
-        return forward(**call)
+    def attention(call: Arguments, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+        call, changed = change(call)
+        return attend(call, replace(schedule, **changed))
 
-    monkeypatch.setattr(attend, "attention_forward", broken)
-    found = results(given, calls, **options)
+    found = results(given, calls, attention=attention, **options)
     assert all(compare(found[name][rows], t[rows]).mismatches for name, t in expected.items())
 
 

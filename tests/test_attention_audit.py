@@ -15,6 +15,8 @@ from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_ke
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import attention
+from bi_kernels.audit.experiments.attention_edges import packed_edges, padded_edges
+from bi_kernels.audit.experiments.attention_generation import SMALL
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
 from bi_kernels.audit.problem.problem import Problem
@@ -23,7 +25,7 @@ from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.session import start
-from bi_kernels.ops.attention import attention as attend
+from bi_kernels.ops.attention.attention import arguments, attend
 
 LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
@@ -126,16 +128,15 @@ def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
             assert bool(sum(compare(found[k], expected[k]).mismatches for k in found)) == broken
 
 
-def test_a_prefill_that_differs_from_decode_is_found(monkeypatch):
-    forward = attend.attention_forward
-
-    def broken(*values):
-        out, lse = forward(*values)
-        return [out + out * (values[0].shape[0] > 100), lse]
+def test_a_prefill_that_differs_from_decode_is_found():
+    def broken(*qkv, **told):
+        call = arguments(*qkv, **told)
+        out, lse = attend(call, SMALL)
+        return out + out * (len(call.q) > 100), lse
 
     session = start("attention", {"dtype": "bf16"})
-    monkeypatch.setattr(attend, "attention_forward", broken)
-    found = [r for r in attention.generation(session) if not r.control]
+    session.candidate = type(session.candidate)("broken", {"attention": broken})
+    found = [r for r in attention.run(session, ["generation"])["generation"] if not r.control]
     assert any(r.mismatches for r in found if r.relation == "invariance")
 
 
@@ -170,8 +171,8 @@ class _Zero(torch.autograd.Function):
 
 
 def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
-    assert {r.verdict for r in attention._edges(subject())} == {PASS}
-    found = attention._edges(subject(nan_without_keys))
+    assert {r.verdict for r in packed_edges(subject())} == {PASS}
+    found = packed_edges(subject(nan_without_keys))
     assert any(r.verdict == NEEDS_FIX and r.mismatches for r in found)
 
 
@@ -180,20 +181,20 @@ def test_what_stands_in_padding_is_judged():
         out, lse = bi_kernels.attention(*tensors, **told)
         return torch.where(out == 0, 7.0, out).to(out), lse
 
-    assert {r.verdict for r in attention._padded_edges(subject(), "edges, padded")} == {PASS}
-    assert [r.verdict for r in attention._padded_edges(subject(stale), "edges, padded")] == [NEEDS_FIX, PASS]
+    assert {r.verdict for r in padded_edges(subject(), "edges, padded")} == {PASS}
+    assert [r.verdict for r in padded_edges(subject(stale), "edges, padded")] == [NEEDS_FIX, PASS]
 
 
 def test_prefill_is_asked_for_from_inside_a_block_of_keys():
     session = start("attention", {"dtype": "bf16"})
-    assert {r.verdict for r in attention.starts(session)} == {PASS}
+    assert {r.verdict for r in attention.run(session, ["starts"])["starts"]} == {PASS}
 
     def broken(q, k, v, **told):
         out, lse = bi_kernels.attention(q, k, v, **told)
         return out * (1 + ((k.shape[1] - q.shape[1]) % 64 == 62)), lse
 
     session.candidate = type(session.candidate)("broken", {"attention": broken})
-    found = attention.starts(session)
+    found = attention.run(session, ["starts"])["starts"]
     assert {r.relation for r in found if r.verdict == NEEDS_FIX} == {"invariance", gradients.INVARIANCE}
 
 
@@ -202,13 +203,15 @@ def test_prefill_is_asked_for_from_inside_a_block_of_keys():
 
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
     session = start("attention", {"dtype": "bf16"})
-    rows = attention.generation(session) + attention.uneven(session)
+    rows = sum(attention.run(session, ["generation", "uneven"]).values(), [])
     assert {r.verdict for r in rows if not r.control} == {PASS} and [r.caught for r in rows if r.control] == [True]
-    assert attention.missing(session) and not [r for r in attention.missing(session) if r.verdict == PASS]
+    missed = attention.missing(session)
+    assert {r.verdict for r in missed} == {NEEDS_FIX} and not {r.layout for r in missed} & {r.layout for r in rows}
     session = start("attention", {"dtype": "bf16"})
     control = next(c for c in ATTENTION_CONTROLS if "padding keys" in c.name)
     session.candidate = type(session.candidate)("broken", {"attention": control.function})
-    assert any(r.mismatches for r in attention.generation(session) if r.layout.startswith("decode, cache"))
+    rows = attention.run(session, ["generation"])["generation"]
+    assert any(r.mismatches for r in rows if r.layout.startswith("decode, cache"))
 
 
 # The kernel for sm_90
@@ -219,22 +222,22 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-from bi_kernels.ops.attention import hopper_forward as attention_hopper
-from bi_kernels.ops.attention import hopper_backward as attention_hopper_backward
-from bi_kernels.audit.experiments import late_copies as attention_late
+from bi_kernels.ops.attention.hopper_backward import keys_backward
+from bi_kernels.ops.attention.hopper_forward import prefill
+from bi_kernels.audit.experiments.late_copies import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
-for width, group, causal, many in {cases}:
+for (width, group, causal, many), late in zip({cases}, (0, 1000)):
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
-        attention_hopper.prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
-        attention_hopper_backward.keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1)
-        if attention_hopper.PAUSE:
-            attention_late._unwaited().prefill(q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16)
+        forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16
+        prefill(*forward, late)
+        keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1, 9, 16, late)
+        if late:
+            without_wait().prefill(*forward, 0)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
-    attention_hopper.PAUSE = 1000  # as with late copies
 """
 
 

@@ -1,7 +1,7 @@
-"""Attention broken on purpose, in one way each. `defect=False` mends that one."""
+"""Breaks attention on purpose, in one way each; `defect=False` mends that one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,21 +11,20 @@ from torch.nn.functional import scaled_dot_product_attention
 import bi_kernels
 from bi_kernels.audit.broken.forward import Control
 from bi_kernels.audit.broken.gradient import atomic_sum
-from bi_kernels.ops.attention import forward as attention_forward
-from bi_kernels.ops.attention.forward import Tiling, most_tiles
+from bi_kernels.ops.attention.attention import arguments, attend
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Tiling, most_tiles
 
 SLAB, SMS = 16, 132
 
 
-@contextmanager
-def fold(**changed) -> Iterator[None]:
-    """The forward with other blocks, splits, tilings or schedules (BLOCK, SPLIT, DECODE, PREFILL, FEW, MOST)."""
-    before = {name: getattr(attention_forward, name) for name in changed}
-    vars(attention_forward).update(changed)
-    try:
-        yield
-    finally:
-        vars(attention_forward).update(before)
+def in_schedule(schedule: Schedule) -> Callable:
+    """Returns this package's attention, computed in a schedule."""
+    return lambda q, k, v, **told: attend(arguments(q, k, v, **told), schedule)
+
+
+def changed(**fields) -> Callable:
+    """Returns this package's attention, computed in a schedule of which some fields are others."""
+    return in_schedule(replace(SCHEDULE, **fields))
 
 
 def _sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -37,27 +36,28 @@ def _longest(k: Tensor, cu_seqlens_q: Tensor | None) -> int:
 
 
 def splits_by_batch(q, k, v, cu_seqlens_q=None, defect=True, **told):
-    with fold(SPLIT=64 if defect and _sequences(q, cu_seqlens_q) < 3 else 128):
-        return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+    split = 64 if defect and _sequences(q, cu_seqlens_q) < 3 else 128
+    return changed(split=split)(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
 
 
 def splits_by_multiprocessors(q, k, v, cu_seqlens_q=None, defect=True, **told):
-    """As many splits as leave no multiprocessor idle."""
+    """Makes as many splits as leave no multiprocessor idle."""
     heads = k.shape[-2]
     tiles = most_tiles(q.shape[:-1].numel() // heads, _sequences(q, cu_seqlens_q), 64) * heads
     splits = max(1, min(8, SMS // tiles)) if defect else 4
-    with fold(BLOCK=SLAB, SPLIT=-(-128 // (splits * SLAB)) * SLAB):
-        return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+    attention = changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper_prefill=None)
+    return attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
 
 
 def block_by_length(q, k, v, cu_seqlens_q=None, defect=True, **told):
-    with fold(BLOCK=32 if defect and _longest(k, cu_seqlens_q) <= 64 else 64):
-        return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+    short = defect and _longest(k, cu_seqlens_q) <= 64
+    attention = changed(block=32, hopper_prefill=None) if short else bi_kernels.attention
+    return attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
 
 
 def sum_by_tile(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, **told):
-    """One query's probabilities are added in another order. To that end the keys of a slab change places, which moves no bit
-    of its product with v."""
+    """Adds one query's probabilities in another order: the keys of a slab change places, which moves no bit of the
+    product with v."""
     if defect and cu_seqlens_q is None and q.shape[1] == 1:
         j = torch.arange(k.shape[1], device=k.device)
         whole = (k.shape[1] if lengths_k is None else lengths_k[:, None]) // SLAB * SLAB
@@ -67,9 +67,8 @@ def sum_by_tile(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, **told)
 
 
 def sum_across_warps(q, k, v, defect=True, **told):
-    """A tile of 16 queries for few of them: its warps lie along the keys."""
-    with fold(DECODE=Tiling(16, 64, 4, 4)) if defect else fold():
-        return bi_kernels.attention(q, k, v, **told)
+    """Gives few queries a tile of 16, whose warps lie along the keys."""
+    return (changed(decode=Tiling(16, 64, 4, 4)) if defect else bi_kernels.attention)(q, k, v, **told)
 
 
 def not_causal_for_one_query(q, k, v, cu_seqlens_q=None, window=None, defect=True, **told):
@@ -79,26 +78,26 @@ def not_causal_for_one_query(q, k, v, cu_seqlens_q=None, window=None, defect=Tru
 
 
 def padding_keys_seen(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, **told):
-    """Of a cache that one query is held against, up to the end of the last slab."""
+    """Shows one query the padding of a cache up to the end of the last slab."""
     if defect and lengths_k is not None and q.shape[1] == 1:
         lengths_k = ((lengths_k + SLAB - 1) // SLAB * SLAB).clamp(max=k.shape[1])
     return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, lengths_k=lengths_k, **told)
 
 
-def later_splits_weigh_more(q, k, v, defect=True, **told):
-    """By a quarter, as if their maximum were too small."""
+def later_splits_weigh_more(q, k, v, defect=True, schedule=SCHEDULE, **told):
+    """Gives them a quarter more, as if their maximum were too small."""
+    attention, split = in_schedule(schedule), schedule.split
+    near = attention(q, k, v, **told)
     if not defect:
-        return bi_kernels.attention(q, k, v, **told)
-    split, keys = attention_forward.SPLIT, k.shape[1]
-    near = bi_kernels.attention(q, k, v, **told)
-    far = bi_kernels.attention(q, k, v, lengths_k=torch.full((len(k),), split, device=k.device), causal=False)
-    share = (far[1] - near[1]).exp()[..., None] if keys > split else torch.ones_like(near[1])[..., None]
+        return near
+    far = attention(q, k, v, lengths_k=torch.full((len(k),), split, device=k.device), causal=False)
+    share = (far[1] - near[1]).exp()[..., None] if k.shape[1] > split else torch.ones_like(near[1])[..., None]
     rest = (near[0].float() - share * far[0].float()) * 1.25
     return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
 
 
 def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
-    """Sequence by sequence, in fp32 but for the scores, which are rounded."""
+    """Computes sequence by sequence, in fp32 but for the scores, which are rounded."""
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
     ends, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[1]
     for a, b in zip(ends, ends[1:]):
@@ -125,7 +124,8 @@ def nan_without_keys(q, k, v, defect=True, **told):
 
 
 def flash_decode(q, k, v, cu_seqlens_q=None, lengths_q=None, lengths_k=None, left_padded=False, defect=True):
-    """torch's flash attention, sequence by sequence and without a mask; a single query has a kernel of its own. No LSE."""
+    """Calls torch's flash attention, sequence by sequence and without a mask; it has a kernel of its own for a single
+    query. No LSE."""
     if cu_seqlens_q is not None:
         ends = cu_seqlens_q.tolist()
         rows = [(slice(a, b), slice(a, b)) for a, b in zip(ends, ends[1:])]
@@ -145,7 +145,7 @@ def flash_decode(q, k, v, cu_seqlens_q=None, lengths_q=None, lengths_k=None, lef
 
 
 class _Backward(torch.autograd.Function):
-    """Attention with the gradients that gradients(q, k, v, told, dy) returns."""
+    """Gives attention the gradients that gradients(q, k, v, told, dy) returns."""
 
     @staticmethod
     def forward(ctx, gradients, told, *qkv):
@@ -164,7 +164,7 @@ def _own(q, k, v, told, dy):
 
 
 def _group_in_completion_order(q, k, v, told, dy):
-    """The members of a group one after another, those of several sequences from the last."""
+    """Adds the members of a group one after another, those of several sequences from the last."""
     if _sequences(q, told.get("cu_seqlens_q")) < 3:
         return _own(q, k, v, told, dy)
     turned = lambda t: (
@@ -175,7 +175,7 @@ def _group_in_completion_order(q, k, v, told, dy):
 
 
 def _dk_without_a_head(q, k, v, told, dy):
-    """Of the group, the last."""
+    """Leaves out the group's last."""
     dq, _, dv = _own(q, k, v, told, dy)
     keep = (torch.arange(q.shape[-2], device=q.device) + 1) % (q.shape[-2] // k.shape[-2]) > 0
     _, dk, _ = _own(q, k, v, told, (dy[0] * keep[:, None], dy[1] * keep))
@@ -183,7 +183,7 @@ def _dk_without_a_head(q, k, v, told, dy):
 
 
 def _dq_by_atomics(q, k, v, told, dy):
-    """Of packed sequences: blocks of eight keys, each of which adds to dQ."""
+    """Adds to dQ of packed sequences by blocks of eight keys."""
     out, lse = bi_kernels.attention(q, k, v, **told)
     _, dk, dv = _own(q, k, v, told, dy)
     total = torch.zeros_like(q, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Attention beside others': accuracy and speed; and the figure of its fold."""
+"""Measures attention beside others': accuracy and speed; and draws its summation order."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.experiments.timing import launch_us, times_ms
 from bi_kernels.contract import CONTRACT
-from bi_kernels.ops.attention import forward as attention_forward
+from bi_kernels.ops.attention.schedule import SCHEDULE
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
@@ -33,7 +33,7 @@ def _qkv(
 
 
 def _sdpa(backend: SDPBackend, q, k, v) -> torch.Tensor:
-    """torch's attention by one backend, whose context the call leaves."""
+    """Calls torch's attention by one backend, whose context the call leaves."""
     with sdpa_kernel([backend]):
         return scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)), is_causal=q.shape[1] > 1, enable_gqa=q.shape[2] > k.shape[2]
@@ -41,8 +41,8 @@ def _sdpa(backend: SDPBackend, q, k, v) -> torch.Tensor:
 
 
 def errors(session, length: int = 2048) -> list[dict]:
-    """Errors against fp64 of what everybody gives on the same inputs, bf16, causal: root mean square and largest, as a share
-    of the exact result's root mean square."""
+    """Measures errors against fp64 of what everybody gives on the same inputs, bf16, causal: root mean square and
+    largest, as a share of the exact result's root mean square."""
     q, k, v = _qkv(session, 1, length, length)
     dy = torch.randn(
         q.shape, generator=torch.Generator(session.device).manual_seed(1), device=session.device
@@ -90,8 +90,8 @@ def _deterministic(call: Callable) -> Callable:
 
 
 def speed(session) -> list[dict]:
-    """Forward and backward, causal, bf16, the calls taking turns: TFLOP/s of the half of the square that is seen (backward
-    2.5 times that), and the ratio to cuDNN."""
+    """Measures forward and backward, causal, bf16, the calls taking turns: TFLOP/s of the half of the square that is
+    seen (backward 2.5 times that), and the ratio to cuDNN."""
     lines = []
     for batch, length in ((16, 1024), (4, 4096), (1, 16384)):
         q, k, v = _qkv(session, batch, length, length, grad=True)
@@ -133,7 +133,8 @@ def speed(session) -> list[dict]:
 
 
 def decode_speed(session) -> list[dict]:
-    """One query a sequence against a long cache, bf16: TB/s of the cache, and our time over that of SDPA's fastest backend."""
+    """Measures one query a sequence against a long cache, bf16: TB/s of the cache, and our time over that of SDPA's
+    fastest backend."""
     lines, backends = [], PEERS | {"efficient": SDPBackend.EFFICIENT_ATTENTION}
     copied = torch.empty(2**30, dtype=torch.int8, device=session.device)
     (copy_ms,) = times_ms(lambda: copied[: 2**29].copy_(copied[2**29 :]))
@@ -166,7 +167,7 @@ def decode_speed(session) -> list[dict]:
 
 
 def bars(lines: list[dict], title: str) -> plt.Figure:
-    """Root-mean-square errors by tensor, a bar each."""
+    """Draws root-mean-square errors by tensor, a bar each."""
     names, tensors = list(dict.fromkeys(x["who"] for x in lines)), list(dict.fromkeys(x["tensor"] for x in lines))
     figure, ax = plt.subplots(figsize=(7.5, 3.6))
     for i, (name, color) in enumerate(zip(names, ("#0072B2", "#E69F00", "#009E73"))):
@@ -179,9 +180,9 @@ def bars(lines: list[dict], title: str) -> plt.Figure:
     return figure
 
 
-def fold_figure(length: int = 11_000) -> plt.Figure:
-    """The keys of one query, block by block and split by split, and which program of each schedule adds them."""
-    block, split = attention_forward.BLOCK, attention_forward.SPLIT
+def order_figure(length: int = 11_000) -> plt.Figure:
+    """Draws the keys of one query, block by block and split by split, and which program of each schedule adds them."""
+    block, split = SCHEDULE.block, SCHEDULE.split
     splits = math.ceil(length / split)
     schedules = {
         "prefill: a program for\na tile of queries": [0] * splits,
@@ -246,28 +247,29 @@ def goals() -> dict:
 
 
 def speed_text(goal: dict, speed: list[dict], decode: list[dict]) -> str:
-    """What is met and what is not, in words."""
+    """Says which goals are met and which are not."""
     word = lambda met: "met" if met else "**not met**"
     parts = []
     peers = {"forward": "cuDNN", "backward": "cuDNN's deterministic one (its other one, where that raised)"}
     for name, peer in peers.items():
         least = min(x["ratio to cuDNN"] for x in speed if x["pass"] == name and x["length"] >= goal["length"])
         parts.append(
-            f"{name} at least **{least:.2f}** of {peer} from {goal['length']} tokens on (goal {goal[name]:.2f}): {word(least >= goal[name])}"
+            f"{name} at least **{least:.2f}** of {peer} from {goal['length']} tokens on (goal {goal[name]:.2f}): "
+            f"{word(least >= goal[name])}"
         )
     many, one = decode[0], decode[-1]
     parts.append(
-        f"decode of {many['batch']} sequences with {many['cache']} keys **{many['of a copy']:.2f}** of a copy's bandwidth (goal "
-        f"{goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}"
+        f"decode of {many['batch']} sequences with {many['cache']} keys **{many['of a copy']:.2f}** of a copy's "
+        f"bandwidth (goal {goal['decode_bandwidth']}): {word(many['of a copy'] >= goal['decode_bandwidth'])}"
     )
     parts.append(
-        f"of one with {one['cache']} keys **{one['ours / fastest SDPA']:.2f}** times SDPA's fastest backend (goal at most "
-        f"{goal['decode_time']}): {word(one['ours / fastest SDPA'] <= goal['decode_time'])}"
+        f"of one with {one['cache']} keys **{one['ours / fastest SDPA']:.2f}** times SDPA's fastest backend (goal at "
+        f"most {goal['decode_time']}): {word(one['ours / fastest SDPA'] <= goal['decode_time'])}"
     )
     parts.append(
         "what limits each, as we read the machine code and the times: forward, the exponentials, which run under the "
-        "products but not entirely; backward, q kᵀ and dout vᵀ, which are computed twice, for dq and for dk and dv; decode, "
-        "beside the bytes of the cache, the partial results and the second launch that merges them"
+        "products but not entirely; backward, q kᵀ and dout vᵀ, which are computed twice, for dq and for dk and dv; "
+        "decode, beside the bytes of the cache, the partial results and the second launch that merges them"
     )
     return (
         "## Speed\n\nbf16, causal, calls taking turns; times are the device's, as under a CUDA graph.\n\n"

@@ -1,4 +1,4 @@
-"""What attention is given for a call: the keys that its queries see, where they lie, and the arguments that say so."""
+"""Finds what attention is given for a call: the keys that its queries see, where they lie, and what says so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,20 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from bi_kernels.audit.problem.call_layouts import Call, pad, spans
+from bi_kernels.audit.problem.call_layouts import Call, pad
 
 ROOM = 16  # a cache has room for some more keys than it holds
 
 
 @dataclass(frozen=True)
 class Keys:
+    """Says where the keys of a call are."""
+
     index: np.ndarray  # logical token numbers, −1 for nobody's, in the shape of k and v
     told: dict = field(default_factory=dict)  # arguments of `bi_kernels.attention`, arrays in place of tensors
 
     def arguments(self, device: torch.device) -> dict:
+        """Returns what the op is told, as tensors on the device."""
         return {
             k: torch.from_numpy(v.astype(np.int32)).to(device) if isinstance(v, np.ndarray) else v
             for k, v in self.told.items()
@@ -25,29 +28,29 @@ class Keys:
 
 
 def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
-    """All tokens of each sample up to the call's last: packed as the queries are, in a cache, or in pages of `page`
-    that lie in any order."""
+    """Returns all tokens of each sample up to the call's last: packed as the queries are, in a cache, or in pages of
+    `page` that lie in any order."""
     if call.cu_seqlens is not None or call.index.ndim == 1:
         return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
-    every = spans(lengths)
-    rows = [row[row >= 0] for row in call.index]
-    seen = [s[: row[-1] + 1 - s[0]] for row in rows for s in every if s[0] <= row[0] <= s[-1]]
+    ends, rows = np.cumsum(lengths), [row[row >= 0] for row in call.index]
+    samples = np.searchsorted(ends, [row[0] for row in rows], side="right")
+    seen = [np.arange(ends[i] - lengths[i], row[-1] + 1) for i, row in zip(samples, rows)]
+    queries, counts = (np.array([*map(len, parts)]) for parts in (rows, seen))
     if page:
-        return _paged(seen, np.array([len(row) for row in rows]), page)
+        return _paged(seen, queries, counts, page)
     left = bool((call.index[:, 0] < 0).any())
-    whole = all(len(row) == len(s) for row, s in zip(rows, seen))
-    index = call.index if whole else pad(seen, left, ROOM).index
+    index = call.index if (queries == counts).all() else pad(seen, left, ROOM).index
     if (call.index >= 0).all() and (index >= 0).all():
         return Keys(index)
-    told = {"lengths_q": np.array([len(row) for row in rows]), "lengths_k": np.array([len(s) for s in seen])}
-    return Keys(index, told | ({"left_padded": True} if left else {}))
+    return Keys(index, {"lengths_q": queries, "lengths_k": counts} | ({"left_padded": True} if left else {}))
 
 
-def _paged(seen: list[np.ndarray], queries: np.ndarray, page: int) -> Keys:
+def _paged(seen: list[np.ndarray], queries: np.ndarray, counts: np.ndarray, page: int) -> Keys:
+    """Returns keys in pages that lie in any order, among those of nobody."""
     needed = [-(-len(s) // page) for s in seen]
     places = np.random.default_rng(page).permutation(sum(needed) + 3)
     pages, table = np.full((len(places), page), -1), np.zeros((len(seen), max(needed)), dtype=int)
     for row, (s, n, first) in enumerate(zip(seen, needed, accumulate([0, *needed[:-1]]))):
         table[row, :n] = places[first : first + n]
         pages[table[row, :n]] = np.pad(s, (0, n * page - len(s)), constant_values=-1).reshape(n, page)
-    return Keys(pages, {"lengths_q": queries, "lengths_k": np.array([len(s) for s in seen]), "block_table": table})
+    return Keys(pages, {"lengths_q": queries, "lengths_k": counts, "block_table": table})

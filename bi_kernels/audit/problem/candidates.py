@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bi_kernels
+from bi_kernels.audit import stock
 from bi_kernels.audit.problem.registry import audited
 
 REGISTERED = ("bi_kernels", "torch")
@@ -53,7 +54,7 @@ def load(spec: str, what: str = "candidate") -> Callable:
 
 
 def resolve(spec: str, audit: str, op: str = "") -> Candidate:
-    """The candidate's function for each op of the audit that it stands for.
+    """Returns the candidate's function for each op of the audit that it stands for.
 
     A single function stands for the op named by `op`, else for the op of the function's own name, else for `linear` in
     the GEMM audit. Raises ValueError with one sentence if that leaves nothing.
@@ -62,10 +63,7 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
     if op and op not in [o.name for o in ops]:
         raise ValueError(f"op is {op!r}, expected one of {', '.join(o.name for o in ops)} in the {audit} audit")
     if spec in REGISTERED:
-        if spec == "torch":
-            from bi_kernels.audit import stock as source
-        else:
-            source = bi_kernels
+        source = stock if spec == "torch" else bi_kernels
         return Candidate(spec, {o.name: getattr(source, o.function or o.name) for o in ops if op in ("", o.name)})
     function = load(spec)
     name = op or spec.rpartition(":")[2]

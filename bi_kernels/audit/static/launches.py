@@ -125,8 +125,8 @@ def _word(value) -> str:
 def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
     """Makes the mode that notes scatters by the operator that runs, backward included, whatever Python called it.
 
-    beside_dynamo: torch.compile may be at work, and must leave the mode alone; to say so loads torch._dynamo, which takes
-    as long as torch itself.
+    beside_dynamo: torch.compile may be at work, and must leave the mode alone; to say so loads torch._dynamo, which
+    takes as long as torch itself.
     """
 
     class Dispatched(TorchDispatchMode):

@@ -1,14 +1,15 @@
-"""Attention as an op: what a call's sequences are, prefill, chunks and decode alike, and its gradient.
+"""Attention as an op: what a call's sequences are, prefill, chunks and decode alike, and its gradient."""
 
-The fold is in forward.py, the gradients' in backward.py.
-"""
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
 from bi_kernels.ops.embedding import can_wait, integers
 
 WIDEST = 2**30  # keys; a wider window is none
@@ -16,31 +17,45 @@ WIDEST = 2**30  # keys; a wider window is none
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window
-    ):
-        out, lse = attention_forward(
-            q, k, v, first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k, causal, scale, window
-        )
-        ctx.constants = full_q, full_k, causal, scale, window
+    def forward(ctx, q, k, v, sequences, causal, scale, window, schedule):
+        out, lse = attention_forward(q, k, v, sequences, causal, scale, window, schedule)
+        ctx.rest, ctx.constants, ctx.schedule = sequences[4:], (causal, scale, window), schedule
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, first_q, length_q, first_k, length_k, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *sequences[:4])
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse):
-        q, k, v, *where, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *where = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else aligned(d_out)
         d_lse = None if d_lse is None else d_lse.contiguous()
         needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
-        dq, dk, dv = attention_backward(
-            d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, needs_q, needs_k or needs_v
-        )
-        return dq, dk, dv, *[None] * 12
+        sequences, needed = Sequences(*where, *ctx.rest), (needs_q, needs_k or needs_v)
+        grads = attention_backward(d_out, d_lse, q, k, v, out, lse, sequences, *ctx.constants, *needed, ctx.schedule)
+        return *grads, *[None] * 5
 
 
-_opaque = torch.library.custom_op("bi_kernels::attention", attention_forward, mutates_args=())
+@torch.library.custom_op("bi_kernels::attention", mutates_args=())
+def _opaque(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_q: Tensor,
+    length_q: Tensor,
+    first_k: Tensor,
+    length_k: Tensor,
+    pages: Tensor | None,
+    page: int,
+    longest: int,
+    full_q: bool,
+    full_k: bool,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> list[Tensor]:
+    sequences = Sequences(first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k)
+    return attention_forward(q, k, v, sequences, causal, scale, window)
 
 
 @_opaque.register_fake
@@ -48,14 +63,19 @@ def _(q, k, v, *_):
     return [torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)]
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    """(…, heads, D) as (rows, heads, D) of which D is contiguous; a copy where rows have no one stride."""
+def _compiled(q, k, v, sequences, causal, scale, window, schedule):
+    """Calls the custom op, whose schema knows no tuples of tensors and numbers, and so the default schedule alone."""
+    return _opaque(q, k, v, *sequences, causal, scale, window)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Returns (…, heads, D) as (rows, heads, D) of which D is contiguous; a copy where rows have no one stride."""
     t = t if t.stride(-1) == 1 else t.contiguous()
     return t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
 
 
-def _ends(op: str, name: str, cu_seqlens: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first rows, lengths) of packed sequences."""
+def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns (first rows, lengths) of packed sequences."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers(cu_seqlens):
         raise ValueError(
             f"{op}: {name} has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
@@ -75,9 +95,9 @@ def _ends(op: str, name: str, cu_seqlens: torch.Tensor, rows: int) -> tuple[torc
 
 
 def _spans(
-    op: str, name: str, lengths: torch.Tensor | None, count: int, width: int, left: bool, q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first rows, lengths) of the sequences of a padded batch."""
+    op: str, name: str, lengths: Tensor | None, count: int, width: int, left: bool, q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns (first rows, lengths) of the sequences of a padded batch."""
     if lengths is None:
         lengths = torch.full((count,), width, dtype=torch.int32, device=q.device)
     elif tuple(lengths.shape) != (count,) or not integers(lengths):
@@ -93,33 +113,35 @@ def _spans(
     return first + (width - lengths) if left else first, lengths
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+class Arguments(NamedTuple):
+    """Holds checked arguments."""
+
+    q: Tensor  # (tokens, heads, D), contiguous
+    k: Tensor  # (rows, key heads, D), of which D is contiguous; v alike
+    v: Tensor
+    sequences: Sequences
+    causal: bool
+    scale: float
+    window: int  # 0: none
+    shape: torch.Size  # of q as it was given
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    lengths_q: torch.Tensor | None = None,
-    lengths_k: torch.Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
     left_padded: bool = False,
-    block_table: torch.Tensor | None = None,
+    block_table: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · scale) v and its LSE: (out like q, lse (…, query heads) fp32, natural logarithm).
-
-    Packed: q (tokens, query heads, D) with cu_seqlens_q (sequences + 1,), k and v (rows, key heads, D) with cu_seqlens_k, the
-    same unless given. A batch: q (B, L, query heads, D), k and v (B, capacity, key heads, D), of which lengths_q and
-    lengths_k (B,) count, at the start of each row or, left_padded, at its end; so with a cache in k and v, its new keys
-    included. Paged: k and v (pages, page size, key heads, D) and block_table (B, pages of the longest) integers; needs
-    lengths_k; has no backward. Query heads are a multiple of key heads (GQA); D is at most 256; scale is D ** -0.5 unless given.
-
-    causal: the last query sees all keys, each one before it one less. window: a query sees itself and the window − 1 keys
-    before it. A query that sees no key gives 0 and −inf, and so does padding. Bits are promised for finite v: a NaN or
-    Inf in it may reach queries of its own sequence that do not see it. Raises ValueError and TypeError with one sentence.
-    """
+) -> Arguments:
+    """Checks the arguments of `attention` and finds the sequences of the call. Raises what `attention` does."""
     op = "attention"
     check(op, q=q, k=k, v=v)
     packed = cu_seqlens_q is not None
@@ -208,24 +230,59 @@ def attention(
         first_k, length_k = _spans(op, "lengths_k", lengths_k, count, k.shape[1], left_padded, q)
         full_k = lengths_k is None
     scale = width**-0.5 if scale is None else float(scale)
-    out, lse = apply(
-        attention_forward,
-        _opaque,
-        _Attention.apply,
-        _rows(q.contiguous()),
-        _rows(k),
-        _rows(v),
-        first_q,
-        length_q,
-        first_k,
-        length_k,
-        block_table,
-        page,
-        longest,
-        full_q,
-        full_k,
-        causal,
-        scale,
-        min(window or 0, WIDEST),
+    sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k)
+    return Arguments(
+        _rows(q.contiguous()), _rows(k), _rows(v), sequences, causal, scale, min(window or 0, WIDEST), q.shape
     )
-    return out.view(q.shape), lse.view(q.shape[:-1])
+
+
+def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tensor]:
+    """Returns what `attention` does, computed in a schedule; under torch.compile in the default one."""
+    out, lse = apply(attention_forward, _compiled, _Attention.apply, *call[:7], schedule)
+    return out.view(call.shape), lse.view(call.shape[:-1])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    left_padded: bool = False,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns softmax(q kᵀ · scale) v and its LSE: (out like q, lse (…, query heads) fp32, natural logarithm).
+
+    Packed: q (tokens, query heads, D) with cu_seqlens_q (sequences + 1,), k and v (rows, key heads, D) with
+    cu_seqlens_k, the same unless given. A batch: q (B, L, query heads, D), k and v (B, capacity, key heads, D), of
+    which lengths_q and lengths_k (B,) count, at the start of each row or, left_padded, at its end; so with a cache in
+    k and v, its new keys included. Paged: k and v (pages, page size, key heads, D) and block_table (B, pages of the
+    longest) integers; needs lengths_k; has no backward. Query heads are a multiple of key heads (GQA); D is at most
+    256; scale is D ** -0.5 unless given.
+
+    causal: the last query sees all keys, each one before it one less. window: a query sees itself and the window − 1
+    keys before it. A query that sees no key gives 0 and −inf, and so does padding. Bits are promised for finite v: a
+    NaN or Inf in it may reach queries of its own sequence that do not see it. Raises ValueError and TypeError with one
+    sentence.
+    """
+    call = arguments(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        lengths_q=lengths_q,
+        lengths_k=lengths_k,
+        left_padded=left_padded,
+        block_table=block_table,
+        causal=causal,
+        scale=scale,
+        window=window,
+    )
+    return attend(call)

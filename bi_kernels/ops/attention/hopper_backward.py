@@ -1,11 +1,11 @@
-"""dK and dV of attention on sm_90, in Gluon: the fold of backward.py, the products of one block of queries
-under the exponentials of the next.
+"""dK and dV of attention on sm_90, in Gluon: the summation order of backward_kernels.py, the products of one block of
+queries under the exponentials of the next.
 
-Four warps bring q and dout through a ring of TMA stages; two more groups of four have 64 keys each. The bits are those of
-`attention_backward._keys_backward_kernel`: the same operations in the same order for each key.
+Four warps bring q and dout through a ring of TMA stages; two more groups of four have 64 keys each. The bits are those
+of `keys_backward_kernel`: the same operations in the same order for each key.
 """
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,42 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from bi_kernels.ops.attention import hopper_forward as attention_hopper
-from bi_kernels.ops.attention.forward import most_tiles, room_for
-from bi_kernels.ops.attention.hopper_forward import REGISTERS, STAGES, block_descriptor, pause, sequence_of, uniform
-
-
-@gluon.jit
-def _tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first row of q's tokens, of k, first key, queries, keys, first of the queries' blocks that see some, their number)."""
-    first_q, length_q, first_k, length_k, sequences = where
-    sequence, before, last = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
-    known = sequence < sequences
-    queries, length = (
-        gl.load(length_q + sequence, mask=known, other=0),
-        gl.load(length_k + sequence, mask=known, other=0),
-    )
-    base = gl.load(first_q + sequence, mask=known, other=0)
-    row_k = gl.load(first_k + sequence, mask=known, other=0)
-    key = (gl.program_id(0) - before) * SIZE
-    begin = 0
-    if CAUSAL:
-        begin = gl.maximum(key + queries - length, 0) // BLOCK * BLOCK
-    blocks = gl.cdiv(gl.maximum(queries - begin, 0), BLOCK)
-    return (
-        uniform(base),
-        uniform(row_k),
-        uniform(key),
-        uniform(queries),
-        uniform(length),
-        uniform(begin),
-        uniform(blocks),
-    )
+from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, key_tile, pause
 
 
 @gluon.jit
 def _scores(kt, ring, i, S: gl.constexpr, WHICH: gl.constexpr):
-    """k qᵀ (0) or v doutᵀ (1) of block i, under way."""
+    """Starts k qᵀ (0) or v doutᵀ (1) of block i."""
     STAGES: gl.constexpr = ring[0].shape[0]
     KEYS: gl.constexpr = kt.shape[0]
     BLOCK: gl.constexpr = ring[0].shape[1]
@@ -61,23 +31,23 @@ def _scores(kt, ring, i, S: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def _add(p, ring, i, acc, WHICH: gl.constexpr):
-    """acc + p q (0) or dout (1) of block i, under way; without acc for the first one, and a p of 0 for the one before that."""
+    """Starts acc + p q (0) or p dout (1) of block i; without acc for the first, and with a p of 0 before that."""
     STAGES: gl.constexpr = ring[0].shape[0]
     return warpgroup_mma(p, ring[WHICH].index(gl.maximum(i, 0) % STAGES), acc, use_acc=i > 0, is_async=True)
 
 
 @gluon.jit
 def _row(ring, i, S: gl.constexpr, WHICH: gl.constexpr):
-    """−lse (2) or delta (3) of block i."""
+    """Returns −lse (2) or delta (3) of block i."""
     STAGES: gl.constexpr = ring[0].shape[0]
     return ring[WHICH].index(i % STAGES).load(gl.SliceLayout(0, S))[None, :]
 
 
 @gluon.jit
 def _hidden(x, ring, start, middle, position):
-    """0 for the queries before a key; position: of the keys, among the queries.
+    """Returns x with 0 for the queries before a key; position: of the keys, among the queries.
 
-    Of not causal ones too, in a branch never taken: without it ptxas moves the wait that follows above the exponentials.
+    Of not causal ones too, in a branch never taken: without it ptxas moves the next wait above the exponentials.
     """
     if start < middle:  # columns from memory, lest they stay in registers
         x = gl.where((position - start)[:, None] <= ring[5].load(gl.SliceLayout(0, x.type.layout))[None, :], x, 0.0)
@@ -86,10 +56,8 @@ def _hidden(x, ring, start, middle, position):
 
 @gluon.jit
 def _consume(
-    dk,
-    dv,
-    ks,
-    vs,
+    results,
+    tiles,
     ring,
     free,
     k_full,
@@ -102,6 +70,9 @@ def _consume(
     CAUSAL: gl.constexpr,
     ME: gl.constexpr,
 ):
+    """Computes the keys of one group of warps."""
+    dk, dv = results
+    ks, vs = tiles
     STAGES: gl.constexpr = ring[0].shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
@@ -111,7 +82,7 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     kt, vt = ks.index(ME), vs.index(ME)
-    base, row_k, key, queries, length, begin, blocks = _tile(where, 2 * BLOCK, COUNT, BLOCK, CAUSAL)
+    base, row_k, key, queries, length, begin, blocks = key_tile(where, 2 * BLOCK, COUNT, BLOCK, CAUSAL)
     key += ME * BLOCK
     middle = key + BLOCK - 1 + queries - length if CAUSAL else begin  # the first query that sees all
     position = key + gl.arange(0, BLOCK, gl.SliceLayout(1, S)) + queries - length
@@ -153,7 +124,7 @@ def _consume(
 
 @gluon.jit
 def _cut(x, start, queries):
-    """Zeros for the rows beyond the queries."""
+    """Stores zeros for the rows beyond the queries."""
     BLOCK: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
@@ -163,14 +134,10 @@ def _cut(x, start, queries):
 
 @gluon.jit
 def _produce(
-    q_tma,
-    do_tma,
-    k_tma,
-    v_tma,
+    copied,
     lse,
     delta,
-    ks,
-    vs,
+    tiles,
     ring,
     free,
     k_full,
@@ -181,11 +148,14 @@ def _produce(
     CAUSAL: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
+    """Copies K and V once, and q and dout, block after block, into the ring."""
+    q_tma, do_tma, k_tma, v_tma = copied
+    ks, vs = tiles
     qs, dos, lses, deltas, full, columns = ring
     STAGES: gl.constexpr = qs.shape[0]
     BLOCK: gl.constexpr = qs.shape[1]
     D: gl.constexpr = qs.shape[2]
-    base, row_k, key, queries, length, begin, blocks = _tile(where, 2 * BLOCK, COUNT, BLOCK, CAUSAL)
+    base, row_k, key, queries, length, begin, blocks = key_tile(where, 2 * BLOCK, COUNT, BLOCK, CAUSAL)
     head = gl.program_id(1)
     pause(1, PAUSE)
     mbarrier.expect(k_full.index(0), 4 * k_tma.block_type.nbytes)
@@ -246,7 +216,7 @@ def _hopper_keys_kernel(
     REGISTERS: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
-    """dK and dV of a tile of keys: over the heads of the group, and the queries of each, in ascending order."""
+    """Computes dK and dV of a tile of keys: over the group's heads, and the queries of each, in ascending order."""
     BLOCK: gl.constexpr = q_tma.block_shape[0]
     D: gl.constexpr = q_tma.block_shape[1]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -269,32 +239,12 @@ def _hopper_keys_kernel(
     fence_async_shared()
     where = (first_q, length_q, first_k, length_k, sequences)
     ring = (qs, dos, lses, deltas, full, columns)
+    copied, tiles, results = (q_tma, do_tma, k_tma, v_tma), (ks, vs), (dk, dv)
     gl.warp_specialize(
         [
-            (
-                _produce,
-                (
-                    q_tma,
-                    do_tma,
-                    k_tma,
-                    v_tma,
-                    lse,
-                    delta,
-                    ks,
-                    vs,
-                    ring,
-                    free,
-                    k_full,
-                    where,
-                    GROUP,
-                    HEADS,
-                    COUNT,
-                    CAUSAL,
-                    PAUSE,
-                ),
-            ),
-            (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
-            (_consume, (dk, dv, ks, vs, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
+            (_produce, (copied, lse, delta, tiles, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL, PAUSE)),
+            (_consume, (results, tiles, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
+            (_consume, (results, tiles, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -302,42 +252,46 @@ def _hopper_keys_kernel(
 
 
 def keys_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    d_out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    where: tuple[torch.Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    where: tuple[Tensor, ...],
     causal: bool,
     scale: float,
     factor: float,
+    tiles: int,
+    room: int,
+    late: int,
 ) -> None:
-    """Into dk and dv, of k and v (rows, heads, D), D 64 or 128, 16-bit, and of q and d_out (tokens, heads, D), contiguous.
+    """Computes dk and dv of k and v (rows, heads, D), D 64 or 128, 16-bit; q and d_out (tokens, heads, D), contiguous.
 
-    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk.
+    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk;
+    tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two; late: nanoseconds by
+    which some copies are, for an audit.
     """
-    heads, sequences = k.shape[1], len(where[0])
-    descriptors = [block_descriptor(t) for t in (q, d_out, k, v)]
-    _hopper_keys_kernel[(most_tiles(len(k), sequences, 128), heads)](
+    heads, descriptors = k.shape[1], [descriptor(t) for t in (q, d_out, k, v)]
+    _hopper_keys_kernel[(tiles, heads)](
         *descriptors,
         lse,
         delta,
         dk,
         dv,
         *where,
-        sequences,
+        len(where[0]),
         scale,
         factor,
-        COUNT=room_for(sequences),
+        COUNT=room,
         GROUP=q.shape[1] // heads,
         HEADS=heads,
         CAUSAL=causal,
         STAGES=STAGES,
         REGISTERS=REGISTERS,
-        PAUSE=attention_hopper.PAUSE,
+        PAUSE=late,
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -1,11 +1,11 @@
-"""Attention's prefill on sm_90, in Gluon: the fold of forward.py, the products of one block of keys under the
-softmax of the next.
+"""Attention's prefill on sm_90, in Gluon: the summation order of forward_kernels.py, the products of one block of keys
+under the softmax of the next.
 
-Four warps bring K and V through a ring of TMA stages; two more groups of four have 64 query rows each. The bits are those of
-`attention_forward._attention_kernel`: the same operations in the same order for each row, and the row sums of the same layout.
+Four warps bring K and V through a ring of TMA stages; two more groups of four have 64 query rows each. The bits are
+those of `attention_kernel`: the same operations in the same order for each row, and the row sums of the same layout.
 """
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,76 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BLOCK = 64  # rows that one copy brings
-ROWS, STAGES, REGISTERS = 64, 4, 240  # queries of a group of warps; blocks in the ring; of a thread that computes
-PAUSE = 0  # nanoseconds by which some copies are late, for an audit: what is read before it is there shows
+from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, pause, places, query_tile, release, wait
 
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def uniform(x):
-    """The same, in a way that shows ptxas that it is the same for a warp: else what follows from it spills."""
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
-def pause(turn, PAUSE: gl.constexpr):
-    """Sleeps for PAUSE nanoseconds where `turn` is odd."""
-    if PAUSE > 0:
-        gl.inline_asm_elementwise("nanosleep.u32 $1; mov.b32 $0, $1;", "=r,r", [turn % 2 * PAUSE], gl.int32, False, 1)
-
-
-@gluon.jit
-def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
-    """`attention_forward.sequence_of`."""
-    i = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0, _plus)
-    before = gl.max(gl.where(ends <= tile, ends, 0), 0)
-    after = gl.min(gl.where(ends > tile, ends, gl.maximum(gl.max(ends, 0), tile + 1)), 0)
-    return gl.sum((ends <= tile).to(gl.int32), 0), before, after - 1
-
-
-@gluon.jit
-def _tile(
-    where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr
-):
-    """(first row of q's tokens, of the tile, of k, queries, keys, keys from which on not all are seen, keys seen by some)."""
-    first_q, length_q, first_k, length_k, sequences = where
-    sequence, before, last = sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
-    tile = last - gl.program_id(0)  # the last of a causal sequence takes longest, and so begins
-    known = sequence < sequences
-    queries, length = (
-        gl.load(length_q + sequence, mask=known, other=0),
-        gl.load(length_k + sequence, mask=known, other=0),
-    )
-    base = gl.load(first_q + sequence, mask=known, other=0).to(gl.int64)
-    row_k = gl.load(first_k + sequence, mask=known, other=0)
-    first = tile * SIZE // GROUP + length - queries  # positions of the tile's first and last query
-    last = gl.minimum(tile * SIZE + SIZE - 1, queries * GROUP - 1) // GROUP + length - queries
-    end, whole = length, length // BLOCK * BLOCK
-    if CAUSAL:
-        end = gl.minimum(end, last + 1)
-        whole = gl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    return (
-        base,
-        uniform(tile * SIZE),
-        uniform(row_k),
-        uniform(queries),
-        uniform(length),
-        uniform(whole),
-        uniform(gl.maximum(end, 0)),
-    )
+ROWS = 64  # queries of a group of warps
 
 
 @gluon.jit
 def _softmax(s, m, l, start, position, length, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """(maximum, sum, factor of what was, p) after a block of scores."""
+    """Returns (maximum, sum, factor of what was, p) after a block of scores."""
     if MASKED:
         key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         visible = (key < length)[None, :]
@@ -100,7 +39,7 @@ def _softmax(s, m, l, start, position, length, scale, CAUSAL: gl.constexpr, MASK
 
 @gluon.jit
 def _merge(m, l, acc, m_next, l_next, acc_next, scale):
-    """The state of some splits, and then that of the next one."""
+    """Returns the state of some splits, and then of the next one."""
     top = gl.maximum(m, m_next)
     base = gl.where(top == -float("inf"), 0.0, top)
     a, b = gl.exp2((m - base) * scale), gl.exp2((m_next - base) * scale)
@@ -109,7 +48,7 @@ def _merge(m, l, acc, m_next, l_next, acc_next, scale):
 
 @gluon.jit
 def _over(x, acc):
-    """A value per row, as a column beside acc."""
+    """Returns a value per row, as a column beside acc."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
 
 
@@ -119,20 +58,8 @@ def _operand(p, acc, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _wait(bar, i, needed=True):
-    STAGES: gl.constexpr = bar.shape[0]
-    mbarrier.wait(bar.index(i % STAGES), i // STAGES & 1, pred=needed)
-
-
-@gluon.jit
-def _free(bar, i):
-    STAGES: gl.constexpr = bar.shape[0]
-    mbarrier.arrive(bar.index(i % STAGES))
-
-
-@gluon.jit
 def _scores(qt, ks, i, S: gl.constexpr):
-    """q kᵀ of block i, under way."""
+    """Starts q kᵀ of block i."""
     STAGES: gl.constexpr = ks.shape[0]
     ROWS: gl.constexpr = qt.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
@@ -142,70 +69,45 @@ def _scores(qt, ks, i, S: gl.constexpr):
 
 @gluon.jit
 def _step(
-    i,
-    last,
-    qt,
-    ks,
-    vs,
-    bars,
-    m,
-    l,
-    acc,
-    alpha,
-    p,
-    position,
-    length,
-    scale,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-    S: gl.constexpr,
+    i, last, tiles, bars, state, alpha, p, masks, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
 ):
-    """The product with V of block i, under the scores and the softmax of the next one, whose K is there."""
+    """Computes the product with V of block i, under the scores and the softmax of the next one, whose K is there."""
+    qt, ks, vs = tiles
     k_full, v_full, free = bars
+    m, l, acc = state
+    position, length = masks
     STAGES: gl.constexpr = vs.shape[0]
     s = _scores(qt, ks, i + 1, S)
     acc = acc * _over(alpha, acc)
-    _wait(v_full, i)
+    wait(v_full, i)
     acc = warpgroup_mma(_operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     m, l, alpha, p = _softmax(s, m, l, (i + 1) * p.shape[1], position, length, scale, CAUSAL, MASKED)
-    _wait(
-        k_full, i + 2, i + 2 <= last
-    )  # here, for ptxas moves the wait below above the softmax unless a branch is between
+    # here, for ptxas moves the wait below above the softmax unless a branch is between
+    wait(k_full, i + 2, i + 2 <= last)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _free(free, i)
+    release(free, i)
     return m, l, acc, alpha, p
 
 
 @gluon.jit
-def _places(
-    base, row0, head, queries, layout: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr
-):
-    """(where in q's rows of D the rows are, whether they are)."""
-    row = row0 + gl.arange(0, ROWS, layout)
-    return (base + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP, row // GROUP < queries
-
-
-@gluon.jit
 def _consume(
-    q,
-    out,
-    lse,
-    qs,
-    ks,
-    vs,
+    results,
+    tiles,
     bars,
     where,
     scale,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
-    SIZE: gl.constexpr,
     COUNT: gl.constexpr,
     SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr,
     MANY: gl.constexpr,
     ME: gl.constexpr,
 ):
+    """Computes the rows of one group of warps."""
+    q, out, lse = results
+    qs, ks, vs = tiles
     k_full, v_full, free = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
@@ -216,44 +118,44 @@ def _consume(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     qt, head = qs.index(ME), gl.program_id(1)
-    base, row0, row_k, queries, length, whole, end = _tile(where, GROUP, SIZE, COUNT, BLOCK, CAUSAL)
+    base, row0, row_k, queries, length, whole, end = query_tile(where, GROUP, 2 * ROWS, COUNT, BLOCK, CAUSAL)
     row0 += ME * ROWS
-    offset, there = _places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
+    offset, there = places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
     offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
     qt.store(gl.load(q + offset, mask=there[:, None], other=0.0))
     fence_async_shared()
     position = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP + length - queries
-
+    tiles, masks = (qt, ks, vs), (position, length)
     m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([ROWS, D], gl.float32, O)
     for n in range(gl.cdiv(end, SPLIT)):
         i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
         middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
-        _wait(k_full, i)
+        wait(k_full, i)
         s = warpgroup_mma_wait(0, deps=[_scores(qt, ks, i, S)])
         m_own = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_own = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         acc_own = gl.zeros([ROWS, D], gl.float32, O)
         m_own, l_own, alpha, p = _softmax(s, m_own, l_own, i * BLOCK, position, length, scale, CAUSAL, True)
-        _wait(k_full, i + 1, i < last)
+        wait(k_full, i + 1, i < last)
         for j in range(i, middle):
             m_own, l_own, acc_own, alpha, p = _step(
-                j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length, scale, CAUSAL, False, S
+                j, last, tiles, bars, (m_own, l_own, acc_own), alpha, p, masks, scale, CAUSAL, False, S
             )
         for j in range(middle, last):
             m_own, l_own, acc_own, alpha, p = _step(
-                j, last, qt, ks, vs, bars, m_own, l_own, acc_own, alpha, p, position, length, scale, CAUSAL, True, S
+                j, last, tiles, bars, (m_own, l_own, acc_own), alpha, p, masks, scale, CAUSAL, True, S
             )
         acc_own = acc_own * _over(alpha, acc_own)
         vt = vs.index(last % STAGES)
-        _wait(v_full, last)
+        wait(v_full, last)
         if last * BLOCK + BLOCK > length:  # rows of a neighbour
             key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
             vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
             fence_async_shared()
         acc_own = warpgroup_mma(_operand(p, acc_own, ks.dtype), vt, acc_own)
-        _free(free, last)
+        release(free, last)
         if MANY:
             m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
         else:
@@ -261,13 +163,12 @@ def _consume(
 
     none = (l == 0.0) & (m == -float("inf"))
     y = (acc + 0.0) / _over(gl.where(none, 1.0, l), acc)
-    row0 = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1
-    )  # lest the offsets above stay alive
-    offset, there = _places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
+    # lest the offsets above stay alive
+    row0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1)
+    offset, there = places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
     offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
     gl.store(out + offset, gl.convert_layout(y.to(out.dtype.element_ty), WIDE), mask=there[:, None])
-    at, there = _places(base, row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
+    at, there = places(base, row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
     gl.store(lse + at, gl.where(none, -float("inf"), (m * scale + gl.log2(l)) * 0.6931471805599453), mask=there)
 
 
@@ -285,14 +186,15 @@ def _produce(
     CAUSAL: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
+    """Copies K and V, block after block, into the ring."""
     k_full, v_full, free = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
-    base, row0, row, queries, length, whole, end = _tile(where, GROUP, SIZE, COUNT, BLOCK, CAUSAL)
+    base, row0, row, queries, length, whole, end = query_tile(where, GROUP, SIZE, COUNT, BLOCK, CAUSAL)
     for i in range(gl.cdiv(end, BLOCK)):
         at = [row + i * BLOCK, gl.program_id(1) * D]
-        _wait(free, i - STAGES, i >= STAGES)
+        wait(free, i - STAGES, i >= STAGES)
         pause(i // 2 + 1, PAUSE)
         mbarrier.expect(k_full.index(i % STAGES), k_tma.block_type.nbytes)
         tma.async_copy_global_to_shared(k_tma, at, k_full.index(i % STAGES), ks.index(i % STAGES))
@@ -325,7 +227,7 @@ def _hopper_prefill_kernel(
     REGISTERS: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
-    """A tile of queries of one key head's group against all of their keys."""
+    """Computes a tile of queries of one key head's group against all of their keys."""
     BLOCK: gl.constexpr = k_tma.block_shape[0]
     D: gl.constexpr = k_tma.block_shape[1]
     ks = gl.allocate_shared_memory(k_tma.dtype, [STAGES, BLOCK, D], k_tma.layout)
@@ -339,62 +241,45 @@ def _hopper_prefill_kernel(
         mbarrier.init(v_full.index(i), 1)
         mbarrier.init(free.index(i), 2)
     fence_async_shared()
-    bars = (k_full, v_full, free)
-    where = (first_q, length_q, first_k, length_k, sequences)
+    bars, where = (k_full, v_full, free), (first_q, length_q, first_k, length_k, sequences)
+    tiles, results = (qs, ks, vs), (q, out, lse)
     gl.warp_specialize(
         [
             (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
-            (
-                _consume,
-                (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 0),
-            ),
-            (
-                _consume,
-                (q, out, lse, qs, ks, vs, bars, where, scale, GROUP, HEADS, 2 * ROWS, COUNT, SPLIT, CAUSAL, MANY, 1),
-            ),
+            (_consume, (results, tiles, bars, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
+            (_consume, (results, tiles, bars, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
     )
 
 
-def block_descriptor(t: torch.Tensor) -> TensorDescriptor:
-    """Blocks of 64 rows of one head, of (rows, heads, D)."""
-    rows, heads, width = t.shape
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(
-        t,
-        [rows, heads * width],
-        [t.stride(0), 1],
-        [BLOCK, width],
-        gl.NVMMASharedLayout.get_default_for([BLOCK, width], dtype),
-    )
-
-
 def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    where: tuple[torch.Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    where: tuple[Tensor, ...],
     causal: bool,
     scale: float,
     split: int,
     many: bool,
     tiles: int,
     room: int,
+    late: int,
 ) -> None:
-    """Into out and lse, of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
+    """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
-    where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a sequence; tiles:
-    at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two.
+    where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a
+    sequence; tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power
+    of two; late: nanoseconds by which some copies are, for an audit.
     """
     heads = k.shape[1]
     _hopper_prefill_kernel[(tiles, heads)](
         q,
-        block_descriptor(k),
-        block_descriptor(v),
+        descriptor(k),
+        descriptor(v),
         out,
         lse,
         *where,
@@ -409,7 +294,7 @@ def prefill(
         MANY=many,
         STAGES=STAGES,
         REGISTERS=REGISTERS,
-        PAUSE=PAUSE,
+        PAUSE=late,
         num_warps=4,
         enable_fp_fusion=False,
     )

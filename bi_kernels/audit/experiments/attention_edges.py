@@ -1,0 +1,183 @@
+"""Judges attention where something is unusual: sequences without tokens or keys, heads of other widths, CUDA graphs."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import bi_kernels
+from bi_kernels import contract, reference
+from bi_kernels.audit.broken import attention as controls
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.attention_generation import as_control, bounded, bounded_outputs, scheduled
+from bi_kernels.audit.problem.call_layouts import Call, shapes_launched, spans
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.ops.attention.schedule import SCHEDULE
+from bi_kernels.reference_gradients import gradient
+
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [
+    (5, 0),
+    (40, 9),
+    (9, 40),
+    (0, 7),
+    (70, 132),
+    (130, 161),
+]  # queries, keys
+HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
+TRAINED = ("edges", "edges, huge scores")
+LAYOUTS = (*TRAINED, "edges, padded", "edges, as prefill", "edges, padded, as prefill")
+WIDTHS = {True: (64, 96, 256), False: (96,)}
+WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
+WIDE_GRADIENTS = ("micro_batches:each", "batch")
+
+
+def edges(session, number: int) -> list[Row]:
+    """Judges sequences of no tokens, of no keys, of more queries than keys, and lengths around the tile, in one packed
+    call and in a padded batch, against fp64."""
+    s = session.make()[number]
+    decode = scheduled(session, s, few=10**9, split=64)  # several splits
+    prefill = scheduled(session, s, few=0, split=SCHEDULE.split)
+    plain, huge, padded, *as_prefill = LAYOUTS
+    return [
+        *packed_edges(decode, plain),
+        *packed_edges(decode, huge, HUGE),
+        *padded_edges(decode, padded),
+        *packed_edges(prefill, as_prefill[0], backward=False),
+        *padded_edges(prefill, as_prefill[1]),
+    ]
+
+
+def nan_without_keys(session, _) -> list[Row]:
+    """Judges the control that answers NaN where there is no key."""
+    s = session.subject("attention", session.dtypes[0], controls.nan_without_keys, "−inf rows giving NaN")
+    return [as_control(packed_edges(s))]
+
+
+def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
+    """Returns q, k and v of the edges, and what fp64 makes of them."""
+    key = "edges", large
+    if key not in s.memo:
+        queries, keys = map(sum, zip(*EDGES))
+        tokens, _ = s.problem.inputs("normal", max(queries, keys))
+        given = {"q": tokens["q"][:queries] * large, "k": tokens["k"][:keys] * large, "v": tokens["v"][:keys]}
+        s.memo[key] = given, reference.attention(*given.values(), lengths=EDGES, **s.problem.op.constants)
+    return s.memo[key]
+
+
+def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
+    """Judges the edges in one packed call, with their gradients; large: the factor of q and of k."""
+    p, constants, counts = s.problem, s.problem.op.constants, zip("qk", zip(*EDGES))
+    ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(n)], device=p.device) for name, n in counts}
+
+    def judged() -> list[Row]:
+        inputs, exact = _edge_inputs(s, large)
+        given = {name: t.clone().requires_grad_() for name, t in inputs.items()}
+        found = s.called(*given.values(), **ends, **constants)
+        rows = bounded_outputs(s, [y.detach() for y in found], exact, layout)
+        if backward:
+            step = Step(s, "normal", (len(given["q"]),))
+            step.upstream(found, 1)
+            exact = gradient("attention", inputs, constants, step.dy, EDGES)
+            for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
+                rows.append(bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", of=name))
+        return rows
+
+    return s.attempt("accuracy", layout, judged, against="fp64")
+
+
+def padded_edges(s: Subject, layout: str) -> list[Row]:
+    """Judges the edges in a batch, whose padding gives 0 and −inf."""
+    p, counts = s.problem, dict(zip("qk", zip(*EDGES)))
+    lengths = {f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}
+
+    def judged() -> list[Row]:
+        given, exact = _edge_inputs(s)
+        wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        found = s.called(*wide, **lengths, **p.op.constants)
+        real = torch.arange(wide[0].shape[1], device=p.device) < lengths["lengths_q"][:, None]
+        every = []
+        for y, parts, nothing in zip(found, exact, (0.0, -torch.inf), strict=True):
+            y64, size = torch.full_like(y, nothing, dtype=torch.float64), torch.zeros_like(y, dtype=torch.float64)
+            y64[real], size[real] = parts
+            every.append((y64, size))
+        return bounded_outputs(s, found, every, layout)
+
+    return s.attempt("accuracy", layout, judged, against="fp64")
+
+
+def first(session) -> int:
+    """Returns the number of the subject whose heads get other widths: the first case, in the first dtype."""
+    return next(
+        i
+        for i, s in enumerate(session.make())
+        if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == session.dtypes[0]
+    )
+
+
+def case(width: int) -> str:
+    """Returns the case of heads of another width."""
+    return f"{width} wide"
+
+
+def widths(session, width: int) -> list[Row]:
+    """Judges heads of another width: layouts, decode, gradients, and both against fp64."""
+    n, own = 1500 if session.on_gpu else 70, session.make()[first(session)]
+    op = replace(own.problem.op, cases=lambda shapes: {case(width): {"head_dim": width}})
+    s = replace(own, problem=replace(own.problem, op=op, case=case(width)), own_lengths=(n, 1, n // 11, 5))
+    *layouts, decode = WIDE_LAYOUTS
+    tokens, parts = np.arange(n)[None], (slice(n - 2), slice(n - 2, n - 1), slice(n - 1, n))
+    calls = [*(Call(tokens[:, at]) for at in parts), *(Call(x[None]) for x in spans(s.lengths)[1:])]
+    rows = judge.invariance(s, only=layouts) + s.attempt(
+        "invariance",
+        decode,
+        lambda: compare(s.compute(calls), s.layout("packed")),
+        against="one call",
+        inputs=SHARPEST,
+        rows=sum(s.lengths),
+        detail=shapes_launched(calls),
+    )
+    step = Step(s, SHARPEST, s.lengths)
+    whole = cache(lambda: step.gradients(step.layouts["packed"]))
+    for name in WIDE_GRADIENTS:
+        made, said = lambda: step.gradients(step.layouts[name]), {"inputs": SHARPEST, "rows": step.count}
+        rows += gradients.compared(s, gradients.INVARIANCE, name, made, whole, against="packed", **said)
+    rows += s.attempt("accuracy", "rows", lambda: judge.accuracy(s, "normal"), against="fp64")
+    return rows + s.attempt(
+        gradients.ACCURACY, "rows", lambda: gradients.gradient_accuracy(s, "normal"), against="fp64"
+    )
+
+
+def captured(session, number: int) -> list[Row]:
+    """Judges prefill, a chunk and decode under a CUDA graph and under torch.compile, captured with as many keys as
+    queries."""
+    n, s, rows = 9000, session.make()[number], []
+    compiled = torch.compile(
+        lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True
+    )
+    q, k, v = s.inputs(SHARPEST, n)[0].values()
+    whole = bi_kernels.attention(q[None], k[None], v[None])
+    for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
+        at, lengths = slice(length - queries, length), torch.ones(1, dtype=torch.int32, device=s.problem.device)
+        given = [torch.zeros_like(t)[None] for t in (q[at], k, v)]
+        bi_kernels.attention(*given, lengths_k=lengths.fill_(queries))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = bi_kernels.attention(*given, lengths_k=lengths)
+        for into, t in zip(given, (q[at], k, v)):  # the graph must read what is there when it runs
+            into.copy_(t[None])
+        lengths.fill_(length)
+        graph.replay()
+        expected = tuple(t[:, at] for t in whole)
+        said = {"against": "eager, one call", "inputs": SHARPEST, "rows": queries}
+        said["detail"] = f"{queries} of {length} queries, in a cache of {n}"
+        rows += s.attempt("invariance", "cuda_graph", lambda: compare(tuple(out), expected), **said)
+        with torch._dynamo.config.patch(recompile_limit=64):
+            made = lambda: compare(tuple(compiled(*given, lengths)), expected)
+            rows += s.attempt("invariance", "torch.compile", made, **said)
+    return rows

@@ -1,0 +1,264 @@
+"""Attention's forward kernels: a tile of queries against its keys, and the merge of splits computed apart.
+
+A query's keys are taken in blocks of 64, counted from the first key of its sequence: an online softmax in fp32, whose
+blocks are added in ascending order, in splits of 4096 keys that are merged in ascending order. Where the splits are
+computed, one after another in one program (prefill) or each in its own (decode), and how many queries share a tile
+changes no bit; a key that a query does not see adds exact nothing, where v is finite. The heads of a group lie beside
+each other in a tile. Rounding points: the scores stay fp32; exp2((score − maximum) · scale) is rounded to the storage
+dtype for the product with V and is summed unrounded; the output is rounded once.
+"""
+
+import triton
+import triton.language as tl
+
+from bi_kernels.ops.attention.schedule import seen, sequence_of
+
+
+@triton.jit
+def _key_rows(key, first, pages, length, PAGE: tl.constexpr):
+    """Returns the rows of k that hold some keys of a sequence, whose keys start in row `first`, or lie in `pages`."""
+    if PAGE:
+        page = tl.load(pages + key // PAGE, mask=key < length, other=0)
+        return page.to(tl.int64) * PAGE + key % PAGE
+    return first + key
+
+
+@triton.jit
+def _add_block(
+    q,
+    m,
+    l,
+    acc,
+    cache,
+    start,
+    position,
+    length,
+    scale,
+    window,
+    width,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Returns the online softmax's state (m, l, acc) after the next block of keys."""
+    k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v = cache
+    key = start + tl.arange(0, BLOCK)
+    if TMA:
+        at = (row_k + start).to(tl.int32)
+        kt = k_tma.load([at, head * D])
+    else:
+        d = tl.arange(0, D)
+        rows = _key_rows(key, row_k, pages, length, PAGE)
+        there = (d < width)[None, :] | EVEN
+        if MASKED:
+            there &= (key < length)[:, None]
+        kt = tl.load(k + rows[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+    s = tl.dot(q, kt.T, input_precision="ieee")
+    if MASKED:
+        s = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), s, -float("inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.math.exp2((s - base[:, None]) * scale)  # of the largest score exactly 1, however large that is
+    alpha = tl.math.exp2((m - base) * scale)
+    l = l * alpha + tl.sum(p, 1)
+    if TMA:
+        vt = v_tma.load([at, head * D])
+    else:
+        vt = tl.load(v + rows[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+    acc = tl.dot(p.to(vt.dtype), vt, acc * alpha[:, None], input_precision="ieee")
+    return top, l, acc
+
+
+@triton.jit
+def _merge(m, l, acc, m_next, l_next, acc_next, scale):
+    """Returns the state of some splits, and then of the next one."""
+    top = tl.maximum(m, m_next)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    a, b = tl.math.exp2((m - base) * scale), tl.math.exp2((m_next - base) * scale)
+    return top, l * a + l_next * b, acc * a[:, None] + acc_next * b[:, None]
+
+
+@triton.jit
+def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
+    """Stores the normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
+    none = (l == 0.0) & (m == -float("inf"))
+    y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
+    tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+
+
+@triton.jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
+def attention_kernel(
+    q,
+    k,
+    v,
+    k_tma,
+    v_tma,
+    out,
+    lse,
+    part_m,
+    part_l,
+    part_acc,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    pages,
+    pages_stride,
+    sequences,
+    stride_k,
+    stride_v,
+    head_k,
+    head_v,
+    rows_total,
+    scale,
+    window,
+    width,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    MANY: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Computes one tile of queries against all of their keys, or with PARTIAL against one split of them."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
+    tile = last - tile  # the last of a causal sequence takes longest, and so begins
+    known = sequence < sequences
+    queries, length = (
+        tl.load(length_q + sequence, mask=known, other=0),
+        tl.load(length_k + sequence, mask=known, other=0),
+    )
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
+    token = row // GROUP
+    inside = token < queries
+    position = token + length - queries
+    d = tl.arange(0, D)
+    at = (
+        (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP)
+        + head * GROUP
+        + row % GROUP
+    )
+    there = inside[:, None] & ((d < width)[None, :] | EVEN)
+    qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    k += head * head_k
+    v += head * head_v
+    row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
+    if PAGE:
+        pages += sequence * pages_stride
+    cache = k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v
+
+    first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
+    last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
+    begin, end, whole = 0, length, length // BLOCK * BLOCK  # keys that some query sees; from `whole` on, not all do
+    if CAUSAL:
+        end = tl.minimum(end, last + 1)
+        whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
+        whole = begin
+    m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
+    if PARTIAL:
+        split = tl.program_id(2)
+        splits = tl.minimum(split + 1, splits)
+    for n in range(split, splits):
+        lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
+        middle = tl.maximum(tl.minimum(hi, whole), lo)
+        m_own = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+        l_own = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        for start in range(lo, middle, BLOCK):
+            m_own, l_own, acc_own = _add_block(
+                qt,
+                m_own,
+                l_own,
+                acc_own,
+                cache,
+                start,
+                position,
+                length,
+                scale,
+                window,
+                width,
+                CAUSAL,
+                WINDOW,
+                PAGE,
+                False,
+                k_tma is not None,
+                EVEN,
+                BLOCK,
+                D,
+            )
+        for start in range(middle, hi, BLOCK):
+            m_own, l_own, acc_own = _add_block(
+                qt,
+                m_own,
+                l_own,
+                acc_own,
+                cache,
+                start,
+                position,
+                length,
+                scale,
+                window,
+                width,
+                CAUSAL,
+                WINDOW,
+                PAGE,
+                True,
+                False,
+                EVEN,
+                BLOCK,
+                D,
+            )
+        if MANY:
+            m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
+        else:
+            m, l, acc = m_own, l_own, acc_own
+    if PARTIAL:
+        part = tl.program_id(2).to(tl.int64) * rows_total + at
+        tl.store(part_m + part, m, mask=inside)
+        tl.store(part_l + part, l, mask=inside)
+        if split < splits:
+            tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
+    else:
+        _store_result(out, lse, at, m, l, acc, scale, inside, d, width, there)
+
+
+@triton.jit(do_not_specialize=["rows_total", "splits"])
+def merge_kernel(
+    part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr
+):
+    """Merges the splits of a query, in ascending order."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    inside = row < rows_total
+    there = inside[:, None] & (d < width)[None, :]
+    m = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    l = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((ROWS, D), dtype=tl.float32)
+    at = row  # of the first split; the next one is `rows_total` further
+    for _ in range(splits):
+        m_next = tl.load(part_m + at, mask=inside, other=-float("inf"))
+        l_next = tl.load(part_l + at, mask=inside, other=0.0)
+        some = there & (m_next > -float("inf"))[:, None]
+        acc_next = tl.load(part_acc + at[:, None] * width + d[None, :], mask=some, other=0.0)
+        m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
+        at += rows_total
+    _store_result(out, lse, row, m, l, acc, scale, inside, d, width, there)

@@ -1,0 +1,136 @@
+"""Holds what attention's kernels for sm_90 have in common: their ring of copies, and what a tile is of."""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+BLOCK = 64  # rows that one copy brings
+STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def uniform(x):
+    """Returns x, in a way that shows ptxas that it is the same for a warp: else what follows from it spills."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def pause(turn, PAUSE: gl.constexpr):
+    """Sleeps for PAUSE nanoseconds where `turn` is odd."""
+    if PAUSE > 0:
+        gl.inline_asm_elementwise("nanosleep.u32 $1; mov.b32 $0, $1;", "=r,r", [turn % 2 * PAUSE], gl.int32, False, 1)
+
+
+@gluon.jit
+def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """Returns what `schedule.sequence_of` does."""
+    i = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0, _plus)
+    before = gl.max(gl.where(ends <= tile, ends, 0), 0)
+    after = gl.min(gl.where(ends > tile, ends, gl.maximum(gl.max(ends, 0), tile + 1)), 0)
+    return gl.sum((ends <= tile).to(gl.int32), 0), before, after - 1
+
+
+@gluon.jit
+def query_tile(
+    where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """Returns (first row of q's tokens, of the tile, of k, queries, keys, keys up to the first that not all see, keys
+    up to the last that some see)."""
+    first_q, length_q, first_k, length_k, sequences = where
+    sequence, before, last = sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
+    tile = last - gl.program_id(0)  # the last of a causal sequence takes longest, and so begins
+    known = sequence < sequences
+    queries, length = (
+        gl.load(length_q + sequence, mask=known, other=0),
+        gl.load(length_k + sequence, mask=known, other=0),
+    )
+    base = gl.load(first_q + sequence, mask=known, other=0).to(gl.int64)
+    row_k = gl.load(first_k + sequence, mask=known, other=0)
+    first = tile * SIZE // GROUP + length - queries  # positions of the tile's first and last query
+    last = gl.minimum(tile * SIZE + SIZE - 1, queries * GROUP - 1) // GROUP + length - queries
+    end, whole = length, length // BLOCK * BLOCK
+    if CAUSAL:
+        end = gl.minimum(end, last + 1)
+        whole = gl.minimum(whole, (first + 1) // BLOCK * BLOCK)
+    return (
+        base,
+        uniform(tile * SIZE),
+        uniform(row_k),
+        uniform(queries),
+        uniform(length),
+        uniform(whole),
+        uniform(gl.maximum(end, 0)),
+    )
+
+
+@gluon.jit
+def places(
+    base, row0, head, queries, layout: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr
+):
+    """Returns (where in q's rows of D the rows are, whether they are)."""
+    row = row0 + gl.arange(0, ROWS, layout)
+    return (base + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP, row // GROUP < queries
+
+
+@gluon.jit
+def key_tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
+    """Returns (first row of q's tokens, of k, first key, queries, keys, first block of queries that sees some, how many
+    blocks do)."""
+    first_q, length_q, first_k, length_k, sequences = where
+    sequence, before, last = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
+    known = sequence < sequences
+    queries, length = (
+        gl.load(length_q + sequence, mask=known, other=0),
+        gl.load(length_k + sequence, mask=known, other=0),
+    )
+    base = gl.load(first_q + sequence, mask=known, other=0)
+    row_k = gl.load(first_k + sequence, mask=known, other=0)
+    key = (gl.program_id(0) - before) * SIZE
+    begin = 0
+    if CAUSAL:
+        begin = gl.maximum(key + queries - length, 0) // BLOCK * BLOCK
+    blocks = gl.cdiv(gl.maximum(queries - begin, 0), BLOCK)
+    return (
+        uniform(base),
+        uniform(row_k),
+        uniform(key),
+        uniform(queries),
+        uniform(length),
+        uniform(begin),
+        uniform(blocks),
+    )
+
+
+@gluon.jit
+def wait(bar, i, needed=True):
+    """Waits for copy i into a ring, or for the place that it left, if `needed`."""
+    STAGES: gl.constexpr = bar.shape[0]
+    mbarrier.wait(bar.index(i % STAGES), i // STAGES & 1, pred=needed)
+
+
+@gluon.jit
+def release(bar, i):
+    """Says that one group of warps is done with copy i."""
+    STAGES: gl.constexpr = bar.shape[0]
+    mbarrier.arrive(bar.index(i % STAGES))
+
+
+def descriptor(t: torch.Tensor) -> TensorDescriptor:
+    """Returns blocks of 64 rows of one head, of t (rows, heads, D)."""
+    rows, heads, width = t.shape
+    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(
+        t,
+        [rows, heads * width],
+        [t.stride(0), 1],
+        [BLOCK, width],
+        gl.NVMMASharedLayout.get_default_for([BLOCK, width], dtype),
+    )

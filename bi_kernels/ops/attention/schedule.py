@@ -1,0 +1,152 @@
+"""Holds what attention's launchers are told, forward and backward: a schedule, and where a call's sequences lie."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+
+LOG2E = math.log2(math.e)
+
+
+class Tiling(NamedTuple):
+    """Names a launch configuration, free of any bit: its warps lie along the rows, so a row's sum keeps its order."""
+
+    rows: int  # queries
+    columns: int  # keys
+    warps: int
+    stages: int
+
+
+def hopper_prefill(*given) -> None:
+    """Launches sm_90's prefill; arguments of `hopper_forward.prefill`."""
+    from bi_kernels.ops.attention.hopper_forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
+
+    prefill(*given)
+
+
+def hopper_keys(*given) -> None:
+    """Launches sm_90's dK and dV; arguments of `hopper_backward.keys_backward`."""
+    from bi_kernels.ops.attention.hopper_backward import keys_backward  # noqa: PLC0415  (as above)
+
+    keys_backward(*given)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Says where the sums are cut, and which program computes what. `block` and `split` are the summation order;
+    nothing else changes a bit."""
+
+    block: int = 64  # keys; sm_90's kernels know no other
+    split: int = 4096  # keys
+    prefill: Tiling = Tiling(128, 64, 8, 3)
+    decode: Tiling = Tiling(64, 64, 4, 4)
+    wide_prefill: Tiling = Tiling(128, 64, 8, 2)  # of heads wider than 128: shared memory
+    wide_decode: Tiling = Tiling(64, 64, 4, 2)
+    keys: Tiling = Tiling(64, 128, 8, 3)  # dK and dV
+    queries: Tiling = Tiling(128, 64, 8, 3)  # dQ
+    wide_backward: Tiling = Tiling(64, 64, 8, 2)
+    fp32: Tiling = Tiling(32, 32, 4, 2)
+    merge_rows: int = 16
+    few: int = 256  # tiles below which each split is a program of its own
+    most: int = 4096  # programs of such a launch
+    hopper_prefill: Callable | None = hopper_prefill  # on sm_90, where q, k and v fit; None: never
+    hopper_keys: Callable | None = hopper_keys
+    pause: int = 0  # nanoseconds by which some copies of sm_90's kernels are late, for an audit
+
+
+SCHEDULE = Schedule()
+
+
+class Sequences(NamedTuple):
+    """Says where the sequences of a call lie; tensors are int32, and those of first rows and lengths (sequences,)."""
+
+    first_q: Tensor
+    length_q: Tensor
+    first_k: Tensor
+    length_k: Tensor
+    pages: Tensor | None  # (sequences, pages of the longest): k's pages
+    page: int  # keys of a page, or 0
+    longest: int  # keys that a sequence has at most
+    full_q: bool  # every row of q is of some sequence
+    full_k: bool
+
+
+@triton.jit
+def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Returns (sequence, its first tile, its last tile) of a tile, where tiles hold SIZE rows and a token has ROWS;
+    sequence COUNT for a tile of none."""
+    i = tl.arange(0, COUNT)
+    ends = tl.cumsum(tl.cdiv(tl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    after = tl.min(tl.where(ends > tile, ends, tl.maximum(tl.max(ends, 0), tile + 1)), 0)
+    return tl.sum((ends <= tile).to(tl.int32), 0), before, after - 1
+
+
+@triton.jit
+def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Returns whether the query at `position` sees `key`."""
+    visible = (key < length)[None, :]
+    if CAUSAL:
+        visible &= key[None, :] <= position[:, None]
+    if WINDOW:
+        visible &= key[None, :] > position[:, None] - window
+    return visible
+
+
+def room_for(sequences: int) -> int:
+    """Returns how many sequences a kernel looks through: a power of two, so that few variants of it are compiled."""
+    return max(16, triton.next_power_of_2(sequences))
+
+
+def most_tiles(tokens: int, sequences: int, rows: int) -> int:
+    """Returns at least as many tiles as there are, however `tokens` are spread over the sequences."""
+    return tokens // rows + min(sequences, tokens)
+
+
+def shape_of(q: Tensor, k: Tensor, v: Tensor) -> dict:
+    """Returns the kernels' arguments that follow from the shapes of q (tokens, heads, D) and of k and v."""
+    width, group = q.shape[-1], q.shape[-2] // k.shape[-2]
+    block = max(16, triton.next_power_of_2(width))
+    return {
+        "stride_k": k.stride(-3),
+        "stride_v": v.stride(-3),
+        "head_k": k.stride(-2),
+        "head_v": v.stride(-2),
+        "width": width,
+        "GROUP": group,
+        "HEADS": k.shape[-2],
+        "D": block,
+        "EVEN": block == width,
+        "enable_fp_fusion": False,
+    }
+
+
+def tma_ready(t: Tensor) -> bool:
+    """Returns whether a TMA descriptor can name blocks of t (rows, heads, D)."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == t.shape[2]
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Returns whether the device is an sm_90."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Returns whether the kernels for sm_90 can take q, k and v."""
+    return (
+        q.dtype != torch.float32
+        and q.shape[-1] in (64, 128)
+        and q.data_ptr() % 16 == 0
+        and tma_ready(k)
+        and tma_ready(v)
+        and is_hopper(q.device)
+    )
