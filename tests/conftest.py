@@ -82,7 +82,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object 
 
 
 def assert_within(row: str, y: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor], n: int = 1) -> None:
-    """`y` is within the contract's bound of (y64, S); what fp64 puts beyond the dtype's range must be infinite there."""
+    """Asserts that `y` is within the contract's bound of (y64, S); what fp64 puts beyond the dtype must be infinite."""
     exact, magnitude = reference
     assert y.shape == exact.shape
     limit = contract.bound(row, y.dtype, exact, magnitude, n)

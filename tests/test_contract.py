@@ -20,7 +20,7 @@ from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.inputs import KINDS, draw, generator
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
-from bi_kernels.ops.attention import forward as attention_forward
+from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_attention import changes
 from bi_kernels.reference_gradients import gradient
 
@@ -150,7 +150,7 @@ def test_eps_is_the_contract_s():
 
 
 def test_the_blocks_of_attention_are_the_contract_s():
-    blocks = attention_forward.BLOCK, attention_forward.SPLIT
+    blocks = SCHEDULE.block, SCHEDULE.split
     assert blocks == tuple(CONTRACT["arithmetic"][f"attention_{name}"] for name in ("block", "split"))
 
 

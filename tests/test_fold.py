@@ -165,6 +165,7 @@ def by_parity(values):
     return torch.where(odd, left(values.flip(1)), left(values))
 
 
+# fmt: off
 @pytest.mark.parametrize("sums, sentence", [
     (by_parity, r"\+M at 0 and −M at 1 lost 2 of 12 terms, which no tree does together with the other pairs"),
     (lambda v: left(v.half()), "left nan, expected a count of the other 10 terms"),
@@ -173,7 +174,8 @@ def by_parity(values):
     (lambda v: left(v.square()), "left inf, expected a count"),
     (lambda v: left(v) * 0.3, "12 ones gave 3.6, expected 12"),
     (lambda v: left(v) * 0, "12 ones gave 0, expected 12"),
-], ids=["order by row", "overflow", "a term is missing", "a term is not read", "squares", "scaled", "zero"])  # yapf: disable
+], ids=["order by row", "overflow", "a term is missing", "a term is not read", "squares", "scaled", "zero"])
+# fmt: on
 def test_what_no_tree_does_is_one_clear_sentence(sums, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         fold(sums, 12)

@@ -72,7 +72,8 @@ def show_cell(page: Page, text: str) -> tuple[Locator, str]:
     found = page.evaluate(
         f"""text => {{
         const book = window.jupyterapp.shell.currentWidget.content;
-        const i = book.widgets.findIndex(c => c.model.type === 'code' && c.model.sharedModel.getSource().includes(text));
+        const holds = c => c.model.type === 'code' && c.model.sharedModel.getSource().includes(text);
+        const i = book.widgets.findIndex(holds);
         if (i >= 0) {{ book.activeCellIndex = i; book.scrollToItem(i, 'center') }}
         return [i, i < 0 ? '' : {WIDGETS}[i].model.sharedModel.getSource()];
     }}""",

@@ -8,6 +8,7 @@ Every candidate must give the bits of every other one before it is timed; a tile
 
 import argparse
 import json
+from pathlib import Path
 import time
 
 import torch
@@ -171,7 +172,7 @@ if __name__ == "__main__":
             assert same, f"{shape} M={rows} {tile}: other bits"
             results.append(row | dict(ratio=cublas / time_ms(lambda: launch(x, w, None, tile)), cublas_ms=cublas))
         results.append(dict(shape=shape, rows=rows, tile="cublas", ratio=cublas / time_ms(lambda: F.linear(x, w))))
-        json.dump(results, open(args.out, "w"))
+        Path(args.out).write_text(json.dumps(results))
         best = sorted(
             (
                 r

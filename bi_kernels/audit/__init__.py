@@ -7,9 +7,25 @@
 def start(audit: str, **parameters) -> "Session":  # noqa: F821
     """Checks the parameters of an audit, chooses the device, and returns the session that judges, shows and records.
 
-    Without a CUDA device it turns Triton's interpreter on, so it must come before triton is imported. Raises
-    ValueError: one sentence with the parameter, its value and what is allowed.
+    Without a CUDA device it turns Triton's interpreter on, so it must come before triton is imported; with one, the
+    processes that judge parts of the audit begin beside this one. Raises ValueError: one sentence with the parameter,
+    its value and what is allowed.
     """
+    from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
+    from bi_kernels.audit.experiments.timing import GPU  # noqa: PLC0415 (likewise)
+    from bi_kernels.audit.parameters import OF_CALLABLES, choose, read  # noqa: PLC0415 (likewise)
+
+    on_gpu = choose(read(audit, parameters).device).type == "cuda"
+    pool = parallel.begin(audit, parameters) if on_gpu and audit not in OF_CALLABLES else None
+    session = load(audit, parameters)
+    session.pool = pool
+    if on_gpu:
+        GPU.share()
+    return session
+
+
+def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
+    """Returns the session of an audit, which judges in this process alone."""
     from bi_kernels.audit.parameters import OF_CALLABLES, choose, read  # noqa: PLC0415 (imports torch)
 
     choose(read(audit, parameters).device)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bi_kernels.audit import ci, runner, start, worker
+from bi_kernels.audit import ci, load, runner, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
@@ -162,6 +162,6 @@ def _checked(names: list[str], parameters: dict) -> list:
                 raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
-        return [start(name, **accepted(name, parameters)) for name in names]
+        return [load(name, accepted(name, parameters)) for name in names]
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -1,6 +1,7 @@
 """Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core
 seconds, in which the GPU has nothing to do."""
 
+import importlib
 import multiprocessing
 import os
 import threading
@@ -9,8 +10,22 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-MOST = 6  # processes; each holds a context of the GPU and the tensors of its part
+PROCESSES = {
+    "attention": 12,
+    "vocabulary": 3,
+}  # attention's kernels compile longest, a vocabulary's tensors are largest
+MOST = 6  # of any other audit
 _own: list = []  # the session of a process that works for another
+
+
+def begin(audit: str, parameters: dict) -> ProcessPoolExecutor:
+    """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
+    count = min(PROCESSES.get(audit, MOST), max(1, (os.cpu_count() or 1) * 3 // 4))
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, spawn, _begin, (audit, parameters))
+    for _ in range(count):
+        pool.submit(os.getpid)
+    return pool
 
 
 def each(session, function: Callable, items: Iterable, *args) -> Iterator:
@@ -21,21 +36,18 @@ def each(session, function: Callable, items: Iterable, *args) -> Iterator:
     audits share, one runs after another, here.
     """
     items = list(items)
-    if not session.on_gpu or len(items) < 2:
+    if session.pool is None or len(items) < 2:
         yield from (function(session, item, *args) for item in items)
         return
-    if session.pool is None:
-        count, spawn = min(MOST, max(1, os.cpu_count() // 2)), multiprocessing.get_context("spawn")
-        session.pool = ProcessPoolExecutor(count, spawn, _begin, (session.again(),))
     for done in [session.pool.submit(_one, function, item, args) for item in items]:
         yield done.result()
 
 
-def _begin(start: Callable) -> None:
+def _begin(audit: str, parameters: dict) -> None:
     """Prepares a process, which ends with the one that it works for."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    _own.append(start())
+    _own.append(importlib.import_module(__package__).load(audit, parameters))
 
 
 def _one(function: Callable, item, args: tuple):

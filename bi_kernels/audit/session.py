@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,10 +46,6 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # that were launched
     pool: Executor | None = None  # of the processes that judge parts of this audit
-
-    def again(self) -> Callable[[], "Session"]:
-        """Returns what makes this session anew, in another process."""
-        return partial(start, self.audit, self.parameters)
 
     @property
     def out(self) -> Path | None:

@@ -24,8 +24,6 @@ from bi_kernels.ops.attention.schedule import (
     tma_ready,
 )
 
-BLOCK, SPLIT = SCHEDULE.block, SCHEDULE.split  # keys: the summation order's, as the contract names them
-
 
 def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
     """Returns blocks of keys of one head, of (rows, heads, D)."""
