@@ -650,6 +650,6 @@ def test_a_cpu_tensor_without_the_interpreter_says_what_to_set():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stderr.splitlines()[-1] == (
-        "RuntimeError: linear: x is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before Python starts, "
-        "or move it to a CUDA device"
+        "RuntimeError: linear: x is on cpu and Triton's interpreter is off; set TRITON_INTERPRET=1 before Python "
+        "starts, or move it to a CUDA device"
     )

@@ -183,7 +183,7 @@ def test_folders_and_files_stay_small():
         assert len(list(folder.glob("[!_]*.py"))) <= 13, folder
     for path in (ROOT / "bi_kernels").rglob("*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 300 or "Over 300 lines" in lines[0], f"{path.name}: {len(lines)} lines"
+        assert len(lines) <= 300 or "over 300 lines" in lines[0].lower(), f"{path.name}: {len(lines)} lines"
 
 
 @pytest.mark.parametrize("command", (["check"], ["format", "--check"]), ids=" ".join)

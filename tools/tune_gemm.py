@@ -8,8 +8,8 @@ Every candidate must give the bits of every other one before it is timed; a tile
 
 import argparse
 import json
-from pathlib import Path
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F

@@ -17,11 +17,11 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
 
     on_gpu = choose(read(audit, parameters).device).type == "cuda"
     pool = parallel.begin(audit, parameters) if on_gpu and audit not in OF_CALLABLES else None
-    session = load(audit, parameters)
-    session.pool = pool
+    found = load(audit, parameters)
+    found.pool = pool
     if on_gpu:
         GPU.share()
-    return session
+    return found
 
 
 def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
