@@ -28,19 +28,25 @@ def begin(audit: str, parameters: dict) -> ProcessPoolExecutor:
     return pool
 
 
+def ahead(session, function: Callable, items: Iterable, *args) -> None:
+    """Begins parts that `each` will be asked for later, so that no process waits for another in between."""
+    if session.pool is not None:
+        for item in items:
+            session.begun[function, repr(item), args] = session.pool.submit(_one, function, item, args)
+
+
 def each(session, function: Callable, items: Iterable, *args) -> Iterator:
-    """Yields function(session, item, *args) for every item, in their order.
+    """Returns function(session, item, *args) of every item, in their order.
 
     On a GPU they run in processes of their own, whose sessions are made anew from the parameters: `function` stands in
     a module, items and results can be pickled, and only the caller records rows. On the interpreter, whose cores
     audits share, one runs after another, here.
     """
     items = list(items)
-    if session.pool is None or len(items) < 2:
-        yield from (function(session, item, *args) for item in items)
-        return
-    for done in [session.pool.submit(_one, function, item, args) for item in items]:
-        yield done.result()
+    if session.pool is None:
+        return (function(session, item, *args) for item in items)
+    ahead(session, function, [i for i in items if (function, repr(i), args) not in session.begun], *args)
+    return (session.begun.pop((function, repr(item), args)).result() for item in items)
 
 
 def _begin(audit: str, parameters: dict) -> None:

@@ -46,6 +46,7 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # that were launched
     pool: Executor | None = None  # of the processes that judge parts of this audit
+    begun: dict = field(default_factory=dict)  # the parts that they were given: see parallel.py
 
     @property
     def out(self) -> Path | None:
@@ -100,12 +101,19 @@ class Session:
         problem = self.problem(op, next(iter(OPS[op].cases(self.parameters["shapes"]))), dtype)
         return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
 
-    def judge(self, examples: int = 5, forward: bool = True, backward: bool = False) -> list[Row]:
+    def judge(
+        self,
+        examples: int = 5,
+        forward: bool = True,
+        backward: bool = False,
+        meanwhile: Callable[["Session"], object] = lambda session: None,
+    ) -> list[Row]:
         """Judges every relation of every op of this audit; drifts leave a reproducer. Returns the rows it added.
 
-        They are recorded op by op. backward: gradients too, and the static audit of all that was launched.
+        They are recorded op by op. backward: gradients too, and the static audit of all that was launched; meanwhile:
+        begins, on a GPU, what will be asked for next.
         """
-        return judge(self, examples, forward, backward)
+        return judge(self, examples, forward, backward, meanwhile)
 
     def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""

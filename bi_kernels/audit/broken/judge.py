@@ -25,16 +25,20 @@ TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in
 
 def judge_controls(session) -> list[Row]:
     """Judges every control of a session's audit; records and returns their rows."""
-    full = session.on_gpu and session.parameters["shapes"] != "tiny"
-    mine = [i for i, c in enumerate(EVERY) if c.audit == session.audit and (full or not c.gpu)]
-    # what is launched is examined once for all levels
-    groups = [list(g) for _, g in groupby(mine, lambda i: EVERY[i].function if EVERY[i].relation == STATIC else i)]
-    rows = [row for found in parallel.each(session, _judged, groups) for row in found]
+    rows = [row for found in parallel.each(session, judge_control, groups(session)) for row in found]
     session.add(rows)
     return rows
 
 
-def _judged(session, numbers: list[int]) -> list[Row]:
+def groups(session) -> list[list[int]]:
+    """Returns the controls of a session's audit, by their places in EVERY; those of the static audit that share a
+    function are together, for what it launches is examined once for all levels."""
+    full = session.on_gpu and session.parameters["shapes"] != "tiny"
+    mine = [i for i, c in enumerate(EVERY) if c.audit == session.audit and (full or not c.gpu)]
+    return [list(g) for _, g in groupby(mine, lambda i: EVERY[i].function if EVERY[i].relation == STATIC else i)]
+
+
+def judge_control(session, numbers: list[int]) -> list[Row]:
     """Returns the rows of one control, or of those of the static audit that share a function."""
     controls = [EVERY[i] for i in numbers]
     first, p = controls[0], session.parameters

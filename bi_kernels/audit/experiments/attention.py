@@ -8,6 +8,7 @@ import torch
 from bi_kernels import contract
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken import attention as controls
+from bi_kernels.audit.broken.judge import groups, judge_control
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
@@ -71,13 +72,23 @@ EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process b
 
 def run(session, only: Sequence[str] = ()) -> dict[str, list[Row]]:
     """Runs every experiment, or those named in `only`, of every subject. Records their rows; returns them by name."""
-    chosen = [i for i, e in enumerate(EXPERIMENTS) if not only or e.name in only]
-    items = [(i, number) for i in chosen for number in EXPERIMENTS[i].numbers(session)]
+    items = _items(session, only)
     found: dict[str, list[Row]] = {e.name: [] for e in EXPERIMENTS}
     for (i, _), rows in zip(items, parallel.each(session, _run, items)):
         session.add(rows)
         found[EXPERIMENTS[i].name] += rows
     return found
+
+
+def begin(session) -> None:
+    """Begins, on a GPU, every experiment and control, while the relations are judged."""
+    parallel.ahead(session, _run, _items(session))
+    parallel.ahead(session, judge_control, groups(session))
+
+
+def _items(session, only: Sequence[str] = ()) -> list[tuple[int, int]]:
+    chosen = [i for i, e in enumerate(EXPERIMENTS) if not only or e.name in only]
+    return [(i, number) for i in chosen for number in EXPERIMENTS[i].numbers(session)]
 
 
 def _run(session, item: tuple[int, int]) -> list[Row]:

@@ -1,5 +1,6 @@
 """Judges a session's subjects by every relation: forward, gradients, and the static audit of all that was launched."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from bi_kernels.audit import parallel
@@ -31,11 +32,14 @@ def judge_subject(
     return rows, launches
 
 
-def judge(session, examples: int = 5, wants_forward: bool = True, wants_backward: bool = False) -> list[Row]:
+def judge(
+    session, examples: int, wants_forward: bool, wants_backward: bool, meanwhile: Callable = lambda session: None
+) -> list[Row]:
     """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
     the variants that were launched become the session's."""
     subjects, added, launched = session.make(), [], []
     judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
+    meanwhile(session)
     for subject, (rows, launches) in zip(subjects, judged):
         if launches is not None:
             launched.append((subject, launches))
