@@ -1,6 +1,7 @@
 """The generated index: which documents there are, what they say, and the status matrix over all of them."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
@@ -18,48 +19,40 @@ RELATION = {
 MARK = {"pass": "✅", "needs-fix": "❌", "unsupported": "⬜", "": "–"}
 
 
-def _worst(verdicts: list[str]) -> str:
+def _worst(verdicts: Collection[str]) -> str:
     return next((v for v in ("needs-fix", "unsupported", "pass") if v in verdicts), "")
 
 
 def table(lines: list[dict]) -> str:
-    """A Markdown table, a column a key."""
+    """Returns a Markdown table, a column a key."""
     return pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
 
 
 def matrix(rows: list[dict]) -> str:
-    """The status matrix of some verdicts: op × relation, the dtypes of each mark."""
+    """Returns the status matrix of some verdicts: op × relation, the dtypes of each mark."""
+    verdicts: dict[str, dict[str, dict[str, set]]] = {}  # by op, relation and dtype
+    for r in rows:
+        if r["op"] and r["relation"] in RELATION.values():
+            of_relation = verdicts.setdefault(r["op"], {}).setdefault(r["relation"], {})
+            of_relation.setdefault(r["dtype"], set()).add(r["verdict"])
     lines = []
-    ops = list(dict.fromkeys((r["op"], r["dtype"]) for r in rows if r["op"] and r["relation"] in RELATION.values()))
-    for op in dict.fromkeys(name for name, _ in ops):
+    for op, of_relation in verdicts.items():
+        dtypes = dict.fromkeys(r["dtype"] for r in rows if r["op"] == op and r["relation"] in of_relation)
         line = {"op": op}
-        for column in RELATION:
+        for column, relation in RELATION.items():
             found: dict[str, list[str]] = {}
-            for d in [d for name, d in ops if name == op]:
-                found.setdefault(
-                    _worst(
-                        [
-                            r["verdict"]
-                            for r in rows
-                            if (r["op"], r["dtype"], r["relation"]) == (op, d, RELATION[column])
-                        ]
-                    ),
-                    [],
-                ).append(d)
-            line[column] = (
-                " ".join(
-                    f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}"
-                    for v, d in found.items()
-                    if v
-                )
-                or MARK[""]
+            for dtype in (d for d in dtypes if d in of_relation.get(relation, {})):
+                found.setdefault(_worst(of_relation[relation][dtype]), []).append(dtype)
+            said = (
+                f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}" for v, d in found.items()
             )
+            line[column] = " ".join(said) or MARK[""]
         lines.append(line)
     return table(lines) + "\n"
 
 
 def report(folder: Path) -> str:
-    """The text of folder/README.md, made from every verdicts.json below it."""
+    """Returns the text of folder/README.md, made from every verdicts.json below it."""
     documents = sorted(
         p.parent
         for p in folder.rglob("verdicts.json")
