@@ -18,7 +18,7 @@ SWEEP: dict = CONTRACT["sweep"]
 
 
 def evaluate(expression: str, **names: float) -> float:
-    """An arithmetic expression of the contract; `ceil` and `sqrt` are known beside `names`."""
+    """Returns an arithmetic expression of the contract; `ceil` and `sqrt` are known beside `names`."""
     return eval(expression, {"__builtins__": {}, "ceil": math.ceil, "sqrt": math.sqrt}, names)
 
 
@@ -34,7 +34,7 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def row(op: str, gradient: str | None = None) -> dict:
-    """An op's row, or that of its gradient of the input named `gradient`: S, derivation, c."""
+    """Returns an op's row, or that of its gradient of the input named `gradient`: S, derivation, c."""
     found = CONTRACT["ops"][op]
     if gradient is not None:
         found = found["gradient"][gradient]
@@ -62,7 +62,8 @@ def bound(
     gradient: str | None = None,
     inputs: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The elementwise bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like `reference`).
+    """Returns the elementwise bound u |y64| + c (S + 2^-126) + tiny of `op` for an output of `dtype` (fp64, like
+    `reference`).
 
     magnitude: the op's S of the contract; n: the length of the reduction, or several by name; gradient: the input
     whose gradient is judged, where it is one; inputs: the dtype of the op's inputs where the output has another, as a
@@ -73,7 +74,7 @@ def bound(
 
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:
-    """The (N, K) of the model's linear layers at a shape set."""
+    """Returns the (N, K) of the model's linear layers at a shape set."""
     return {
         name: tuple(int(evaluate(d, **{k: v for k, v in SHAPES[shapes].items() if k != "lengths"})) for d in dims)
         for name, dims in CONTRACT["linears"].items()
@@ -81,5 +82,5 @@ def linears(shapes: str) -> dict[str, tuple[int, int]]:
 
 
 def rows(largest: int) -> list[int]:
-    """The row counts of the sweep up to `largest`."""
+    """Returns the row counts of the sweep up to `largest`."""
     return [m for m in SWEEP["rows"] if m <= largest]

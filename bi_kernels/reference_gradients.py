@@ -222,7 +222,7 @@ def gradient(
     upstream: Tensor | Sequence[Tensor | None],
     lengths: Sequence[int] | None = None,
 ) -> dict[str, Gradient]:
-    """The gradient of every floating-point input by name, in fp64 on its device, as `contract.bound` wants it:
+    """Returns the gradient of every floating-point input by name, in fp64 on its device, as `contract.bound` wants it:
 
         for name, found in gradient("linear", {"x": x, "weight": weight}, {}, dy).items():
             limit = contract.bound("linear", dtype, *found, gradient=name, inputs=x.dtype)

@@ -110,7 +110,7 @@ class TokenLayout:
     def padded(
         cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False, order: Sequence[int] | None = None
     ) -> "TokenLayout":
-        """A (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
+        """Returns a (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
         lengths = _integers("lengths", lengths)
         if lengths and max(lengths) > width:
             raise ValueError(f"TokenLayout: lengths holds {max(lengths)}, expected at most the width {width}")
@@ -153,7 +153,7 @@ class TokenLayout:
         return self._on[name, device]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its
+        """Returns the rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its
         order."""
         if self.identity:
             return x
@@ -196,7 +196,8 @@ def _dense(sequences: int, length: int) -> TokenLayout:
 
 
 def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout:
-    """The layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they differ.
+    """Returns the layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they
+    differ.
 
     trains: whether a parameter's gradient is wanted; else no layout is asked for.
     """
@@ -217,7 +218,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 
 
 def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:
-    """The fp32 buffer on a parameter into which backward accumulates, checked; None if it has none."""
+    """Returns the fp32 buffer on a parameter into which backward accumulates, checked; None if it has none."""
     buffer = getattr(weight, attribute, None)
     if buffer is None:
         return None

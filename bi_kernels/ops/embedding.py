@@ -171,7 +171,8 @@ def _(ids, weight):
 
 
 def can_wait(t: torch.Tensor) -> bool:
-    """Whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA graph."""
+    """Returns whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA
+    graph."""
     return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

@@ -169,7 +169,7 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
-    """A descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
+    """Returns a descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
     if transposed:
         t, rows, cols = t.t(), cols, rows
     return TensorDescriptor(t, t.shape, t.stride(), [rows, cols])
@@ -245,7 +245,7 @@ def launch(
 
 
 def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
-    """The table's tile for a product of this size."""
+    """Returns the table's tile for a product of this size."""
     if dtype == torch.float32:
         return FP32_TILE
     row = next(row for rows, row in TILES if rows >= M)
@@ -253,5 +253,5 @@ def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
 
 
 def tiles(dtype: torch.dtype) -> list[Tile]:
-    """Every tile that the table holds for a dtype."""
+    """Returns every tile that the table holds for a dtype."""
     return [FP32_TILE] if dtype == torch.float32 else list(dict.fromkeys(tile for _, row in TILES for _, tile in row))

@@ -135,7 +135,7 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
 
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
+    """Returns the position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"rope: cu_seqlens is a {type(cu_seqlens).__name__}, expected a torch.Tensor")
     integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)

@@ -202,7 +202,7 @@ def dlogits(
     ignore_index: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
+    """Returns the gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
     blocks = blocks_of(vocab)
     _dlogits_kernel[grid_of(*logits.shape, blocks)](
         logits,

@@ -20,13 +20,13 @@ from bi_kernels.tokens import SLAB, TokenLayout
 
 
 def _total(parameter: Tensor) -> Tensor:
-    """The fp32 sum that a fold goes on from: main_grad itself, or zeros."""
+    """Returns the fp32 sum that a fold goes on from: main_grad itself, or zeros."""
     buffer = getattr(parameter, "main_grad", None)
     return torch.zeros_like(parameter, dtype=torch.float32) if buffer is None else buffer
 
 
 def _left(parameter: Tensor, total: Tensor) -> dict[int, Tensor | None]:
-    """What the backward returns for a parameter, which is the second argument."""
+    """Returns what the backward returns for a parameter, which is the second argument."""
     return {1: total.to(parameter.dtype) if getattr(parameter, "main_grad", None) is None else None}
 
 
@@ -35,7 +35,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _real(layout: TokenLayout, device, memory_order: bool = False) -> Tensor:
-    """The rows of the tokens, in logical order or as they lie in memory."""
+    """Returns the rows of the tokens, in logical order or as they lie in memory."""
     rows = layout.slots_on(device).long()
     rows = rows[rows >= 0]
     return rows.sort().values if memory_order else rows
@@ -148,12 +148,12 @@ _dw_bf16_slabs = with_backward(bi_kernels.linear, partial(_dw_bf16_partials, sla
 def lm_head_bf16_slabs(
     hidden: Tensor, weight: Tensor, targets: Tensor, defect: bool = True, **constants
 ) -> tuple[Tensor, Tensor]:
-    """The two ops that lm_head_logprob fuses, which give its bits; dW rounded to bf16 after every slab."""
+    """Returns the two ops that lm_head_logprob fuses, which give its bits; dW rounded to bf16 after every slab."""
     return bi_kernels.token_logprob(_dw_bf16_slabs(hidden, weight, defect=defect), targets, **constants)
 
 
 def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS, defect: bool = True) -> Tensor:
-    """A row's squares added as one block, or for more than 256 rows as two."""
+    """Returns a row's squares added as one block, or for more than 256 rows as two."""
     squares = x.float().square()
     half = x.shape[-1] // 2
     if defect and x.shape[:-1].numel() > 256:

@@ -15,7 +15,7 @@ class NoBackward(ValueError):
 
 @contextlib.contextmanager
 def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
-    """What its user's parameters have in .grad and main_grad is there again afterwards."""
+    """Yields what its user's parameters have in .grad and main_grad is there again afterwards."""
     before = [(p, p.grad, getattr(p, "main_grad", None)) for p in (module.parameters() if module else ())]
     try:
         yield
@@ -52,7 +52,7 @@ class Step:
             return self._left(parts, samples, shared | parameters)
 
     def _backward(self, layout: Layout, filler: str, shared: dict) -> tuple[dict, list[int]]:
-        """The gradients of batched inputs, by call, and the samples that they belong to."""
+        """Returns the gradients of batched inputs, by call, and the samples that they belong to."""
         t = self.t
         samples, parts = [], {k: [] for k in self.floating if k in t.batched}
         for call in layout:

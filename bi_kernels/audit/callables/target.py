@@ -77,8 +77,8 @@ class Target(Judged):
         self.batched = self._batched(tensors, shared)
 
     def _batched(self, tensors: dict, shared: set) -> frozenset:
-        """The tensors that hold a row a sample: of the right size there, and such that half of the batch and the batch
-        in reverse give the results of the whole."""
+        """Returns the tensors that hold a row a sample: of the right size there, and such that half of the batch and
+        the batch in reverse give the results of the whole."""
         sized = [
             k
             for k, t in tensors.items()
@@ -141,7 +141,7 @@ class Target(Judged):
         )
 
     def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
-        """The arguments of a call on these samples."""
+        """Returns the arguments of a call on these samples."""
         index = torch.tensor(list(call), device=self.device)
         out = {}
         for k, value in self.values.items():
@@ -158,7 +158,7 @@ class Target(Judged):
         return out
 
     def spread(self) -> dict:
-        """The arguments, with exponents that differ from element to element."""
+        """Returns the arguments, with exponents that differ from element to element."""
         return {k: self._spread(k, v) if k in self.batched else v for k, v in self.values.items()}
 
     def _spread(self, k: str, t: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Target(Judged):
         return t * torch.exp2(powers.float()).to(t.dtype)
 
     def results(self, arguments: dict) -> list[torch.Tensor]:
-        """The tensors that one call returns, or that it writes into."""
+        """Returns the tensors that one call returns, or that it writes into."""
         versions = {k: t._version for k, t in arguments.items() if isinstance(t, torch.Tensor)}
         if time.monotonic() > self.deadline:
             raise OutOfTime
@@ -191,7 +191,7 @@ class Target(Judged):
         )
 
     def layout(self, call: Sequence[int]):
-        """What this package's own ops are told: which sample each token belongs to."""
+        """Returns what this package's own ops are told: which sample each token belongs to."""
         x = self.values[self.first]
         inner = x.shape[self.batch + 1 : -1] if x.is_floating_point() and x.dim() > 1 else x.shape[self.batch + 1 :]
         length = torch.Size(inner).numel()
@@ -257,7 +257,7 @@ class Target(Judged):
 
 
 def _names(function: Callable, count: int) -> list[str]:
-    """The parameters' names in order, or input0, input1 … where the callable does not say."""
+    """Returns the parameters' names in order, or input0, input1 … where the callable does not say."""
     with contextlib.suppress(TypeError, ValueError):
         subject = function.forward if isinstance(function, torch.nn.Module) else function
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -268,7 +268,7 @@ def _names(function: Callable, count: int) -> list[str]:
 
 
 def _dimension(whole: torch.Tensor, part: torch.Tensor, count: int, half: int) -> int | None:
-    """The dimension of an output that counts samples, or rows of samples."""
+    """Returns the dimension of an output that counts samples, or rows of samples."""
     if whole.dim() != part.dim():
         return None
     changed = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]

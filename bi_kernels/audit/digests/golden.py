@@ -93,7 +93,7 @@ def digest(case: Case, device: torch.device | str) -> str:
 
 
 def recorded() -> dict:
-    """The committed digests: {"torch": …, "Triton": …, "digests": {case: SHA-256}}."""
+    """Returns the committed digests: {"torch": …, "Triton": …, "digests": {case: SHA-256}}."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 

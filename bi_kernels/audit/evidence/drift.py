@@ -8,7 +8,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:
-    """The bits of `t` as integers of the same width: −0 differs from +0, and NaN payloads count."""
+    """Returns the bits of `t` as integers of the same width: −0 differs from +0, and NaN payloads count."""
     return t.contiguous().view(_INTEGER[t.element_size()])
 
 
@@ -40,7 +40,7 @@ class Drift:
         )
 
     def json(self) -> dict:
-        """The report as JSON values; a difference that is not finite becomes the string 'inf'."""
+        """Returns the report as JSON values; a difference that is not finite becomes the string 'inf'."""
         return {
             k: "inf" if v == float("inf") else list(v) if isinstance(v, tuple) else v
             for k, v in asdict(self).items()
@@ -52,8 +52,8 @@ Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def compare(actual: Tensors, expected: Tensors) -> Drift:
-    """Both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several outputs the
-    sum and the worst, and the first index of the first that differs."""
+    """Returns both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several
+    outputs the sum and the worst, and the first index of the first that differs."""
     if isinstance(actual, tuple):
         parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
         most = lambda name: max(getattr(p, name) for p in parts)

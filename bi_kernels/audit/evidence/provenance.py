@@ -13,7 +13,7 @@ from bi_kernels import contract
 
 
 def commit() -> str:
-    """The commit of the code, '+changes' if the tree is not clean; BI_COMMIT where there is no git."""
+    """Returns the commit of the code, '+changes' if the tree is not clean; BI_COMMIT where there is no git."""
     given = os.environ.get("BI_COMMIT")
     if given:
         return given

@@ -146,7 +146,8 @@ def controls(rows: Sequence[Row]) -> Markdown:
 
 
 def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
-    """The drift report: every row that needs a fix, with its shape, count, sizes, first index and reproducer."""
+    """Returns the drift report: every row that needs a fix, with its shape, count, sizes, first index and
+    reproducer."""
     mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
     if not mine:
         return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")

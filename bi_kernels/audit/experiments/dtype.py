@@ -15,7 +15,7 @@ REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, t
 
 
 def bounds() -> list[dict]:
-    """The contract's row of every op, its factor c evaluated at a reduction of 4096."""
+    """Returns the contract's row of every op, its factor c evaluated at a reduction of 4096."""
     lines = []
     for name, op in CONTRACT["ops"].items():
         factor = lambda d: contract.evaluate(op["c"].get(d, op["c"].get("any")), n=4096)
@@ -27,8 +27,8 @@ def bounds() -> list[dict]:
 
 
 def acceptance(session) -> tuple[list[Row], list[dict]]:
-    """Every op at every dtype: computed and returned as the contract says, or refused with a sentence that names the
-    op, the dtype and the supported set. Returns the rows and one line an op."""
+    """Returns every op at every dtype: computed and returned as the contract says, or refused with a sentence that
+    names the op, the dtype and the supported set. Returns the rows and one line an op."""
     rows, lines = [], []
     first: dict[str, Subject] = {}
     for s in session.make():

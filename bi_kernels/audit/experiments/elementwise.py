@@ -58,8 +58,8 @@ def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
 
 
 def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[list[Row], list[dict]]:
-    """The same sequences packed: positions from cu_seqlens, positions given, and positions that never reset. The first
-    two must give the bits of each sequence alone; they are the rows."""
+    """Returns the same sequences packed: positions from cu_seqlens, positions given, and positions that never reset.
+    The first two must give the bits of each sequence alone; they are the rows."""
     heads, dim = SHAPES[session.parameters["shapes"]]["heads"], SHAPES[session.parameters["shapes"]]["head_dim"]
     g = torch.Generator().manual_seed(session.parameters["seed"])
     x = torch.randn(sum(lengths), heads, dim, generator=g).bfloat16().to(session.device)

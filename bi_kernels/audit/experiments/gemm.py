@@ -45,7 +45,7 @@ def _fixed_kernel(x, w, y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
+    """Returns the usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
     (M, K), N = x.shape, w.shape[0]
     y = x.new_empty(M, N)
     _fixed_kernel[(triton.cdiv(M, 128), triton.cdiv(N, 128))](
@@ -77,7 +77,8 @@ def _name(tile: Tile) -> str:
 
 
 def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
-    """Every tile of the table at every row count against one fixed tile at the largest; and a split-K for contrast.
+    """Returns every tile of the table at every row count against one fixed tile at the largest; and a split-K for
+    contrast.
 
     Each tile runs plain, and with a bias and both operands stored transposed. Returns the rows, and
     {tile: {M: elements that differ}}.
@@ -123,7 +124,8 @@ def _tile_rows(subject: Subject) -> list[int]:
 
 
 def slabs(session) -> tuple[list[Row], list[dict]]:
-    """What moves the bits of a sum over K: orders of the same products. The first three must not; they are the rows."""
+    """Returns what moves the bits of a sum over K: orders of the same products. The first three must not; they are the
+    rows."""
     m, n, k = 64, 64, 256
     g = torch.Generator().manual_seed(session.parameters["seed"])
     x, w = (torch.randn(rows, k, generator=g).bfloat16().to(session.device) for rows in (m, n))

@@ -125,8 +125,8 @@ def run_step(
 def train(
     session, candidate: str, layout: str, steps: int, tied: bool = True, tick=lambda: None
 ) -> dict[str, torch.Tensor]:
-    """The weights (fp32 masters) after `steps` AdamW steps of the network under one layout; without weight decay, which
-    moves weights that no gradient reached."""
+    """Returns the weights (fp32 masters) after `steps` AdamW steps of the network under one layout; without weight
+    decay, which moves weights that no gradient reached."""
     shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
     network = Network(shapes, _ops(candidate), device, seed, tied)
     lengths = training_lengths(shapes)
@@ -155,8 +155,8 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 
 def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS) -> list[dict]:
-    """Each split's SHA-256 after training, how far its weights are from the first split's, and how many tensors are
-    where they began."""
+    """Returns each split's SHA-256 after training, how far its weights are from the first split's, and how many
+    tensors are where they began."""
     first, out, begin = None, [], train(session, candidate, splits[0], 0, tied)
     for split in splits:
         weights = train(session, candidate, split, steps, tied)

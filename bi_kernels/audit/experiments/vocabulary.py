@@ -15,7 +15,7 @@ SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each",
 
 
 def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
-    """Every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
+    """Returns every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
     s = session.subject("embedding", dtype)
     rows, lines = [], []
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
@@ -78,7 +78,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
 
 
 def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: bool = True) -> torch.Tensor:
-    """The fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
+    """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
     s = session.subject("embedding", dtype)
     step = Step(s, "normal")
     table = torch.nn.Parameter(step.shared["weight"].clone())
@@ -106,8 +106,8 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
 
 
 def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
-    """A tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator for both
-    paths, for contrast, is the control of the last row."""
+    """Returns a tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator
+    for both paths, for contrast, is the control of the last row."""
     s = session.subject("embedding", dtype)
     whole = _tied_gradients(session, "packed", dtype)
     apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")

@@ -40,7 +40,7 @@ class Call:
 
 
 def spans(lengths: Sequence[int]) -> list[np.ndarray]:
-    """The logical token numbers of each sample."""
+    """Returns the logical token numbers of each sample."""
     return [np.arange(end - n, end) for n, end in zip(lengths, accumulate(lengths))]
 
 
@@ -58,7 +58,7 @@ def pad(samples: Sequence[np.ndarray], left: bool = False, multiple: int = 1) ->
 
 
 def chunks(samples: Sequence[np.ndarray], size: int) -> list[Call]:
-    """Each sample in chunks of `size`, alone, as a prefill against a KV cache computes it."""
+    """Returns each sample in chunks of `size`, alone, as a prefill against a KV cache computes it."""
     return [Call(s[None, at : at + size]) for s in samples for at in range(0, len(s), size)]
 
 
@@ -105,7 +105,7 @@ def _layouts(lengths: tuple[int, ...], seed: int) -> dict[str, list[Call]]:
 
 
 def shapes_launched(calls: Sequence[Call]) -> str:
-    """What a layout asks of an op, for the evidence: the number of calls and their shapes."""
+    """Returns what a layout asks of an op, for the evidence: the number of calls and their shapes."""
     shapes = [call.index.shape for call in calls]
     text = ", ".join("x".join(map(str, shape)) for shape in list(dict.fromkeys(shapes))[:4])
     return f"{len(calls)} call{'s' * (len(calls) > 1)}: {text}{' …' * (len(set(shapes)) > 4)}"

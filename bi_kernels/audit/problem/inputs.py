@@ -9,7 +9,7 @@ POISON = (float("nan"), float("inf"), -float("inf"))
 
 
 def generator(device: torch.device | str, *seed: int | str) -> torch.Generator:
-    """A generator on `device`, seeded from numbers and names alike."""
+    """Returns a generator on `device`, seeded from numbers and names alike."""
     number = 0
     for part in seed:
         for byte in str(part).encode():
@@ -25,7 +25,7 @@ def draw(
     shared: bool = False,
     poisoned: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A tensor of `shape` on the generator's device.
+    """Returns a tensor of `shape` on the generator's device.
 
     kind: normal; wide (exponents spread over what the dtype holds without every product overflowing); cancelling (the
     second half of the features negates the first but for one in eight, so sums grow and then vanish and the last bits

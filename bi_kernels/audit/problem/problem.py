@@ -81,7 +81,7 @@ class Problem:
         return given, {k: make(v) for k, v in self.op.shared.items()}
 
     def arguments(self, tokens: dict, shared: dict) -> list[torch.Tensor]:
-        """The tensors in the op's positional order."""
+        """Returns the tensors in the op's positional order."""
         given = tokens | shared
         return [given[name] for name in self.op.order or given]
 
@@ -114,8 +114,8 @@ def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
 def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
 ) -> list[Problem]:
-    """Every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of the
-    backward audit and one attention stand for the others."""
+    """Returns every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of
+    the backward audit and one attention stand for the others."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     return [
         Problem(op, case, DTYPES[d], shapes, device, seed)

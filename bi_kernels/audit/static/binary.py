@@ -58,7 +58,7 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
 
 
 def binaries(launches: Launches) -> list[Variant]:
-    """Every variant that was recorded, once."""
+    """Returns every variant that was recorded, once."""
     return distinct(examined(launches).values())
 
 
@@ -67,7 +67,7 @@ def distinct(variants: Iterable[Variant]) -> list[Variant]:
 
 
 def _examined(kernel: CompiledKernel) -> Variant:
-    """What the assembly of a compiled kernel says."""
+    """Returns what the assembly of a compiled kernel says."""
     built, options, ptx = kernel.src, kernel.metadata, kernel.asm.get("ptx", "")
     name, line, found = built.fn.fn.__qualname__, 0, {}
     for text in ptx.splitlines():
@@ -119,7 +119,7 @@ def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
 
 
 def _refusal(error: str) -> str:
-    """The last line of an error, without paths and addresses."""
+    """Returns the last line of an error, without paths and addresses."""
     last = (error.strip().splitlines() or ["no reason given"])[-1]
     return f"not compiled, AST only: {re.sub(r'(/[^/ ]+)+/| at 0x[0-9a-f]+', '', last)}"
 
@@ -161,7 +161,7 @@ def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
 
 
 def _kernel(module: str, path: str, name: str, line: int) -> JITFunction:
-    """A kernel by its module's name or, where that is another file or none, by its file."""
+    """Returns a kernel by its module's name or, where that is another file or none, by its file."""
     loaded = sys.modules.get(module)
     with contextlib.suppress(ImportError):
         loaded = loaded or importlib.import_module(module)

@@ -18,12 +18,12 @@ COUNTS = ("min", "max", "int", "ceil", "floor", "tuple", "list", "range", "enume
 
 
 def _chosen(labels: set) -> set:
-    """What depends on `labels` through a choice: a comparison, an index, a divisor, an unknown function."""
+    """Returns what depends on `labels` through a choice: a comparison, an index, a divisor, an unknown function."""
     return {CHOSEN if x in (ROWS, SHARE) else x for x in labels}
 
 
 def _item(f: Function, labels: set) -> set:
-    """What a kernel's loop variable depends on: which program takes a work item says nothing about the item."""
+    """Returns what a kernel's loop variable depends on: which program takes a work item says nothing about the item."""
     return labels - {PROGRAMS, DEVICES} | {PID} if f.kernel and labels & {PROGRAMS, DEVICES} else labels
 
 
@@ -32,7 +32,7 @@ def _divided(a: set, b: set) -> set:
 
 
 def _leading(index: ast.expr) -> bool:
-    """Whether an index into a shape may pick a size before the last."""
+    """Returns whether an index into a shape may pick a size before the last."""
     try:
         return ast.literal_eval((index.lower or ast.Constant(0)) if isinstance(index, ast.Slice) else index) == 0
     except ValueError:
@@ -167,7 +167,7 @@ class Flow:
         return results | self.labels(f, e.func) | (inputs if name in COUNTS else _chosen(inputs))
 
     def callee(self, f: Function, e: ast.Call, callee: Function, skip: int) -> Function:
-        """The callee for arguments like these. Starred ones fill the parameters that the others leave."""
+        """Returns the callee for arguments like these. Starred ones fill the parameters that the others leave."""
         parameters = callee.parameters[skip:]
         pairs = [(k.arg, k.value) for k in e.keywords if k.arg in parameters]
         rest = [p for p in parameters if p not in dict(pairs)]
@@ -220,7 +220,8 @@ class Flow:
 
 
 def _carried(f: Function, loop: ast.For | ast.While) -> dict[str, bool]:
-    """The names that an iteration makes of what the one before left in them: whether by `x = tl.dot(a, b, x)` alone.
+    """Returns the names that an iteration makes of what the one before left in them: whether by `x = tl.dot(a, b, x)`
+    alone.
 
     One that every iteration also makes anew is not among them; a test of what the loop does not change counts as held.
     """

@@ -14,7 +14,7 @@ WRAPPED = ("__wrapped__", "__func__", "fget", "func", "_init_fn")  # where decor
 
 
 def unwrap(obj):
-    """The plain function behind decorators and descriptors; a class, a module or anything else as it is."""
+    """Returns the plain function behind decorators and descriptors; a class, a module or anything else as it is."""
     for _ in range(20):
         if isinstance(obj, (type, ModuleType, str, int, float, type(None))):
             break
@@ -64,7 +64,7 @@ class Function:
         self.names: dict[ast.AST, str] = {}  # likewise by `called`
 
     def objects(self, e: ast.AST | None) -> list:
-        """What an expression made of names and attributes may stand for."""
+        """Returns what an expression made of names and attributes may stand for."""
         if e not in self.found:
             self.found[e] = self._objects(e, 8)
         return self.found[e]
@@ -84,7 +84,7 @@ class Function:
         return [self.outer[e.id]] if e.id in self.outer else []
 
     def called(self, e: ast.expr) -> str:
-        """The name under which a callee was defined; of a method of who knows what, the method's."""
+        """Returns the name under which a callee was defined; of a method of who knows what, the method's."""
         if e not in self.names:
             known = self.objects(e)
             self.names[e] = (

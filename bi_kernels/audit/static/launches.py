@@ -151,7 +151,7 @@ def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
 
 @cache
 def _suspect(func) -> str:
-    """The name of an operator that scatters, or can be asked to accumulate."""
+    """Returns the name of an operator that scatters, or can be asked to accumulate."""
     name = func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
     return name if SCATTERS.fullmatch(name) or name in ACCUMULATING else ""
 

@@ -36,8 +36,8 @@ from bi_kernels.audit.static.function import Function, package_of, reachable, un
 
 
 def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
-    """What the AST shows of functions, kernels, classes or whole modules, of all that they name in their own package,
-    and of every kernel that they name in any. The sizes of what is called one of `parameters` are no rows."""
+    """Returns what the AST shows of functions, kernels, classes or whole modules, of all that they name in their own
+    package, and of every kernel that they name in any. The sizes of what is called one of `parameters` are no rows."""
     functions, findings = reachable(subjects)
     for f in functions:
         findings += _forbidden(f)

@@ -40,14 +40,14 @@ class Tree:
     steps: tuple[tuple[int, ...], ...]
 
     def spans(self) -> list[np.ndarray]:
-        """The terms under every number: n single ones, then those of each step, ascending."""
+        """Returns the terms under every number: n single ones, then those of each step, ascending."""
         found = [np.array([i]) for i in range(self.n)]
         for step in self.steps:
             found.append(np.sort(np.concatenate([found[k] for k in step])))
         return found
 
     def partial_sums(self, terms: np.ndarray) -> np.ndarray:
-        """Every number in fp32: two are added and rounded to nearest, more as sm_90's tensor core does it."""
+        """Returns every number in fp32: two are added and rounded to nearest, more as sm_90's tensor core does it."""
         values = [np.float32(t) for t in terms]
         for step in self.steps:
             if len(step) == 2:
@@ -63,8 +63,8 @@ class Tree:
         return self.text(self.n + len(self.steps) - 1)
 
     def text(self, node: int) -> str:
-        """How a number is summed, from left to right: a … b is one term after another, (…) is summed by itself first,
-        […] is added in one step together with what stands before it."""
+        """Returns how a number is summed, from left to right: a … b is one term after another, (…) is summed by itself
+        first, […] is added in one step together with what stands before it."""
         spans, kinds, kind = self.spans(), {}, [0] * self.n
         for k, step in enumerate(self.steps):  # two nodes of one kind differ by a shift of their terms alone
             shape = tuple((int(spans[child][0] - spans[self.n + k][0]), kind[child]) for child in step)
@@ -129,7 +129,7 @@ def _range(terms: Sequence[int]) -> list[str]:
 def fold(
     sums: Callable[[torch.Tensor], torch.Tensor], n: int, at_once: int = 0, big: float = 2.0**100, unit: float = 1.0
 ) -> Tree:
-    """The tree by which `sums` adds n terms.
+    """Returns the tree by which `sums` adds n terms.
 
     sums(values (probes, n) fp32) -> (probes,): each row's sum, every probe by the same order. at_once: how many rows a
     call has, where the shape of the call is part of the question; the rest is filled with zeros.
@@ -215,8 +215,8 @@ def _tree(lost: np.ndarray) -> Tree:
 def first_parting(
     a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
 ) -> pd.DataFrame:
-    """Both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart they
-    end.
+    """Returns both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart
+    they end.
 
     A line a partial sum, in the order in which its last term comes: its terms, how each tree sums them (nothing where
     it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
@@ -258,7 +258,7 @@ def first_parting(
 
 
 def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term") -> plt.Figure:
-    """A panel a tree: terms from left to right, each bracket a sum, as high as additions had to be waited for.
+    """Returns a panel a tree: terms from left to right, each bracket a sum, as high as additions had to be waited for.
 
     Sums that every tree forms in the same way are blue, others orange. marks: terms before which a line is drawn.
     """
