@@ -13,6 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
+from bi_kernels.audit import load, parallel
 from bi_kernels.audit.broken import forward as controls
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
@@ -547,3 +548,12 @@ def test_inputs_are_the_seeds_and_nothing_elses():
         a, b, c = (p.inputs(kind, 20)[0]["x"] for p in (same, replace(same), other))
         assert_same_bits(a, b, kind)
         assert not torch.equal(a, c)
+
+
+def test_a_part_that_runs_in_a_process_of_its_own_gives_the_same_rows():
+    """On a GPU every audit's parts do; the interpreter can as well."""
+    given = {"dtype": "bf16", "device": "cpu", "op": "scale"}
+    alone, beside = load("elementwise", given), load("elementwise", given)
+    beside.pool = parallel.begin("elementwise", given)
+    with beside.pool:
+        assert [vars(r) for r in beside.judge()] == [vars(r) for r in alone.judge()] and not beside.begun

@@ -20,7 +20,8 @@ _own: list = []  # the session of a process that works for another
 
 def begin(audit: str, parameters: dict) -> ProcessPoolExecutor:
     """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
-    count = min(PROCESSES.get(audit, MOST), max(1, (os.cpu_count() or 1) * 3 // 4))
+    beside = int(os.environ.get("BI_AUDIT_JOBS", "1"))  # audits that share the GPU's memory, as the runner says
+    count = max(1, min(PROCESSES.get(audit, MOST), (os.cpu_count() or 1) * 3 // 4) // beside)
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, spawn, _begin, (audit, parameters))
     for _ in range(count):

@@ -6,6 +6,7 @@ what an unfinished one had recorded stays beside it, hidden.
 
 import ast
 import json
+import os
 import shutil
 import signal
 import threading
@@ -176,6 +177,7 @@ def run(
     """
     every, board, over = audits(), Board(names, out, console), threading.Event()
     workers: list[Worker] = []
+    os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
     def one(name: str) -> None:
         audit, partial = every[name], _partial(out / name)
