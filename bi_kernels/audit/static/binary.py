@@ -2,7 +2,6 @@
 code launch."""
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import pickle
@@ -10,16 +9,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from io import BytesIO
+from itertools import accumulate
 from types import SimpleNamespace
 
 import triton
+from elftools.elf.elffile import ELFFile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime.cache import get_cache_manager
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -28,7 +29,8 @@ from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, Finding
 from bi_kernels.audit.static.launches import Launches, Request, Variant
 from bi_kernels.audit.static.source import source
 
-SASS = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?\w+\s+)?((?:ATOM[A-Z]*|(?:U[A-Z]+)?RED(?!UX)[A-Z]*)\b[^;\n]*)", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s*/\*(\w+)\*/\s+(.*)", re.MULTILINE)
+SASS = re.compile(r"^(?:@!?\w+\s+)?((?:ATOM[A-Z]*|(?:U[A-Z]+)?RED(?!UX)[A-Z]*)\b[^;\n]*)", re.MULTILINE)
 
 
 def examined(launches: Launches, only_compiled: bool = False) -> dict:
@@ -42,8 +44,7 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
     known = {k: v for k, v in launches.variants.items() if isinstance(v, Variant)}
     compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}
     requests = {k: v for k, v in launches.variants.items() if isinstance(v, Request) and not only_compiled}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), pool.map(_examined, compiled.values()))}
+    found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), described([*compiled.values()]))}
     messages = {k: r.message() for k, r in requests.items()}
     replies = iter(_elsewhere([m for m in messages.values() if m]))
     for k, r in requests.items():
@@ -66,8 +67,12 @@ def distinct(variants: Iterable[Variant]) -> list[Variant]:
     return list({(v.kernel, v.configuration, v.level): v for v in variants}.values())
 
 
-def _examined(kernel: CompiledKernel) -> Variant:
-    """Returns what the assembly of a compiled kernel says."""
+def described(kernels: Sequence[CompiledKernel]) -> list[Variant]:
+    """Returns what the assembly of compiled kernels says."""
+    return [_described(*both) for both in zip(kernels, _disassembled(kernels))]
+
+
+def _described(kernel: CompiledKernel, sass: str) -> Variant:
     built, options, ptx = kernel.src, kernel.metadata, kernel.asm.get("ptx", "")
     name, line, found = built.fn.fn.__qualname__, 0, {}
     for text in ptx.splitlines():
@@ -75,7 +80,6 @@ def _examined(kernel: CompiledKernel) -> Variant:
         if code.lstrip().startswith(".loc"):  # the last place is that in the kernel, of what was inlined into it
             line = int((re.findall(r":(\d+):\d+", place) or code.split()[2:3])[-1])
         found |= dict.fromkeys(Finding(ATOMIC, name, line, m.strip(), "PTX") for m in PTX.findall(code))
-    sass = _disassembled(kernel.asm["cubin"])
     if "tensormap.cp_fenceproxy" in ptx:  # a descriptor made on the device is published by an exchange
         sass = re.sub(r"ATOMG\S*\.EXCH\S* PT, RZ,", "", sass)
     found |= dict.fromkeys(Finding(ATOMIC, name, 0, m.strip(), "SASS") for m in SASS.findall(sass))
@@ -84,7 +88,8 @@ def _examined(kernel: CompiledKernel) -> Variant:
         for i, (n, kind) in enumerate(built.signature.items())
     ]
     words += [f"{n}={getattr(options, n)}" for n in ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")]
-    used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass)}
+    usage = _told("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
+    used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Variant(
         name,
         ", ".join(words),
@@ -96,18 +101,35 @@ def _examined(kernel: CompiledKernel) -> Variant:
     )
 
 
-def _disassembled(cubin: bytes) -> str:
-    """SASS and resources. The disassembler starts slowly, so Triton's cache keeps what it said of the same bytes."""
-    tool = triton.knobs.nvidia.cuobjdump
-    cache = get_cache_manager(hashlib.sha256(cubin + str(tool.version).encode()).hexdigest())
-    if kept := cache.get_file("sass"):
-        return Path(kept).read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "cubin").write_bytes(cubin)
-        command = [tool.path, "--dump-sass", "--dump-resource-usage", Path(folder, "cubin")]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    cache.put(sass, "sass", binary=False)
-    return sass
+def _disassembled(kernels: Sequence[CompiledKernel]) -> list[str]:
+    """Returns the SASS of each kernel. The disassembler takes half a second to start, so their code goes to it as one
+    piece, and the addresses in its listing say whose an instruction is."""
+    every: list[list[str]] = [[] for _ in kernels]
+    for arch in {k.metadata.target.arch for k in kernels}:
+        mine = [i for i, k in enumerate(kernels) if k.metadata.target.arch == arch]
+        codes = [_code(kernels[i].asm["cubin"]) for i in mine]
+        starts = list(accumulate(map(len, codes), initial=0))
+        listing = _told("nvdisasm", b"".join(codes), "--binary", f"SM{arch}{'a' * (arch >= 90)}")
+        for address, line in INSTRUCTION.findall(listing):
+            every[mine[bisect_right(starts, int(address, 16)) - 1]].append(line)
+    if not all(every):
+        raise LookupError("the disassembler listed no instruction of a kernel")
+    return ["\n".join(lines) for lines in every]
+
+
+def _code(cubin: bytes) -> bytes:
+    """Returns a binary's instructions, those of functions that were not inlined among them."""
+    sections = ELFFile(BytesIO(cubin)).iter_sections()
+    return b"".join(s.data() for s in sections if s.name.startswith(".text."))
+
+
+def _told(tool: str, binary: bytes, *options: str) -> str:
+    """Returns what one of CUDA's tools that come with Triton prints about a binary."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(binary)
+        file.flush()
+        command = [getattr(triton.knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
@@ -124,9 +146,9 @@ def _refusal(error: str) -> str:
     return f"not compiled, AST only: {re.sub(r'(/[^/ ]+)+/| at 0x[0-9a-f]+', '', last)}"
 
 
-def _attempt(step, *args):
+def _attempt(step, *args, **more):
     try:
-        return step(*args)
+        return step(*args, **more)
     except (Exception, SystemExit) as error:
         return _refusal(f"{type(error).__name__}: {error}")
 
@@ -149,15 +171,17 @@ def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
     def answer(kernel, launch):
         _, arguments, options = launch
         return (
-            kernel
-            if isinstance(kernel, str)
-            else _attempt(lambda: _examined(kernel.run(grid=(1,), warmup=True, **arguments, **options)))
+            kernel if isinstance(kernel, str) else _attempt(kernel.run, grid=(1,), warmup=True, **arguments, **options)
         )
 
     asked = [pickle.loads(message) for message in messages]
     kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(answer, kernels, asked))
+        made = list(pool.map(answer, kernels, asked))
+    good = [k for k in made if isinstance(k, CompiledKernel)]
+    said = _attempt(described, good)
+    replies = iter([said] * len(good) if isinstance(said, str) else said)
+    return [next(replies) if isinstance(k, CompiledKernel) else k for k in made]
 
 
 def _kernel(module: str, path: str, name: str, line: int) -> JITFunction:

@@ -133,7 +133,7 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
         disassemble = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")]
         sass = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
         kept = {k: t.cpu() for k, t in tensors.items()}
-        return Compiled(binary._examined(made), made.asm["ptx"], sass, text.splitlines(), kept)
+        return Compiled(binary.described([made])[0], made.asm["ptx"], sass, text.splitlines(), kept)
 
 
 def lines(run: Run, code: str) -> dict[str, list[str]]:
