@@ -12,6 +12,7 @@
 
 import ctypes
 import inspect
+import operator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
@@ -32,6 +33,7 @@ from bi_kernels.tensor_core import _add_to_odd, _canonical, _to_fp32_toward_zero
 
 CHECKED_TRITON = ("3.7.1",)
 GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's loop over the pointers
+WHOLE = slice(None)
 _NP_DTYPES, _SIZES, _BLOCK_TYPES = {}, {}, {}  # by a dtype's name: the NumPy dtype, the bytes, and by a shape the block
 
 
@@ -107,7 +109,7 @@ def _shape(shape: tuple[int, ...]) -> tuple:
 
 def _tensor(self, handle, type):
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, _, self.numel, _ = _shape(tuple(type.shape.values) if type.is_block() else ())
+    self.shape, _, self.numel, _ = type.parts if type.is_block() else _shape(())
 
 
 def _block_type(self, element_ty, shape):
@@ -115,7 +117,7 @@ def _block_type(self, element_ty, shape):
     if not shape:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
-    _, self.shape, numel, text = _shape(shape)
+    self.parts = _, self.shape, numel, text = _shape(shape)
     self.numel, self.name = numel.value, f"<{text}, {element_ty.name}>"
 
 
@@ -137,6 +139,68 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 @lru_cache(4096)
 def _int_constant(value: int, dtype: str) -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([value], dtype=dtype), getattr(tl, dtype)), getattr(tl, dtype))
+
+
+NUMBERS, BITS = frozenset({"int32", "int64", "fp32"}), frozenset({"int1", "int32", "int64"})
+OPERATORS = {
+    f"__{name}__": (getattr(operator, f"__{name}__"), NUMBERS)
+    for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")
+} | {f"__{name}__": (getattr(operator, f"__{name}__"), BITS) for name in ("and", "or")}
+
+
+def _block(dtype: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+    """Returns the one type that a block of this dtype and shape has."""
+    key = dtype.name, shape
+    if key not in _BLOCK_TYPES:
+        _BLOCK_TYPES[key] = tl.block_type(dtype, shape)
+    return _BLOCK_TYPES[key]
+
+
+def _operator(general, compute, names: frozenset[str]):
+    """Returns an operator that leaves the dtypes of `names` to NumPy, which promotes and spreads as Triton does where
+    they are equal, and a pointer's sum with integers; the rest to the `general` one."""
+
+    def operate(self, other):
+        dtype, kind = self.dtype, type(other)
+        if kind is int and dtype.name in Semantic.LIMITS:
+            limit = Semantic.LIMITS[dtype.name]
+            other = _int_constant(other, dtype.name) if -limit <= other < limit else other
+            kind = type(other)
+        elif kind is float and dtype.name == "fp32" and abs(other) < 2.0**127:
+            other, kind = tl.tensor(TensorHandle(np.array([other], np.float32), tl.float32), tl.float32), tl.tensor
+        if kind is not tl.tensor:
+            return general(self, other)
+        blocks = self.type.is_block(), other.type.is_block()
+        if all(blocks) and len(self.shape) != len(other.shape):
+            return general(self, other)
+        if compute is operator.add and dtype.is_ptr() and other.dtype.name in Semantic.LIMITS:
+            data = stock.interpreter_builder.create_addptr(self.handle, other.handle).data
+        elif other.dtype.name == dtype.name in names:
+            try:
+                data = compute(self.handle.data, other.handle.data)
+            except ValueError:  # of shapes, which Triton names
+                return general(self, other)
+            if data.dtype.kind == "b":
+                dtype = tl.int1
+            elif data.dtype.kind == "f":
+                data = _canonical(data)
+        else:
+            return general(self, other)
+        return tl.tensor(TensorHandle(data, dtype), _block(dtype, data.shape) if any(blocks) else dtype)
+
+    return operate
+
+
+def _index(general):
+    """Returns the operator x[:, None], which inserts dimensions at once."""
+
+    def insert(self, slices):
+        if type(slices) is not tuple or not self.type.is_block() or any(s is not None and s != WHOLE for s in slices):
+            return general(self, slices)
+        data = self.handle.data[slices]
+        return tl.tensor(TensorHandle(data, self.dtype), _block(self.dtype, data.shape))
+
+    return insert
 
 
 class Semantic(TritonSemantic):
@@ -470,6 +534,9 @@ def _patches() -> list[tuple]:
     inside = {(owner, name): inspect.getattr_static(owner, name) for owner, name, _ in scope._changes}
     scope.restore()
     inside |= {(tl.tensor, "__repr__"): _shown, (tl.tensor, "__str__"): _shown}
+    inside[tl.tensor, "__getitem__"] = _index(tl.tensor.__getitem__)
+    for name, (compute, names) in OPERATORS.items():
+        inside[tl.tensor, name] = _operator(getattr(tl.tensor, name), compute, names)
     return [(owner, name, vars(owner).get(name, stock._MISSING), value) for (owner, name), value in inside.items()]
 
 
