@@ -141,6 +141,7 @@ def _int_constant(value: int, dtype: str) -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([value], dtype=dtype), getattr(tl, dtype)), getattr(tl, dtype))
 
 
+LIMITS = {"int32": 2**31, "int64": 2**63}
 NUMBERS, BITS = frozenset({"int32", "int64", "fp32"}), frozenset({"int1", "int32", "int64"})
 OPERATORS = {
     f"__{name}__": (getattr(operator, f"__{name}__"), NUMBERS)
@@ -161,34 +162,42 @@ def _operator(general, compute, names: frozenset[str]):
     they are equal, and a pointer's sum with integers; the rest to the `general` one."""
 
     def operate(self, other):
-        dtype, kind = self.dtype, type(other)
-        if kind is int and dtype.name in Semantic.LIMITS:
-            limit = Semantic.LIMITS[dtype.name]
-            other = _int_constant(other, dtype.name) if -limit <= other < limit else other
-            kind = type(other)
-        elif kind is float and dtype.name == "fp32" and abs(other) < 2.0**127:
-            other, kind = tl.tensor(TensorHandle(np.array([other], np.float32), tl.float32), tl.float32), tl.tensor
-        if kind is not tl.tensor:
+        mine = self.dtype.name
+        if type(other) is not tl.tensor:
+            other = _constant(other, mine)
+        if type(other) is not tl.tensor:
             return general(self, other)
-        blocks = self.type.is_block(), other.type.is_block()
+        blocks, theirs = (self.type.is_block(), other.type.is_block()), other.dtype.name
+        kept = theirs == mine in names or (theirs in LIMITS and mine in LIMITS)
         if all(blocks) and len(self.shape) != len(other.shape):
             return general(self, other)
-        if compute is operator.add and dtype.is_ptr() and other.dtype.name in Semantic.LIMITS:
-            data = stock.interpreter_builder.create_addptr(self.handle, other.handle).data
-        elif other.dtype.name == dtype.name in names:
-            try:
+        try:
+            if kept:
                 data = compute(self.handle.data, other.handle.data)
-            except ValueError:  # of shapes, which Triton names
+                dtype = tl.int1 if data.dtype.kind == "b" else self.dtype if data.itemsize < 8 else tl.int64
+            elif theirs in LIMITS and compute is operator.add and self.dtype.is_ptr():
+                data = stock.interpreter_builder.create_addptr(self.handle, other.handle).data
+                dtype = self.dtype
+            else:
                 return general(self, other)
-            if data.dtype.kind == "b":
-                dtype = tl.int1
-            elif data.dtype.kind == "f":
-                data = _canonical(data)
-        else:
+        except ValueError:  # of shapes, which Triton names
             return general(self, other)
+        if data.dtype.kind == "f":
+            data = _canonical(data)
         return tl.tensor(TensorHandle(data, dtype), _block(dtype, data.shape) if any(blocks) else dtype)
 
     return operate
+
+
+def _constant(value, dtype: str):
+    """Returns a number of Python's beside a tensor of a dtype as a tensor of that dtype, if it is one of such."""
+    if type(value) is int and dtype in LIMITS:
+        return _int_constant(value, dtype) if -LIMITS[dtype] <= value < LIMITS[dtype] else value
+    normal = type(value) is float and (not value or abs(value) == np.inf or 2.0**-126 <= abs(value) < 2.0**127)
+    if (type(value) is bool and dtype == "int1") or (normal and dtype == "fp32"):
+        kind = tl.float32 if normal else tl.int1
+        return tl.tensor(TensorHandle(np.array([value], _get_np_dtype(kind)), kind), kind)
+    return value
 
 
 def _index(general):
@@ -206,26 +215,19 @@ def _index(general):
 class Semantic(TritonSemantic):
     """Gives Triton's semantic a short way where the dtypes are equal or an operand is an integer constant."""
 
-    LIMITS = {"int32": 2**31, "int64": 2**63}
-    KEPT = {"int32", "int64", "fp32"}  # two of one of these are computed as they are, in `/` and `%` too
-
     def scalar_constant(self, value, dtype):
-        if type(value) is int and dtype.name in self.LIMITS:
+        if type(value) is int and dtype.name in LIMITS:
             return _int_constant(value, dtype.name)
         return super().scalar_constant(value, dtype)
 
-    def _constant(self, value, beside):
-        """Returns an integer beside an integer tensor as a tensor of that dtype; anything else as it is."""
-        if type(value) is int and type(beside) is tl.tensor:
-            limit = self.LIMITS.get(beside.dtype.name, 0)
-            return _int_constant(value, beside.dtype.name) if -limit <= value < limit else value
-        return value
-
     def binary_op_type_checking_impl(self, lhs, rhs, allow_lhs_ptr=False, *how, **more):
-        lhs, rhs = self._constant(lhs, rhs), self._constant(rhs, lhs)
+        if type(lhs) is tl.tensor and type(rhs) is int:
+            rhs = _constant(rhs, lhs.dtype.name)
+        if type(rhs) is tl.tensor and type(lhs) is int:
+            lhs = _constant(lhs, rhs.dtype.name)
         if type(lhs) is type(rhs) is tl.tensor:
-            same = lhs.dtype is rhs.dtype and lhs.dtype.name in self.KEPT
-            if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.name in self.LIMITS):
+            same = lhs.dtype.name == rhs.dtype.name in NUMBERS
+            if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.name in LIMITS):
                 return self.broadcast_impl_value(lhs, rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, allow_lhs_ptr, *how, **more)
 
@@ -237,11 +239,16 @@ class Semantic(TritonSemantic):
         return super().broadcast_impl_value(lhs, rhs) if lhs.type.is_block() else (self._spread(lhs, rhs.type), rhs)
 
     def _spread(self, scalar, block):
-        block = block if block.scalar is scalar.dtype else block.with_element_ty(scalar.dtype)
+        block = _block(scalar.dtype, tuple(block.shape))
         return tl.tensor(self.builder.create_splat(block, scalar.handle), block)
 
     def cast(self, input, dst_ty, *rounding, **more):
-        return input if input.dtype is dst_ty.scalar else super().cast(input, dst_ty, *rounding, **more)
+        return input if input.dtype.name == dst_ty.scalar.name else super().cast(input, dst_ty, *rounding, **more)
+
+    def _load_legacy(self, ptr, mask, other, *how):
+        if other is not None and ptr.type.is_block() and not other.type.is_block():  # cast before it is spread
+            other = self._spread(self.cast(other, ptr.dtype.element_ty), ptr.type)
+        return super()._load_legacy(ptr, mask, other, *how)
 
 
 def _get_np_dtype(dtype, find=stock._get_np_dtype):

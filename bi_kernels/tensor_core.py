@@ -14,7 +14,7 @@ BLOCK = 2**16  # products formed at a time, so that they stay in the L2 cache
 def _canonical(x: np.ndarray) -> np.ndarray:
     """Makes every NaN of fp32 or fp16 the one that the GPU makes."""
     nan = np.isnan(x) if x.dtype in (np.float32, np.float16) else np.False_
-    return np.where(nan, FP32_NAN if x.dtype == np.float32 else FP16_NAN, x) if nan.any() else x
+    return np.where(nan, FP32_NAN if x.dtype == np.float32 else FP16_NAN, x) if np.count_nonzero(nan) else x
 
 
 def _to_24_bits(x: np.ndarray) -> np.ndarray:
