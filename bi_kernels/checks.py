@@ -1,6 +1,7 @@
 """Argument checks that every op shares: one sentence naming the op, the argument, its value and what is allowed."""
 
 import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,8 @@ from bi_kernels.contract import check_dtype
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpreter.install()
+
+_thread = threading.local()
 
 
 def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
@@ -61,6 +64,17 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     sum of a row another order."""
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def described(t: torch.Tensor) -> torch.Tensor:
+    """Returns `t`, of which a TMA descriptor can be made in this thread from now on.
+
+    The driver makes one in the thread's CUDA context, which PyTorch binds with the first kernel that it launches there;
+    in autograd's thread, ours may be the first.
+    """
+    if t.is_cuda and getattr(_thread, "bound", None) != t.device:
+        _thread.bound = t.new_zeros(1).device
+    return t
 
 
 def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+from bi_kernels.checks import described
 
 
 class Tile(NamedTuple):
@@ -172,7 +172,7 @@ def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False)
     """Returns a descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
     if transposed:
         t, rows, cols = t.t(), cols, rows
-    return TensorDescriptor(t, t.shape, t.stride(), [rows, cols])
+    return TensorDescriptor(described(t), t.shape, t.stride(), [rows, cols])
 
 
 def _tma_ready(t: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class RopeTable(NamedTuple):
     sin: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_rows"])
 def _rope_kernel(
     x,
     cos,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bi_kernels.checks import described
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
@@ -28,7 +29,7 @@ from bi_kernels.ops.attention.schedule import (
 def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
     """Returns blocks of keys of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
-    return TensorDescriptor(t, [rows, heads * width], [t.stride(0), 1], [block, width])
+    return TensorDescriptor(described(t), [rows, heads * width], [t.stride(0), 1], [block, width])
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> tuple[Tensor, Tensor, Tensor]:

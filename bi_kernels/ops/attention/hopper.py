@@ -6,6 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from bi_kernels.checks import described
+
 BLOCK = 64  # rows that one copy brings
 STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
 
@@ -128,7 +130,7 @@ def descriptor(t: torch.Tensor) -> TensorDescriptor:
     rows, heads, width = t.shape
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(
-        t,
+        described(t),
         [rows, heads * width],
         [t.stride(0), 1],
         [BLOCK, width],
