@@ -69,10 +69,15 @@ def _of_slabs(dtype: torch.dtype, slabs: int) -> float:
     return factor("linear", dtype, CONTRACT["arithmetic"]["slab"] * slabs, "x")
 
 
-def _fold(dtype: torch.dtype, slabs: Tensor) -> Tensor:
-    """linear's c for each sum over so many slabs."""
-    every = [_of_slabs(dtype, n) for n in range(int(slabs.max()) + 1)]
-    return torch.tensor(every, dtype=torch.float64, device=slabs.device)[slabs][:, None]
+@cache
+def _up_to(dtype: torch.dtype, slabs: int, device: torch.device) -> Tensor:
+    return torch.tensor([_of_slabs(dtype, n) for n in range(slabs + 1)], dtype=torch.float64, device=device)
+
+
+def _fold(dtype: torch.dtype, seen: Tensor, group: int = 1) -> Tensor:
+    """linear's c for each sum over what is seen, slab by slab, of `group` heads."""
+    most = group * -(-seen.shape[-1] // CONTRACT["arithmetic"]["slab"])  # known without waiting for the device
+    return _up_to(dtype, most, seen.device)[group * _slabs(seen)][:, None]
 
 
 def _errors(logp: Tensor, h: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ class _Softmax:
         p, error = logp.exp(), _errors(logp, changes(logp, d + f, d + f))
         sums = UNIT * ((p + error) * (25 + 2 * steps)).sum(-1, keepdim=True)
         least = rounding(dtype)[1] + 2 * LEAST
-        return cls(lse, logp, p, d, f, grown, error, p + error, steps, _fold(dtype, _slabs(seen)), sums, top, least)
+        return cls(lse, logp, p, d, f, grown, error, p + error, steps, _fold(dtype, seen), sums, top, least)
 
     def stored(self, dtype: torch.dtype) -> Tensor:
         """Errors of p as the product with V takes it, but for those of that product: the same for all features."""
@@ -213,7 +218,7 @@ def gradients(
     found = {name: torch.zeros_like(t) for name, t in (("q", q), ("k", k), ("v", v))}
     beyond = {name: torch.zeros_like(t) for name, t in found.items()}
     for rows, keys, seen in _sequences(q, k, causal, window, lengths):
-        over_queries = _fold(dtype, group * _slabs(seen.T))
+        over_queries = _fold(dtype, seen.T, group)
         for head in range(q.shape[1]):
             of = head // group
             own_q, own_k, own_v, do = q[rows, head], k[keys, of], v[keys, of], d_out[rows, head]

@@ -149,7 +149,9 @@ class TokenLayout:
 
     def _there(self, name: str, device: torch.device, made: Callable[[], torch.Tensor]) -> torch.Tensor:
         if (name, device) not in self._on:
-            self._on[name, device] = made().to(device)
+            there = made()  # from pinned memory, the copy waits for nothing that the device has yet to do
+            there = there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+            self._on[name, device] = there
         return self._on[name, device]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.problem.inputs import generator, on
 from bi_kernels.audit.relations.step import token_layout
 from bi_kernels.contract import CONTRACT, SHAPES
 from bi_kernels.grads import MainGrads
@@ -111,7 +111,7 @@ def run_step(
     at = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
     logprobs = torch.zeros(len(ids), device=device)
     for call in calls:
-        index = torch.from_numpy(call.index).to(device)
+        index = on(device, call.index)
         real, rows = index >= 0, index.clamp(min=0)
         with token_layout(call, lengths):
             logprob = network(ids[rows].masked_fill(~real, 0), targets[rows].masked_fill(~real, -100), at[rows])
@@ -191,7 +191,7 @@ def first_difference(session, candidate: str, a: str = "packed", b: str = "micro
         forward, backward, now = {}, {}, {}
 
         def put(store: dict, name: str, t: torch.Tensor) -> None:
-            index = torch.from_numpy(now["call"].index.reshape(-1)).to(device)
+            index = on(device, now["call"].index.reshape(-1))
             t = t.detach().reshape(len(index), -1)
             store.setdefault(name, t.new_zeros(sum(lengths), t.shape[1]))[index[index >= 0]] = t[index >= 0]
 

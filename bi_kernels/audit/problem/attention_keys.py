@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.problem.call_layouts import Call, pad
+from bi_kernels.audit.problem.inputs import on
 
 ROOM = 16  # a cache has room for some more keys than it holds
 
@@ -21,10 +22,7 @@ class Keys:
 
     def arguments(self, device: torch.device) -> dict:
         """Returns what the op is told, as tensors on the device."""
-        return {
-            k: torch.from_numpy(v.astype(np.int32)).to(device) if isinstance(v, np.ndarray) else v
-            for k, v in self.told.items()
-        }
+        return {k: on(device, v.astype(np.int32)) if isinstance(v, np.ndarray) else v for k, v in self.told.items()}
 
 
 def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:

@@ -1,5 +1,6 @@
 """Inputs that can reveal a reordering: drawn at random in families, one family a name of the contract's sweep."""
 
+import numpy as np
 import torch
 
 from bi_kernels.contract import SWEEP
@@ -15,6 +16,12 @@ def generator(device: torch.device | str, *seed: int | str) -> torch.Generator:
         for byte in str(part).encode():
             number = (number * 257 + byte + 1) % (2**61 - 1)
     return torch.Generator(device).manual_seed(number)
+
+
+def on(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    """Copies an array to a device without waiting for what the device has yet to do."""
+    t = torch.from_numpy(array)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 def draw(

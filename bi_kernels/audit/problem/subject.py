@@ -12,6 +12,7 @@ from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
+from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
@@ -128,7 +129,7 @@ class Subject(Judged):
             arguments |= cached.arguments(self.problem.device)
         if self.problem.op.positions:
             if cu_seqlens is not None:
-                arguments["cu_seqlens"] = torch.tensor(cu_seqlens, device=self.problem.device)
+                arguments["cu_seqlens"] = on(self.problem.device, np.array(cu_seqlens))
             else:
                 arguments["positions"] = positions.reshape(lead)
         return self.called(*self.problem.arguments(tokens, shared), **arguments)
@@ -155,12 +156,12 @@ class Subject(Judged):
                 k: gather(t, cached.index if k in self.problem.op.cache else call.index, nonfinite)
                 for k, t in tokens.items()
             }
-            at = torch.from_numpy(position[flat.clip(min=0)]).to(device)
+            at = on(device, position[flat.clip(min=0)])
             out = self.call(gathered, shared, call.index.shape, at, call.cu_seqlens, cached)
             if result is None:
                 result = each(lambda y: y.new_zeros(sum(lengths), *y.shape[1:]), out)
-            to, whole = torch.from_numpy(flat[place]).to(device), len(place) == len(flat)
-            taken = None if whole else torch.from_numpy(place).to(device)
+            to, whole = on(device, flat[place]), len(place) == len(flat)
+            taken = None if whole else on(device, place)
             each(lambda into, y, to=to, taken=taken: fill(into, to, y, taken), result, out)
         return result
 
@@ -182,7 +183,7 @@ def each(function: Callable, *outputs: Tensors):
 def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
     """Gathers tokens in the shape of `index`. What padding holds is nobody's business: stale numbers, or NaN beside
     others' NaN."""
-    at = torch.from_numpy(index).to(t.device)
+    at = on(t.device, index)
     found = t[at.clamp(min=0)]
     if (index < 0).any():
         found[at < 0] = (float("nan") if nonfinite else 7.0) if t.dtype.is_floating_point else 0

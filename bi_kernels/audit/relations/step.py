@@ -12,7 +12,7 @@ import torch
 
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.problem.inputs import draw, generator, on
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, poisoned_memory
 from bi_kernels.contract import SHAPES
 from bi_kernels.tokens import TokenLayout
@@ -96,11 +96,11 @@ class Step:
     def _backward(self, call: Call, shared: dict, view: Callable, out: dict) -> None:
         """Runs one call and its backward; the gradients of its tokens go to their places in `out`."""
         s, device, flat = self.subject, self.subject.problem.device, call.index.reshape(-1)
-        rows = torch.from_numpy(flat.clip(min=0)).to(device)
+        rows = on(device, flat.clip(min=0))
         place = np.flatnonzero(flat >= 0)  # known on the host, so that no device is waited for
         padded = len(place) < len(flat)
-        taken, to = (torch.from_numpy(at).to(device) for at in (place, flat[place]))
-        padding = torch.from_numpy(flat < 0).to(device)
+        taken, to = (on(device, at) for at in (place, flat[place]))
+        padding = on(device, flat < 0)
         tokens = {
             k: gather(t, call.index, self.nan_in_padding).requires_grad_(t.is_floating_point())
             for k, t in self.tokens.items()
