@@ -388,3 +388,60 @@ def _printed_kernel(x):
 def test_a_bf16_tile_is_shown_as_its_numbers(capsys):
     _printed_kernel[(1,)](torch.tensor([0.5, -2.0], dtype=torch.bfloat16))
     assert capsys.readouterr().out == "[ 0.5 -2. ] bf16\n"
+
+
+def _operands() -> dict[str, object]:
+    """Tensors of every dtype and shape that an operator may meet, made inside a kernel's language, and numbers."""
+    rng, made = np.random.default_rng(0), {}
+    hard = [0.0, -0.0, np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45]
+    for dtype in (tl.float32, tl.float16, tl.bfloat16, tl.int1, tl.int32, tl.int64, tl.uint8):
+        for shape in ((), (8,), (1,), (8, 1), (1, 8), (8, 8)):
+            n = int(np.prod(shape)) or 1
+            values = rng.permutation(np.resize(hard + [1.5, -7.25, 100.0, 2.0**20], n + 3))[:n]
+            if not dtype.is_floating():
+                values = rng.integers(0, 2 if dtype == tl.int1 else 200, n)
+            if dtype == tl.bfloat16:
+                data = interpreter._to_bf16(values.astype(np.float32))
+            else:
+                with np.errstate(over="ignore"):
+                    data = values.astype(stock._get_np_dtype(dtype))
+            data = data.reshape(shape or (1,))
+            kind = tl.block_type(dtype, list(shape)) if shape else dtype
+            made[f"{dtype}{list(shape)}"] = tl.tensor(TensorHandle(data, dtype), kind)
+    pointers = np.uint64(2**40) + 4 * np.arange(8, dtype=np.uint64)
+    kind = tl.pointer_type(tl.float32)
+    made["pointers"] = tl.tensor(TensorHandle(pointers, kind), tl.block_type(kind, [8]))
+    made["pointer"] = tl.tensor(TensorHandle(pointers[:1], kind), kind)
+    return made | {repr(x): x for x in (0, 3, -1, 2**31, 0.0, -0.0, 0.1, 1e-42, 1e300, float("nan"), True, False)}
+
+
+def _told(operator, *operands):
+    """What an operator answers, down to the bits, or that it raised."""
+    try:
+        out = operator(*operands)
+    except Exception as error:
+        return type(error)
+    data = out.handle.data
+    return str(out.type), str(out.dtype), [str(n) for n in out.shape], data.shape, data.dtype, data.tobytes()
+
+
+@pytest.mark.parametrize("name", [*interpreter.OPERATORS, "__getitem__"])
+def test_the_short_way_of_an_operator_answers_what_triton_does(name):
+    operands, seen = _operands(), 0
+    general, short = next((out, into) for owner, n, out, into in interpreter._patches() if n == name)
+    indices = ((slice(None), None), (None, slice(None)), (None,), (slice(None), slice(None)), (slice(None), None, None))
+    others = {repr(i): i for i in indices} if name == "__getitem__" else operands
+    with interpreter._language():
+        for a, x in operands.items():
+            for b, y in others.items():
+                if isinstance(x, tl.tensor):
+                    assert _told(short, x, y) == _told(general, x, y), (a, name, b)
+                    seen += 1
+    assert seen > 200
+
+
+def test_a_short_way_that_errs_is_seen():
+    short = interpreter._operator(tl.tensor.__add__, np.subtract, interpreter.NUMBERS)
+    x = tl.tensor(TensorHandle(np.ones(8, np.float32), tl.float32), tl.block_type(tl.float32, [8]))
+    with interpreter._language():
+        assert _told(short, x, x) != _told(tl.tensor.__add__, x, x)

@@ -22,7 +22,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_r
 from bi_kernels.audit.worker import Died, Worker
 
 # Those that take longest, which start first where nobody says in which order: two processes end sooner so.
-LONGEST = ("attention", "gemm", "vocabulary", "backward", "elementwise")
+LONGEST = ("attention", "vocabulary", "backward", "gemm", "elementwise", "rms_norm")
 LOOK = 2  # seconds between two looks at what has been recorded
 
 
