@@ -30,8 +30,16 @@ def package_of(obj) -> str:
     return (obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None) or "").partition(".")[0]
 
 
-def names_in(node: ast.AST, context: type = ast.Load) -> list[str]:
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+def nodes(tree: ast.AST, *kinds: type) -> list:
+    return [n for n in ast.walk(tree) if isinstance(n, kinds)]
+
+
+def names_in(tree: ast.AST, context: type = ast.Load) -> list[str]:
+    return [n.id for n in nodes(tree, ast.Name) if isinstance(n.ctx, context)]
+
+
+def targets(s: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> list[ast.expr]:
+    return s.targets if isinstance(s, ast.Assign) else [s.target]
 
 
 class Function:
@@ -44,22 +52,21 @@ class Function:
             tree = ast.parse(textwrap.dedent("".join(self.lines)))
         except SyntaxError:  # of a lambda inside an expression: the lambdas of its line, as the whole file has them
             self.lines, self.first = inspect.findsource(fn)[0], 1
-            every = [n for n in ast.walk(ast.parse("".join(self.lines))) if isinstance(n, ast.Lambda)]
+            every = nodes(ast.parse("".join(self.lines)), ast.Lambda)
             tree = ast.Tuple([n for n in every if n.lineno == fn.__code__.co_firstlineno], ast.Load())
             if fn.__name__ != "<lambda>" or not tree.elts:
                 raise
-        self.node = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == fn.__name__), tree)
+        self.node = next((n for n in nodes(tree, ast.FunctionDef) if n.name == fn.__name__), tree)
         self.outer = dict(fn.__globals__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
             with contextlib.suppress(ValueError):  # not assigned yet
                 self.outer[name] = cell.cell_contents
         self.values = {name: [] for name in names_in(self.node, ast.Store)}  # what is assigned to each local name
-        for n in ast.walk(self.node):
-            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-                for target in n.targets if isinstance(n, ast.Assign) else [n.target]:
-                    for name in names_in(target, ast.Store):
-                        self.values[name].append(n.value)
-        self.returns = sum(isinstance(n, ast.Return) for n in ast.walk(self.node))
+        for n in nodes(self.node, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr):
+            for target in targets(n):
+                for name in names_in(target, ast.Store):
+                    self.values[name].append(n.value)
+        self.returns = len(nodes(self.node, ast.Return))
         self.found: dict[ast.AST, list] = {}  # by `objects`, which is asked the same again and again
         self.names: dict[ast.AST, str] = {}  # likewise by `called`
 

@@ -42,7 +42,7 @@ def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
     for f in functions:
         findings += _forbidden(f)
     flow = Flow(functions, parameters)
-    reductions = [x for f in flow.calls.values() if f.kernel for x in flow.reductions(f)]
+    reductions = [x for f in flow.calls.values() if f.kernel for x in f.reductions()]
     reductions.sort(key=lambda x: REDUCTIONS.index(x.kind), reverse=True)
     findings += {(x.function, x.line): x for x in reductions}.values()  # of every loop the first kind that fits
     return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind))

@@ -11,6 +11,7 @@ order does not depend on the values. A sum of squares has no −M and cannot be 
 Kahan's, only the order shows.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -140,7 +141,8 @@ def fold(
     """
     first, second = np.triu_indices(n, 1)
     rows = at_once or min(MANY, len(first)) or 1
-    ones = float(torch.as_tensor(sums(torch.full((rows, n), unit))).flatten()[0]) / unit
+    answers = lambda values: torch.as_tensor(sums(values)).detach().cpu().double().numpy() / unit
+    ones = answers(torch.full((rows, n), unit)).flat[0]
     if not abs(ones - n) < 0.25:
         raise ValueError(f"fold: {n} ones gave {ones:g}, expected {n}: they are not what is added, or not all of it")
     lost = np.eye(n, dtype=np.int64)  # how many terms are under the node that joins i and j
@@ -149,7 +151,7 @@ def fold(
         values = torch.zeros(rows, n)
         values[: len(i)] = unit
         values[np.arange(len(i)), i], values[np.arange(len(i)), j] = big, -big
-        counted = np.asarray(torch.as_tensor(sums(values)).detach().cpu().double())[: len(i)] / unit
+        counted = answers(values)[: len(i)]
         wrong = ~(np.abs(counted - counted.round().clip(0, n - 2)) < 0.25)
         if wrong.any():
             k = wrong.argmax()
@@ -222,38 +224,28 @@ def first_parting(
     it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
     the last line on which both agree, `most` lines, and the end.
     """
-    lines: dict[tuple, dict] = {}
-    trees, inside = dict(zip(names, (a, b))), {}
+    trees = dict(zip(names, (a, b)))
+    values = {name: tree.partial_sums(terms) for name, tree in trees.items()}
+    sums, inside = defaultdict(dict), {}  # of what is under it, each tree's node
     for name, tree in trees.items():
-        values = tree.partial_sums(terms)
         inside[name] = {k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step}
-        for node, under in enumerate(tree.spans()):
-            if node >= tree.n:
-                lines.setdefault((under[-1], len(under), tuple(under)), {"terms": _range(under)[0]})[name] = (
-                    node,
-                    values[node],
-                )
+        for node, under in enumerate(tree.spans()[tree.n :], tree.n):
+            sums[under[-1], len(under), tuple(under)][name] = node
     found = []
-    for _, line in sorted(lines.items()):
-        both = [line[name][1] for name in names if name in line]
-        line["ULP"] = int(ordered(torch.tensor(both)).diff().abs()) if len(both) == 2 else "–"
-        if line["ULP"] not in (0, "–") or any(name in line and line[name][0] not in inside[name] for name in names):
-            found.append(line)
-    part = next((i for i, line in enumerate(found) if line["ULP"] != 0), len(found))
+    for (*_, under), nodes in sorted(sums.items(), key=lambda line: line[0]):
+        both = torch.tensor([values[name][node] for name, node in nodes.items()])
+        ulp = int(ordered(both).diff().abs()) if len(both) == 2 else "–"
+        if ulp not in (0, "–") or any(node not in inside[name] for name, node in nodes.items()):
+            found.append((under, nodes, ulp))
+    part = next((i for i, (*_, ulp) in enumerate(found) if ulp != 0), len(found))
     shown = sorted({*range(max(0, part - 1), min(part + most, len(found))), len(found) - 1})
-    frame = [
-        {"sum over": line["terms"]}
-        | {
-            column: value
-            for name, tree in trees.items()
-            for column, value in (
-                (f"{name} adds", tree.text(line[name][0]) if name in line else "–"),
-                (name, f"{line[name][1]:.9g}" if name in line else "–"),
-            )
-        }
-        | {"ULP": line["ULP"]}
-        for line in (found[i] for i in shown)
-    ]
+    frame = []
+    for under, nodes, ulp in (found[i] for i in shown):
+        line = {"sum over": _range(under)[0]}
+        for name, tree in trees.items():
+            line[f"{name} adds"] = tree.text(nodes[name]) if name in nodes else "–"
+            line[name] = f"{values[name][nodes[name]]:.9g}" if name in nodes else "–"
+        frame.append(line | {"ULP": ulp})
     return pd.DataFrame(frame)
 
 
