@@ -77,26 +77,25 @@ class Function:
         return self.found[e]
 
     def _objects(self, e: ast.AST | None, depth: int) -> list:
-        if depth and isinstance(e, ast.IfExp):
-            return self._objects(e.body, depth - 1) + self._objects(e.orelse, depth - 1)
-        if depth and isinstance(e, ast.Attribute):
-            owners = [o for o in self._objects(e.value, depth - 1) if isinstance(o, (ModuleType, type))]
-            with contextlib.suppress(Exception):  # a module may load what it is asked for
-                return [getattr(o, e.attr) for o in owners]
-            return []
-        if not depth or not isinstance(e, ast.Name):
-            return []
-        if e.id in self.values or e.id in self.parameters:
-            return [o for v in self.values.get(e.id, ()) for o in self._objects(v, depth - 1)]
-        return [self.outer[e.id]] if e.id in self.outer else []
+        among = lambda *parts: [o for part in parts for o in self._objects(part, depth - 1)] if depth else []
+        match e:
+            case ast.IfExp():
+                return among(e.body, e.orelse)
+            case ast.Attribute():
+                owners = [o for o in among(e.value) if isinstance(o, (ModuleType, type))]
+                with contextlib.suppress(Exception):  # a module may load what it is asked for
+                    return [getattr(o, e.attr) for o in owners]
+            case ast.Name() if e.id in self.values or e.id in self.parameters:
+                return among(*self.values.get(e.id, ()))
+            case ast.Name() if depth and e.id in self.outer:
+                return [self.outer[e.id]]
+        return []
 
     def called(self, e: ast.expr) -> str:
         """Returns the name under which a callee was defined; of a method of who knows what, the method's."""
         if e not in self.names:
-            known = self.objects(e)
-            self.names[e] = (
-                getattr(unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
-            )
+            known = [getattr(unwrap(o), "__name__", "") for o in self.objects(e)[:1]]
+            self.names[e] = known[0] if known else getattr(e, "attr", getattr(e, "id", ""))
         return self.names[e]
 
     def finding(self, kind: str, node: ast.AST) -> Finding:

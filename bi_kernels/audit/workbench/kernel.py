@@ -157,10 +157,12 @@ def source(subject) -> str:
     What stands in another module is imported from there. Raises ValueError for a name that stands for neither that nor
     a plain constant.
     """
-    home, imports, parts = _plain(subject).__module__, {}, {}
-    known = vars(sys.modules[home])
+    home = _plain(subject).__module__
+    known, seen = vars(sys.modules[home]), set()
+    imports, constants, definitions = {}, [], []
 
     def visit(name: str, obj) -> None:
+        seen.add(name)
         inner = _plain(obj)
         own = getattr(inner, "__name__", "")
         renamed = f" as {name}" if name != own else ""
@@ -168,16 +170,15 @@ def source(subject) -> str:
             imports[name] = f"import {own}{renamed}"
         elif isinstance(inner, (FunctionType, type)) and inner.__module__ == home:
             text = _text(inner)
-            parts[name] = ""
             for used in _globals(text):
-                if used in known and used not in parts:
+                if used in known and used not in seen:
                     visit(used, known[used])
-            del parts[name]  # what it names goes before it
-            parts[name] = f"\n\n{text}"
+            definitions.append(f"\n\n{text}")
         elif isinstance(obj, triton.language.constexpr):
-            imports["tl"], parts[name] = "import triton.language as tl", f"{name} = tl.constexpr({obj.value!r})\n"
+            imports["tl"] = "import triton.language as tl"
+            constants.append(f"{name} = tl.constexpr({obj.value!r})\n")
         elif isinstance(obj, PLAIN):
-            parts[name] = f"{name} = {obj!r}\n"
+            constants.append(f"{name} = {obj!r}\n")
         elif getattr(sys.modules.get(getattr(inner, "__module__", None)), own, None) is not None:
             imports[name] = f"from {inner.__module__} import {own}{renamed}"
         else:
@@ -187,9 +188,7 @@ def source(subject) -> str:
 
     visit(_plain(subject).__name__, subject)
     head = sorted(imports.values(), key=lambda line: (line.startswith("from"), line))
-    constants = "".join(p for p in parts.values() if not p.startswith("\n"))
-    definitions = "".join(p for p in parts.values() if p.startswith("\n"))
-    return "".join(f"{line}\n" for line in head) + (f"\n{constants}" if constants else "") + definitions
+    return "".join([*(f"{line}\n" for line in head), "\n" if constants else "", *constants, *definitions])
 
 
 def _globals(text: str) -> list[str]:

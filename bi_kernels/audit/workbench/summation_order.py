@@ -11,7 +11,6 @@ order does not depend on the values. A sum of squares has no −M and cannot be 
 Kahan's, only the order shows.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -224,27 +223,23 @@ def first_parting(
     it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
     the last line on which both agree, `most` lines, and the end.
     """
-    trees = dict(zip(names, (a, b)))
-    values = {name: tree.partial_sums(terms) for name, tree in trees.items()}
-    sums, inside = defaultdict(dict), {}  # of what is under it, each tree's node
-    for name, tree in trees.items():
-        inside[name] = {k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step}
-        for node, under in enumerate(tree.spans()[tree.n :], tree.n):
-            sums[under[-1], len(under), tuple(under)][name] = node
+    trees = (a, b)
+    values = [tree.partial_sums(terms) for tree in trees]
+    inside = [{k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step} for tree in trees]
+    nodes = [{tuple(under): k for k, under in enumerate(tree.spans()) if k >= tree.n} for tree in trees]
     found = []
-    for (*_, under), nodes in sorted(sums.items(), key=lambda line: line[0]):
-        both = torch.tensor([values[name][node] for name, node in nodes.items()])
-        ulp = int(ordered(both).diff().abs()) if len(both) == 2 else "–"
-        if ulp not in (0, "–") or any(node not in inside[name] for name, node in nodes.items()):
-            found.append((under, nodes, ulp))
+    for under in sorted({*nodes[0], *nodes[1]}, key=lambda under: (under[-1], len(under), under)):
+        made = [known.get(under) for known in nodes]  # by each tree, if it is
+        ulp = "–" if None in made else int(ordered(torch.tensor([v[k] for v, k in zip(values, made)])).diff().abs())
+        if ulp not in (0, "–") or any(k not in run for k, run in zip(made, inside) if k is not None):
+            found.append((under, made, ulp))
     part = next((i for i, (*_, ulp) in enumerate(found) if ulp != 0), len(found))
     shown = sorted({*range(max(0, part - 1), min(part + most, len(found))), len(found) - 1})
     frame = []
-    for under, nodes, ulp in (found[i] for i in shown):
+    for under, made, ulp in (found[i] for i in shown):
         line = {"sum over": _range(under)[0]}
-        for name, tree in trees.items():
-            line[f"{name} adds"] = tree.text(nodes[name]) if name in nodes else "–"
-            line[name] = f"{values[name][nodes[name]]:.9g}" if name in nodes else "–"
+        for name, tree, value, k in zip(names, trees, values, made):
+            line[f"{name} adds"], line[name] = ("–", "–") if k is None else (tree.text(k), f"{value[k]:.9g}")
         frame.append(line | {"ULP": ulp})
     return pd.DataFrame(frame)
 
