@@ -41,9 +41,8 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
     no GPU but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel),
     the variant says "AST only". A variant that was examined before stays as it is.
     """
-    known = {k: v for k, v in launches.variants.items() if isinstance(v, Variant)}
-    compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}
-    requests = {k: v for k, v in launches.variants.items() if isinstance(v, Request) and not only_compiled}
+    every = lambda kind: {k: v for k, v in launches.variants.items() if isinstance(v, kind)}
+    compiled, requests = every(CompiledKernel), {} if only_compiled else every(Request)
     found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), described([*compiled.values()]))}
     messages = {k: r.message() for k, r in requests.items()}
     replies = iter(_elsewhere([m for m in messages.values() if m]))
@@ -55,7 +54,7 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
         if fn not in seen:  # an interpreted kernel was recorded as the function in it
             seen[fn] = source(fn if isinstance(fn, JITFunction) else InterpretedFunction(fn))
         variant.findings = seen[fn] + variant.findings
-    return known | {k: variant for k, (_, variant) in found.items()}
+    return every(Variant) | {k: variant for k, (_, variant) in found.items()}
 
 
 def binaries(launches: Launches) -> list[Variant]:

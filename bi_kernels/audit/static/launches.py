@@ -130,9 +130,7 @@ def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
     """
 
     class Dispatched(TorchDispatchMode):
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return beside_dynamo
+        _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
 
         def __init__(self, launches: Launches):
             super().__init__()

@@ -259,7 +259,7 @@ def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: 
     shared = set.intersection(*map(set, numbers.values()))
     figure, axes = plt.subplots(len(trees), 1, figsize=(9, 0.6 + 2.1 * len(trees)), sharex=True, squeeze=False)
     for ax, (name, tree) in zip(axes[:, 0], trees.items()):
-        x, height, segments, colors = [float(i) for i in range(tree.n)], [0] * tree.n, [], []
+        x, height, segments, colors = [*range(tree.n)], [0] * tree.n, [], []
         for node, step in enumerate(tree.steps, tree.n):
             y = 1 + max(height[k] for k in step)
             xs = [x[k] for k in step]

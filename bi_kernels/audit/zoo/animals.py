@@ -60,7 +60,7 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     module = lambda m, dtype=torch.bfloat16: m.to(device=device, dtype=dtype)
 
     def loaded(name: str, package: str, build: Callable, *inputs: Callable, **options):
-        """The animal that `build` makes of a module that may not be installed."""
+        """Returns the animal that `build` makes of a module that may not be installed."""
         return name, lambda: Animal(build(importlib.import_module(package)), tuple(i() for i in inputs), options)
 
     def plain(name: str, function: Callable, *inputs: Callable):
