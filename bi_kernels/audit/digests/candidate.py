@@ -10,11 +10,12 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.digests.exact_inputs import ExactProblem, ExactStep
-from bi_kernels.audit.digests.file import VERSIONS
-from bi_kernels.audit.evidence.drift import raw
+from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
+from bi_kernels.audit.digests.golden import sha
 from bi_kernels.audit.evidence.provenance import architecture, provenance
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.parameters import OF_CALLABLES, accepted
+from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.session import start
 from bi_kernels.contract import dtype_name
 
@@ -33,6 +34,18 @@ def _code(function: Callable) -> str:
         return ""
 
 
+def _forward(s: Subject) -> list[torch.Tensor]:
+    s.memo.clear()
+    found = [s.layout("packed", kind) for kind in KINDS]
+    return [t for y in found for t in (y if isinstance(y, tuple) else [y])]
+
+
+def _gradient(s: Subject) -> list[torch.Tensor]:
+    step = ExactStep(s, KINDS[-1], s.lengths)
+    made = step.gradients(step.layouts["packed"])
+    return [made[k] for k in sorted(made)]
+
+
 def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     """Returns (digests, what could not be computed) of every op of these audits, by the name of its audit.
 
@@ -41,10 +54,6 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
     sessions = [start(name, accepted(name, parameters)) for name in names if name not in OF_CALLABLES]
     package = Path(bi_kernels.__file__).parent
     ours = f"{version('bi-kernels')} ({_hash(*sorted([*package.glob('*.py'), *(package / 'ops').rglob('*.py')]))})"
-
-    def sha(tensors: list[torch.Tensor]) -> str:
-        return hashlib.sha256(b"".join(raw(t.detach()).cpu().numpy().tobytes() for t in tensors)).hexdigest()
-
     found, problems, seen = [], [], set()
     for session in sessions:
         made = provenance(session.device, session.parameters) | {"bi-kernels": ours}
@@ -55,45 +64,20 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
                 continue
             seen.add(label)
             s.problem = ExactProblem(**vars(p))
-
-            def forward(s=s) -> str:
-                s.memo.clear()
-                found = [s.layout("packed", kind) for kind in KINDS]
-                return sha([t for y in found for t in (y if isinstance(y, tuple) else [y])])
-
-            def gradient(s=s) -> str:
-                step = ExactStep(s, KINDS[-1], s.lengths)
-                made = step.gradients(step.layouts["packed"])
-                return sha([made[k] for k in sorted(made)])
-
-            for what, once in (("forward", forward), ("gradient", gradient)):
+            for what, bits in (("forward", _forward), ("gradient", _gradient)):
                 try:
-                    digest, again = once(), once()
+                    digest, again = sha(*bits(s)), sha(*bits(s))
                 except Exception as error:
                     if what == "forward":
-                        problems.append(f"{' '.join(filter(None, label))}: no digest ({sentence(error)})")
-                        break
-                    continue  # no backward of its own
+                        problems.append(f"{spoken(*label)}: no digest ({sentence(error)})")
+                    break  # without a forward, or a backward of its own
                 if digest != again:
                     problems.append(
-                        f"{' '.join(filter(None, label))}: no digest of its {what}, which gave other bits when "
-                        "called again"
+                        f"{spoken(*label)}: no digest of its {what}, which gave other bits when called again"
                     )
                     continue
-                found.append(
-                    {
-                        "architecture": architecture(session.device),
-                        "candidate": s.candidate,
-                        "shapes": p.shapes,
-                        "op": label[0],
-                        "case": label[1],
-                        "dtype": label[2],
-                        "what": what,
-                        "seed": p.seed,
-                        "sha256": digest,
-                        **{k: made[k] for k in VERSIONS if k in made},
-                        "candidate's code": _code(s.function),
-                    }
-                )
+                place = (architecture(session.device), s.candidate, p.shapes, *label, what, p.seed)
+                versions = {k: made[k] for k in VERSIONS if k in made} | {"candidate's code": _code(s.function)}
+                found.append(dict(zip(KEY, place)) | {"sha256": digest} | versions)
             s.forget()
     return found, problems

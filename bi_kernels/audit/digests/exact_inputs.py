@@ -7,17 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bi_kernels.audit.digests.golden import draw_exact
+from bi_kernels.audit.digests.golden import draw_exact, rng
 from bi_kernels.audit.problem.inputs import cancel
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import evaluate
 
 BLOCK = 2**20 - 3  # numbers drawn; a larger tensor repeats them, and as they are odd in number its rows differ
-
-
-def rng(*names: object) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64([*"/".join(map(str, names)).encode()]))
 
 
 def draw(
@@ -30,7 +26,7 @@ def draw(
 ) -> torch.Tensor:
     """As inputs.draw, of the families normal, wide and cancelling."""
     count = math.prod(shape)
-    block = draw_exact(g, (min(count, BLOCK),), "wide" if kind == "wide" else "normal", dtype).to(device)
+    block = draw_exact(g, (min(count, BLOCK),), kind, dtype).to(device)
     x = block.repeat(-(-count // max(1, len(block))))[:count].reshape(shape)
     if kind == "cancelling" and shape:
         cancel(x, shared)
@@ -41,22 +37,21 @@ def draw(
 class ExactProblem(Problem):
     def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         g = rng(self.op.name, self.case, self.dtype, kind, self.seed)
+        integers = lambda top, shape: torch.from_numpy(g.integers(0, top, shape)).to(self.device)
 
         def make(dims: str, *lead: int) -> torch.Tensor:
-            shape = lead + self._shape(dims)
+            shape = self._shape(dims)
             if dims.endswith(":bool"):
-                return torch.from_numpy(g.integers(0, 10, shape) < 3).to(self.device)
+                return integers(10, lead + shape) < 3
             if dims.endswith(":id"):
-                return torch.from_numpy(g.integers(0, self._shape(dims)[0], lead)).to(self.device)
-            x = draw(g, kind, shape, self.input_dtype, self.device, shared=not lead)
+                return integers(shape[0], lead)
+            x = draw(g, kind, lead + shape, self.input_dtype, self.device, shared=not lead)
             if not lead and self.op.scale != "1":
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
-        return (
-            {k: make(v, tokens) for k, v in self.op.tokens.items()},
-            {k: make(v) for k, v in self.op.shared.items()},
-        )
+        given = {k: make(v, tokens) for k, v in self.op.tokens.items()}
+        return given, {k: make(v) for k, v in self.op.shared.items()}
 
 
 class ExactStep(Step):

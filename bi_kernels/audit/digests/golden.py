@@ -54,42 +54,40 @@ def draw_exact(rng: np.random.Generator, shape: tuple[int, ...], inputs: str, dt
     normal: a sum of four uniform integers; wide: times a power of two; special: raw bits of the dtype, NaN too.
     """
     if inputs == "special":
-        bits = rng.integers(0, 2 ** (8 * dtype.itemsize), shape, dtype=np.uint32 if dtype.itemsize == 4 else np.uint16)
-        return torch.from_numpy(bits.view(np.int32 if dtype.itemsize == 4 else np.int16)).view(dtype)
+        bits = 8 * dtype.itemsize
+        return torch.from_numpy(rng.integers(0, 2**bits, shape, dtype=f"uint{bits}")).view(dtype)
     x = rng.integers(-(2**15), 2**15, (4, *shape)).sum(0) / 2.0**15
     if inputs == "wide":
         x = x * 2.0 ** rng.integers(-8, 5 if dtype == torch.float16 else 9, shape)
     return torch.from_numpy(x).to(dtype)
 
 
+def rng(*names: object) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([*"/".join(map(str, names)).encode()]))
+
+
+def sha(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(raw(t.detach()).cpu().numpy().tobytes() for t in tensors)).hexdigest()
+
+
 def digest(case: Case, device: torch.device | str) -> str:
     """SHA-256 of the output's bits, in row-major order."""
-    dtype = DTYPES[case.dtype]
-    rng = np.random.Generator(np.random.PCG64([*str(case).encode()]))
-    draw = lambda *shape, of=dtype: draw_exact(rng, shape, case.inputs, of).to(device)
-    if case.op == "linear":
-        y = bi_kernels.linear(draw(37, case.k), draw(56, case.k), draw(56))
-    elif case.op == "matmul":
-        y = bi_kernels.matmul(draw(37, case.k), draw(case.k, 56))
-    elif case.op.startswith("rope"):
-        positions = torch.from_numpy(rng.integers(0, 4096, 40)).to(device)
-        y = bi_kernels.rope(
-            draw(40, 4, 16),
-            bi_kernels.rope_table(4096, 16, device=device),
-            positions,
-            interleaved=case.op == "rope_interleaved",
-        )
-    elif case.op == "add":
-        y = bi_kernels.add(draw(40, 64), draw(40, 64))
-    elif case.op == "bias_add":
-        y = bi_kernels.bias_add(draw(40, 64), draw(64))
-    elif case.op == "scale":
-        y = bi_kernels.scale(draw(40, 64), 0.3)
-    elif case.op == "mask_fill":
-        y = bi_kernels.mask_fill(draw(40, 64), torch.from_numpy(rng.integers(0, 2, (40, 64)) > 0).to(device), -1e4)
-    else:
-        y = bi_kernels.cast(draw(40, 64, of=torch.bfloat16 if dtype == torch.float32 else torch.float32), dtype)
-    return hashlib.sha256(raw(y).cpu().numpy().tobytes()).hexdigest()
+    g, dtype = rng(case), DTYPES[case.dtype]
+    draw = lambda *shape, of=dtype: draw_exact(g, shape, case.inputs, of).to(device)
+    integers = lambda top, *shape: torch.from_numpy(g.integers(0, top, shape)).to(device)
+    arguments = {
+        "linear": lambda: (draw(37, case.k), draw(56, case.k), draw(56)),
+        "matmul": lambda: (draw(37, case.k), draw(case.k, 56)),
+        "add": lambda: (draw(40, 64), draw(40, 64)),
+        "scale": lambda: (draw(40, 64), 0.3),
+        "bias_add": lambda: (draw(40, 64), draw(64)),
+        "mask_fill": lambda: (draw(40, 64), integers(2, 40, 64) > 0, -1e4),
+        "cast": lambda: (draw(40, 64, of=torch.bfloat16 if dtype == torch.float32 else torch.float32), dtype),
+    }
+    if case.op in arguments:
+        return sha(getattr(bi_kernels, case.op)(*arguments[case.op]()))
+    positions, table = integers(4096, 40), bi_kernels.rope_table(4096, 16, device=device)
+    return sha(bi_kernels.rope(draw(40, 4, 16), table, positions, interleaved=case.op == "rope_interleaved"))
 
 
 def recorded() -> dict:

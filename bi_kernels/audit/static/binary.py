@@ -41,9 +41,8 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
     no GPU but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel),
     the variant says "AST only". A variant that was examined before stays as it is.
     """
-    known = {k: v for k, v in launches.variants.items() if isinstance(v, Variant)}
-    compiled = {k: v for k, v in launches.variants.items() if isinstance(v, CompiledKernel)}
-    requests = {k: v for k, v in launches.variants.items() if isinstance(v, Request) and not only_compiled}
+    every = lambda kind: {k: v for k, v in launches.variants.items() if isinstance(v, kind)}
+    compiled, requests = every(CompiledKernel), {} if only_compiled else every(Request)
     found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), described([*compiled.values()]))}
     messages = {k: r.message() for k, r in requests.items()}
     replies = iter(_elsewhere([m for m in messages.values() if m]))
@@ -55,7 +54,7 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
         if fn not in seen:  # an interpreted kernel was recorded as the function in it
             seen[fn] = source(fn if isinstance(fn, JITFunction) else InterpretedFunction(fn))
         variant.findings = seen[fn] + variant.findings
-    return known | {k: variant for k, (_, variant) in found.items()}
+    return every(Variant) | {k: variant for k, (_, variant) in found.items()}
 
 
 def binaries(launches: Launches) -> list[Variant]:
@@ -90,15 +89,8 @@ def _described(kernel: CompiledKernel, sass: str) -> Variant:
     words += [f"{n}={getattr(options, n)}" for n in ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")]
     usage = _told("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
     used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Variant(
-        name,
-        ", ".join(words),
-        f"sm_{options.target.arch}",
-        used["REG"],
-        used["STACK"] + used["LOCAL"],
-        options.shared,
-        list(found),
-    )
+    level, spills = f"sm_{options.target.arch}", used["STACK"] + used["LOCAL"]
+    return Variant(name, ", ".join(words), level, used["REG"], spills, options.shared, list(found))
 
 
 def _disassembled(kernels: Sequence[CompiledKernel]) -> list[str]:
@@ -155,12 +147,9 @@ def _attempt(step, *args, **more):
 
 def without_gpu() -> None:
     """Lets Triton compile for sm_90 where there is no GPU: it asks its driver for the target alone."""
+    zero, target = lambda *_: 0, GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda _: 0,
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        )
+        SimpleNamespace(get_current_device=zero, get_current_stream=zero, get_current_target=lambda: target)
     )
 
 
@@ -169,10 +158,10 @@ def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
     without_gpu()
 
     def answer(kernel, launch):
+        if isinstance(kernel, str):
+            return kernel
         _, arguments, options = launch
-        return (
-            kernel if isinstance(kernel, str) else _attempt(kernel.run, grid=(1,), warmup=True, **arguments, **options)
-        )
+        return _attempt(kernel.run, grid=(1,), warmup=True, **arguments, **options)
 
     asked = [pickle.loads(message) for message in messages]
     kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other

@@ -30,8 +30,16 @@ def package_of(obj) -> str:
     return (obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None) or "").partition(".")[0]
 
 
-def names_in(node: ast.AST, context: type = ast.Load) -> list[str]:
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+def nodes(tree: ast.AST, *kinds: type) -> list:
+    return [n for n in ast.walk(tree) if isinstance(n, kinds)]
+
+
+def names_in(tree: ast.AST, context: type = ast.Load) -> list[str]:
+    return [n.id for n in nodes(tree, ast.Name) if isinstance(n.ctx, context)]
+
+
+def targets(s: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> list[ast.expr]:
+    return s.targets if isinstance(s, ast.Assign) else [s.target]
 
 
 class Function:
@@ -44,22 +52,21 @@ class Function:
             tree = ast.parse(textwrap.dedent("".join(self.lines)))
         except SyntaxError:  # of a lambda inside an expression: the lambdas of its line, as the whole file has them
             self.lines, self.first = inspect.findsource(fn)[0], 1
-            every = [n for n in ast.walk(ast.parse("".join(self.lines))) if isinstance(n, ast.Lambda)]
+            every = nodes(ast.parse("".join(self.lines)), ast.Lambda)
             tree = ast.Tuple([n for n in every if n.lineno == fn.__code__.co_firstlineno], ast.Load())
             if fn.__name__ != "<lambda>" or not tree.elts:
                 raise
-        self.node = next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == fn.__name__), tree)
+        self.node = next((n for n in nodes(tree, ast.FunctionDef) if n.name == fn.__name__), tree)
         self.outer = dict(fn.__globals__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
             with contextlib.suppress(ValueError):  # not assigned yet
                 self.outer[name] = cell.cell_contents
         self.values = {name: [] for name in names_in(self.node, ast.Store)}  # what is assigned to each local name
-        for n in ast.walk(self.node):
-            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-                for target in n.targets if isinstance(n, ast.Assign) else [n.target]:
-                    for name in names_in(target, ast.Store):
-                        self.values[name].append(n.value)
-        self.returns = sum(isinstance(n, ast.Return) for n in ast.walk(self.node))
+        for n in nodes(self.node, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr):
+            for target in targets(n):
+                for name in names_in(target, ast.Store):
+                    self.values[name].append(n.value)
+        self.returns = len(nodes(self.node, ast.Return))
         self.found: dict[ast.AST, list] = {}  # by `objects`, which is asked the same again and again
         self.names: dict[ast.AST, str] = {}  # likewise by `called`
 
@@ -70,26 +77,25 @@ class Function:
         return self.found[e]
 
     def _objects(self, e: ast.AST | None, depth: int) -> list:
-        if depth and isinstance(e, ast.IfExp):
-            return self._objects(e.body, depth - 1) + self._objects(e.orelse, depth - 1)
-        if depth and isinstance(e, ast.Attribute):
-            owners = [o for o in self._objects(e.value, depth - 1) if isinstance(o, (ModuleType, type))]
-            with contextlib.suppress(Exception):  # a module may load what it is asked for
-                return [getattr(o, e.attr) for o in owners]
-            return []
-        if not depth or not isinstance(e, ast.Name):
-            return []
-        if e.id in self.values or e.id in self.parameters:
-            return [o for v in self.values.get(e.id, ()) for o in self._objects(v, depth - 1)]
-        return [self.outer[e.id]] if e.id in self.outer else []
+        among = lambda *parts: [o for part in parts for o in self._objects(part, depth - 1)] if depth else []
+        match e:
+            case ast.IfExp():
+                return among(e.body, e.orelse)
+            case ast.Attribute():
+                owners = [o for o in among(e.value) if isinstance(o, (ModuleType, type))]
+                with contextlib.suppress(Exception):  # a module may load what it is asked for
+                    return [getattr(o, e.attr) for o in owners]
+            case ast.Name() if e.id in self.values or e.id in self.parameters:
+                return among(*self.values.get(e.id, ()))
+            case ast.Name() if depth and e.id in self.outer:
+                return [self.outer[e.id]]
+        return []
 
     def called(self, e: ast.expr) -> str:
         """Returns the name under which a callee was defined; of a method of who knows what, the method's."""
         if e not in self.names:
-            known = self.objects(e)
-            self.names[e] = (
-                getattr(unwrap(known[0]), "__name__", "") if known else getattr(e, "attr", getattr(e, "id", ""))
-            )
+            known = [getattr(unwrap(o), "__name__", "") for o in self.objects(e)[:1]]
+            self.names[e] = known[0] if known else getattr(e, "attr", getattr(e, "id", ""))
         return self.names[e]
 
     def finding(self, kind: str, node: ast.AST) -> Finding:

@@ -130,21 +130,20 @@ def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
     """
 
     class Dispatched(TorchDispatchMode):
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return beside_dynamo
+        _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
 
         def __init__(self, launches: Launches):
             super().__init__()
             self.launches = launches
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
             if name := _suspect(func):
-                given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+                given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
                 wants = any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
                 if wants or SCATTERS.fullmatch(name):
                     self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     return Dispatched
 
@@ -162,8 +161,8 @@ def recorded(run: bool = True) -> Iterator[Launches]:
     that shapes too large for the interpreter show what they would launch."""
     launches = Launches()
 
-    def compiled(self, *args, grid, warmup, **kwargs):
-        kernel = stock[JITFunction](self, *args, grid=grid, warmup=warmup or not run, **kwargs)
+    def compiled(self, *args, warmup, **kwargs):
+        kernel = stock[JITFunction](self, *args, warmup=warmup or not run, **kwargs)
         launches.compiled(kernel)
         return kernel
 
@@ -189,11 +188,9 @@ def recorded(run: bool = True) -> Iterator[Launches]:
         **{kind: ("run", chosen(kind)) for kind in CHOOSERS},
     }
     stock = {owner: getattr(owner, name) for owner, (name, _) in places.items()}
-    for owner, (name, ours) in places.items():
-        setattr(owner, name, ours)
-    try:
-        with _dispatched("torch._dynamo" in sys.modules)(launches):
-            yield launches
-    finally:
-        for owner, (name, _) in places.items():
-            setattr(owner, name, stock[owner])
+    with contextlib.ExitStack() as undo:
+        for owner, (name, ours) in places.items():
+            undo.callback(setattr, owner, name, stock[owner])
+            setattr(owner, name, ours)
+        undo.enter_context(_dispatched("torch._dynamo" in sys.modules)(launches))
+        yield launches

@@ -39,10 +39,9 @@ def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
     """Returns what the AST shows of functions, kernels, classes or whole modules, of all that they name in their own
     package, and of every kernel that they name in any. The sizes of what is called one of `parameters` are no rows."""
     functions, findings = reachable(subjects)
-    for f in functions:
-        findings += _forbidden(f)
+    findings += (x for f in functions for x in _forbidden(f))
     flow = Flow(functions, parameters)
-    reductions = [x for f in flow.calls.values() if f.kernel for x in flow.reductions(f)]
+    reductions = [x for f in flow.calls.values() if f.kernel for x in f.reductions()]
     reductions.sort(key=lambda x: REDUCTIONS.index(x.kind), reverse=True)
     findings += {(x.function, x.line): x for x in reductions}.values()  # of every loop the first kind that fits
     return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind))
@@ -54,9 +53,9 @@ def _forbidden(f: Function) -> Iterator[Finding]:
         if isinstance(n, (ast.Name, ast.Attribute, ast.Constant)):
             known = [n.value] if isinstance(n, ast.Constant) else f.objects(n)
             for o in known or [getattr(n, "attr", None)]:
-                text = o.value if isinstance(o, triton.language.constexpr) else o
-                own = isinstance(unwrap(o), FunctionType) and package_of(unwrap(o)) not in ("triton", "torch")
-                name = text if isinstance(text, str) else "" if own else getattr(unwrap(o), "__name__", "")
+                inner = o.value if isinstance(o, triton.language.constexpr) else unwrap(o)
+                own = isinstance(inner, FunctionType) and package_of(inner) not in ("triton", "torch")
+                name = inner if isinstance(inner, str) else "" if own else getattr(inner, "__name__", "")
                 if re.fullmatch(r"atomic_\w+", name) or f.kernel and PTX.search(name):
                     yield f.finding(ATOMIC, n)
                 elif SCATTERS.fullmatch(name):
@@ -64,8 +63,7 @@ def _forbidden(f: Function) -> Iterator[Finding]:
                 elif any(o is chooser for chooser in (triton.autotune, triton.heuristics, *CHOOSERS)):
                     yield f.finding(RUN_TIME, n)
         elif isinstance(n, ast.Call) and f.called(n.func).strip("_") in ACCUMULATING:
-            given = [k.value for k in n.keywords if k.arg in ACCUMULATES]
-            if any(not isinstance(a, ast.Constant) or a.value for a in given) or any(
-                isinstance(a, ast.Constant) and a.value is True for a in n.args
-            ):
+            constant = lambda e, other: e.value if isinstance(e, ast.Constant) else other
+            named = any(constant(k.value, True) for k in n.keywords if k.arg in ACCUMULATES)
+            if named or any(constant(a, None) is True for a in n.args):
                 yield f.finding(SCATTER, n)

@@ -25,13 +25,12 @@ def atomics_free(
     rows = []
     for (subject, launches), level in product(judged, levels):
         variants = [found[key] for key in launches.variants]
-        of_variants = (f for v in variants for f in v.findings)
-        findings = list(dict.fromkeys([*sources[subject.function], *launches.findings, *of_variants]))
-        findings = [f for f in findings if level in ("", f.level)]
-        compiled = sum(v.level != "AST only" for v in variants)
+        everywhere = [*sources[subject.function], *launches.findings, *(f for v in variants for f in v.findings)]
+        findings = [f for f in dict.fromkeys(everywhere) if level in ("", f.level)]
         if findings:
             detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
         elif variants:
+            compiled = sum(v.level != "AST only" for v in variants)
             kernels = ", ".join(dict.fromkeys(v.kernel for v in variants))
             detail = f"{compiled} of {len(variants)} variants compiled, of {kernels}"
             verdict = PASS if compiled == len(variants) else NEEDS_FIX

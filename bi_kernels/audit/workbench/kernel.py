@@ -9,7 +9,6 @@ import importlib
 import inspect
 import linecache
 import re
-import subprocess
 import symtable
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from types import FunctionType, ModuleType
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit import worker
 from bi_kernels.audit.evidence.drift import Drift, compare
@@ -33,12 +31,12 @@ from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import judge
 from bi_kernels.audit.static import binary
+from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.launches import Launches, Variant, recorded
 from bi_kernels.audit.static.source import source as findings
 from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.contract import DTYPES
 
-KERNELS = (InterpretedFunction, JITFunction)
 CELL = "cell.py"  # the name under which assembly knows the kernel's file
 PLAIN = (int, float, str, bool, tuple, type(None))
 
@@ -67,27 +65,20 @@ class Run:
         return {k: compare(t, self.tensors[k]) for k, t in (self.compiled.tensors if self.compiled else {}).items()}
 
     def _repr_markdown_(self) -> str:
-        lines = [
-            f"`{self.kernel}`",
-            "",
-            "| | |",
-            "|:--|:--|",
-            "| interpreted | " + ", ".join(f"`{k}` {tuple(t.shape)}" for k, t in self.tensors.items()) + " |",
-        ]
+        said = {"interpreted": ", ".join(f"`{k}` {tuple(t.shape)}" for k, t in self.tensors.items())}
         if self.compiled is None:
-            return "\n".join([*lines, f"| compiled | {self.refusal} |"])
-        v = self.compiled.variant
-        same = "; ".join(f"`{k}` {d}" for k, d in self.drift.items()) or "not run: no CUDA device here"
-        return "\n".join(
-            [
-                *lines,
-                f"| compiled for {v.level} | {same} |",
-                f"| registers a thread | {v.registers} |",
-                f"| spilled bytes a thread | {v.spills} |",
-                f"| shared bytes a program | {v.shared} |",
-                f"| atomics | {'; '.join(map(str, v.findings)) or 'none in PTX and SASS'} |",
-            ]
-        )
+            said["compiled"] = self.refusal
+        else:
+            v = self.compiled.variant
+            same = "; ".join(f"`{k}` {d}" for k, d in self.drift.items())
+            said |= {
+                f"compiled for {v.level}": same or "not run: no CUDA device here",
+                "registers a thread": v.registers,
+                "spilled bytes a thread": v.spills,
+                "shared bytes a program": v.shared,
+                "atomics": "; ".join(map(str, v.findings)) or "none in PTX and SASS",
+            }
+        return "\n".join([f"`{self.kernel}`\n\n| | |\n|:--|:--|", *(f"| {k} | {x} |" for k, x in said.items())])
 
     __repr__ = _repr_markdown_
 
@@ -129,9 +120,7 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
         sys.path.insert(0, folder)
         kernel = getattr(importlib.import_module(CELL.removesuffix(".py")), name)
         made = kernel.run(grid=grid, warmup=not gpu, **given | tensors)
-        Path(folder, "cubin").write_bytes(made.asm["cubin"])
-        disassemble = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", Path(folder, "cubin")]
-        sass = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
+        sass = binary._told("nvdisasm", made.asm["cubin"], "-g", "-c")
         kept = {k: t.cpu() for k, t in tensors.items()}
         return Compiled(binary.described([made])[0], made.asm["ptx"], sass, text.splitlines(), kept)
 
@@ -168,46 +157,38 @@ def source(subject) -> str:
     What stands in another module is imported from there. Raises ValueError for a name that stands for neither that nor
     a plain constant.
     """
-    home, imports, parts = _plain(subject).__module__, {}, {}
+    home = _plain(subject).__module__
+    known, seen = vars(sys.modules[home]), set()
+    imports, constants, definitions = {}, [], []
 
     def visit(name: str, obj) -> None:
+        seen.add(name)
         inner = _plain(obj)
+        own = getattr(inner, "__name__", "")
+        renamed = f" as {name}" if name != own else ""
         if isinstance(obj, ModuleType):
-            imports[name] = f"import {obj.__name__}" + (f" as {name}" if name != obj.__name__ else "")
+            imports[name] = f"import {own}{renamed}"
         elif isinstance(inner, (FunctionType, type)) and inner.__module__ == home:
             text = _text(inner)
-            parts[name] = ""
             for used in _globals(text):
-                if used in known and used not in parts:
+                if used in known and used not in seen:
                     visit(used, known[used])
-            del parts[name]  # what it names goes before it
-            parts[name] = f"\n\n{text}"
+            definitions.append(f"\n\n{text}")
         elif isinstance(obj, triton.language.constexpr):
-            imports["tl"], parts[name] = "import triton.language as tl", f"{name} = tl.constexpr({obj.value!r})\n"
+            imports["tl"] = "import triton.language as tl"
+            constants.append(f"{name} = tl.constexpr({obj.value!r})\n")
         elif isinstance(obj, PLAIN):
-            parts[name] = f"{name} = {obj!r}\n"
-        elif (
-            getattr(sys.modules.get(getattr(inner, "__module__", None)), getattr(inner, "__name__", ""), None)
-            is not None
-        ):
-            renamed = f" as {name}" if name != inner.__name__ else ""
-            imports[name] = f"from {inner.__module__} import {inner.__name__}{renamed}"
+            constants.append(f"{name} = {obj!r}\n")
+        elif getattr(sys.modules.get(getattr(inner, "__module__", None)), own, None) is not None:
+            imports[name] = f"from {inner.__module__} import {own}{renamed}"
         else:
             raise ValueError(
                 f"source: {name} is a {type(obj).__name__}, expected a function, a class, a module or a constant"
             )
 
-    known = vars(sys.modules[home])
     visit(_plain(subject).__name__, subject)
-    constants = [p for p in parts.values() if not p.startswith("\n")]
-    return "".join(
-        [
-            *(f"{line}\n" for line in sorted(imports.values(), key=lambda line: (line.startswith("from"), line))),
-            *["\n"] * bool(constants),
-            *constants,
-            *(p for p in parts.values() if p.startswith("\n")),
-        ]
-    )
+    head = sorted(imports.values(), key=lambda line: (line.startswith("from"), line))
+    return "".join([*(f"{line}\n" for line in head), "\n" if constants else "", *constants, *definitions])
 
 
 def _globals(text: str) -> list[str]:
@@ -217,11 +198,8 @@ def _globals(text: str) -> list[str]:
         table = tables.pop()
         tables += table.get_children()
         found |= {s.get_name() for s in table.get_symbols() if s.is_global() or table.get_type() == "module"}
-    return [
-        name
-        for name in dict.fromkeys(n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name))
-        if name in found
-    ]
+    names = dict.fromkeys(n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name))
+    return [name for name in names if name in found]
 
 
 def _plain(obj):

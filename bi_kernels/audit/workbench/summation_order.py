@@ -140,7 +140,8 @@ def fold(
     """
     first, second = np.triu_indices(n, 1)
     rows = at_once or min(MANY, len(first)) or 1
-    ones = float(torch.as_tensor(sums(torch.full((rows, n), unit))).flatten()[0]) / unit
+    answers = lambda values: torch.as_tensor(sums(values)).detach().cpu().double().numpy() / unit
+    ones = answers(torch.full((rows, n), unit)).flat[0]
     if not abs(ones - n) < 0.25:
         raise ValueError(f"fold: {n} ones gave {ones:g}, expected {n}: they are not what is added, or not all of it")
     lost = np.eye(n, dtype=np.int64)  # how many terms are under the node that joins i and j
@@ -149,7 +150,7 @@ def fold(
         values = torch.zeros(rows, n)
         values[: len(i)] = unit
         values[np.arange(len(i)), i], values[np.arange(len(i)), j] = big, -big
-        counted = np.asarray(torch.as_tensor(sums(values)).detach().cpu().double())[: len(i)] / unit
+        counted = answers(values)[: len(i)]
         wrong = ~(np.abs(counted - counted.round().clip(0, n - 2)) < 0.25)
         if wrong.any():
             k = wrong.argmax()
@@ -222,38 +223,24 @@ def first_parting(
     it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
     the last line on which both agree, `most` lines, and the end.
     """
-    lines: dict[tuple, dict] = {}
-    trees, inside = dict(zip(names, (a, b))), {}
-    for name, tree in trees.items():
-        values = tree.partial_sums(terms)
-        inside[name] = {k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step}
-        for node, under in enumerate(tree.spans()):
-            if node >= tree.n:
-                lines.setdefault((under[-1], len(under), tuple(under)), {"terms": _range(under)[0]})[name] = (
-                    node,
-                    values[node],
-                )
+    trees = (a, b)
+    values = [tree.partial_sums(terms) for tree in trees]
+    inside = [{k for step in tree.steps if len(step) == 2 and min(step) < tree.n for k in step} for tree in trees]
+    nodes = [{tuple(under): k for k, under in enumerate(tree.spans()) if k >= tree.n} for tree in trees]
     found = []
-    for _, line in sorted(lines.items()):
-        both = [line[name][1] for name in names if name in line]
-        line["ULP"] = int(ordered(torch.tensor(both)).diff().abs()) if len(both) == 2 else "–"
-        if line["ULP"] not in (0, "–") or any(name in line and line[name][0] not in inside[name] for name in names):
-            found.append(line)
-    part = next((i for i, line in enumerate(found) if line["ULP"] != 0), len(found))
+    for under in sorted({*nodes[0], *nodes[1]}, key=lambda under: (under[-1], len(under), under)):
+        made = [known.get(under) for known in nodes]  # by each tree, if it is
+        ulp = "–" if None in made else int(ordered(torch.tensor([v[k] for v, k in zip(values, made)])).diff().abs())
+        if ulp not in (0, "–") or any(k not in run for k, run in zip(made, inside) if k is not None):
+            found.append((under, made, ulp))
+    part = next((i for i, (*_, ulp) in enumerate(found) if ulp != 0), len(found))
     shown = sorted({*range(max(0, part - 1), min(part + most, len(found))), len(found) - 1})
-    frame = [
-        {"sum over": line["terms"]}
-        | {
-            column: value
-            for name, tree in trees.items()
-            for column, value in (
-                (f"{name} adds", tree.text(line[name][0]) if name in line else "–"),
-                (name, f"{line[name][1]:.9g}" if name in line else "–"),
-            )
-        }
-        | {"ULP": line["ULP"]}
-        for line in (found[i] for i in shown)
-    ]
+    frame = []
+    for under, made, ulp in (found[i] for i in shown):
+        line = {"sum over": _range(under)[0]}
+        for name, tree, value, k in zip(names, trees, values, made):
+            line[f"{name} adds"], line[name] = ("–", "–") if k is None else (tree.text(k), f"{value[k]:.9g}")
+        frame.append(line | {"ULP": ulp})
     return pd.DataFrame(frame)
 
 
@@ -272,7 +259,7 @@ def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: 
     shared = set.intersection(*map(set, numbers.values()))
     figure, axes = plt.subplots(len(trees), 1, figsize=(9, 0.6 + 2.1 * len(trees)), sharex=True, squeeze=False)
     for ax, (name, tree) in zip(axes[:, 0], trees.items()):
-        x, height, segments, colors = [float(i) for i in range(tree.n)], [0] * tree.n, [], []
+        x, height, segments, colors = [*range(tree.n)], [0] * tree.n, [], []
         for node, step in enumerate(tree.steps, tree.n):
             y = 1 + max(height[k] for k in step)
             xs = [x[k] for k in step]

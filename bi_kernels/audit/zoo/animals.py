@@ -15,17 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bi_kernels
 
-SMALL = {"rows": 20, "hidden": 64, "mlp": 96, "vocab": 200, "heads": 4, "head_dim": 16, "length": 24, "batch": 4}
-LARGE = {
-    "rows": 300,
-    "hidden": 4096,
-    "mlp": 12288,
-    "vocab": 32000,
-    "heads": 16,
-    "head_dim": 128,
-    "length": 256,
-    "batch": 8,
-}
+SMALL = dict(rows=20, hidden=64, mlp=96, vocab=200, heads=4, head_dim=16, length=24, batch=4)
+LARGE = dict(rows=300, hidden=4096, mlp=12288, vocab=32000, heads=16, head_dim=128, length=256, batch=8)
 
 
 @dataclass
@@ -57,127 +48,100 @@ def attention(backend: SDPBackend) -> Callable:
 def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], Animal]]]:
     """Yields (name, what makes it) of every animal; making one raises where its package is missing."""
     g = torch.Generator(device).manual_seed(0)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    draw = lambda *shape, dtype=bf16: torch.randn(shape, generator=g, device=device).to(dtype)
-    rows, hidden, mlp, vocab = (size[k] for k in ("rows", "hidden", "mlp", "vocab"))
-    heads, dim, length, batch = (size[k] for k in ("heads", "head_dim", "length", "batch"))
-    integers = lambda top, *shape: torch.randint(0, top, shape, generator=g, device=device)
-    weight = lambda n, k, dtype=bf16: draw(n, k, dtype=dtype) * k**-0.5
-    module = lambda m, dtype=bf16: m.to(device=device, dtype=dtype)
+    fp32 = torch.float32
+    rows, hidden, mlp, vocab, heads, dim, length, batch = size.values()
 
-    def plain(name: str, function: Callable, *make: Callable, **options):
-        return name, lambda: Animal(function, tuple(m() for m in make), options)
+    # An input is drawn when its animal is made.
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Callable[[], torch.Tensor]:
+        return lambda: torch.randn(shape, generator=g, device=device).to(dtype) * scale
 
-    x = lambda: draw(rows, hidden)
-    yield plain("F.linear, square, bf16", F.linear, x, lambda: weight(hidden, hidden))
-    yield plain("F.linear, down, bf16", F.linear, lambda: draw(rows, mlp), lambda: weight(hidden, mlp))
-    yield plain("F.linear, up, bf16", F.linear, x, lambda: weight(2 * mlp, hidden))
-    yield plain(
-        "F.linear, square, fp32", F.linear, lambda: draw(rows, hidden, dtype=fp32), lambda: weight(hidden, hidden, fp32)
-    )
-    yield plain(
-        "torch.matmul of a stack", torch.matmul, lambda: draw(batch, length, hidden), lambda: weight(hidden, hidden)
-    )
-    yield plain("torch.bmm", torch.bmm, lambda: draw(batch, length, dim), lambda: draw(batch, dim, length))
-    yield plain(
-        "torch.einsum over heads",
-        lambda x, w: torch.einsum("bshd,hde->bshe", x, w),
-        lambda: draw(batch, length, heads, dim),
-        lambda: draw(heads, dim, dim),
-    )
-    for name in ("silu", "gelu", "relu", "softplus"):
-        yield plain(f"F.{name}", getattr(F, name), x)
-    for name in ("softmax", "log_softmax"):
-        yield plain(f"F.{name}", lambda x, f=getattr(F, name): f(x, -1), x)  # noqa: B008 (bound in this round)
-    yield plain("torch.logsumexp", lambda x: torch.logsumexp(x, -1), lambda: draw(rows, vocab, dtype=fp32))
+    integers = lambda top, *shape: lambda: torch.randint(0, top, shape, generator=g, device=device)
+    weight = lambda n, k, **of: draw(n, k, scale=k**-0.5, **of)
+    module = lambda m, dtype=torch.bfloat16: m.to(device=device, dtype=dtype)
+
+    def loaded(name: str, package: str, build: Callable, *inputs: Callable, **options):
+        """Returns the animal that `build` makes of a module that may not be installed."""
+        return name, lambda: Animal(build(importlib.import_module(package)), tuple(i() for i in inputs), options)
+
+    def plain(name: str, function: Callable, *inputs: Callable):
+        return name, lambda: Animal(function, tuple(i() for i in inputs))
+
+    x, square, scales = draw(rows, hidden), weight(hidden, hidden), draw(hidden)
+    x32, stack, states = draw(rows, hidden, dtype=fp32), draw(batch, length, hidden), draw(batch, length, heads * dim)
+    rms_norm = lambda x, w: F.rms_norm(x, w.shape, w)
+    yield plain("F.linear, square, bf16", F.linear, x, square)
+    yield plain("F.linear, down, bf16", F.linear, draw(rows, mlp), weight(hidden, mlp))
+    yield plain("F.linear, up, bf16", F.linear, x, weight(2 * mlp, hidden))
+    yield plain("F.linear, square, fp32", F.linear, x32, weight(hidden, hidden, dtype=fp32))
+    yield plain("torch.matmul of a stack", torch.matmul, stack, square)
+    yield plain("torch.bmm", torch.bmm, draw(batch, length, dim), draw(batch, dim, length))
+    einsum = lambda x, w: torch.einsum("bshd,hde->bshe", x, w)
+    yield plain("torch.einsum over heads", einsum, draw(batch, length, heads, dim), draw(heads, dim, dim))
+    for f in (F.silu, F.gelu, F.relu, F.softplus):
+        yield plain(f"F.{f.__name__}", f, x)
+    for f in (F.softmax, F.log_softmax):
+        yield plain(f"F.{f.__name__}", lambda x, f=f: f(x, -1), x)
+    yield plain("torch.logsumexp", lambda x: torch.logsumexp(x, -1), draw(rows, vocab, dtype=fp32))
     yield plain("torch.sum", lambda x: x.sum(-1), x)
-    yield plain("torch.cumsum", lambda x: x.cumsum(-1), lambda: draw(rows, hidden, dtype=fp32))
+    yield plain("torch.cumsum", lambda x: x.cumsum(-1), x32)
     yield plain("torch.topk", lambda x: x.topk(8, -1).values, x)
-    yield plain(
-        "F.layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), x, lambda: draw(hidden), lambda: draw(hidden)
-    )
-    yield plain("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
+    yield plain("F.layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), x, scales, scales)
+    yield plain("F.rms_norm", rms_norm, x, scales)
     yield plain("F.group_norm", lambda x: F.group_norm(x, 8), x)
-    yield plain("F.embedding", F.embedding, lambda: integers(vocab, rows), lambda: draw(vocab, hidden))
-    yield plain(
-        "F.cross_entropy",
-        lambda x, t: F.cross_entropy(x.float(), t, reduction="none"),
-        lambda: draw(rows, vocab),
-        lambda: integers(vocab, rows),
-    )
-    yield plain("F.conv1d", F.conv1d, lambda: draw(batch, dim, length), lambda: draw(dim, dim, 4))
+    yield plain("F.embedding", F.embedding, integers(vocab, rows), draw(vocab, hidden))
+    cross_entropy = lambda x, t: F.cross_entropy(x.float(), t, reduction="none")
+    yield plain("F.cross_entropy", cross_entropy, draw(rows, vocab), integers(vocab, rows))
+    yield plain("F.conv1d", F.conv1d, draw(batch, dim, length), draw(dim, dim, 4))
     yield plain("sampling by softmax", lambda x: torch.multinomial(x.float().softmax(-1), 1), x)
     yield plain("a batch's mean taken off", lambda x: x - x.mean(0), x)
     yield plain("nn.BatchNorm1d, training", module(torch.nn.BatchNorm1d(hidden)), x)
     yield plain("nn.BatchNorm1d, eval", module(torch.nn.BatchNorm1d(hidden)).eval(), x)
     yield plain("nn.Dropout, training", torch.nn.Dropout(0.1), x)
     yield plain("nn.Linear", module(torch.nn.Linear(hidden, hidden)), x)
-    yield plain(
-        "nn.LSTM",
-        Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0]),
-        lambda: draw(batch, length, dim, dtype=fp32),
-    )
-    yield plain(
-        "nn.TransformerEncoderLayer, eval",
-        module(torch.nn.TransformerEncoderLayer(heads * dim, heads, 4 * heads * dim, batch_first=True)).eval(),
-        lambda: draw(batch, length, heads * dim),
-    )
-    backends = {"math": SDPBackend.MATH} | (
-        {
-            "flash": SDPBackend.FLASH_ATTENTION,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION,
-            "cuDNN": SDPBackend.CUDNN_ATTENTION,
-        }
-        if device.type == "cuda"
-        else {}
-    )
-    qkv = [lambda: draw(batch, heads, length, dim)] * 3
-    for name, backend in backends.items():
-        yield plain(f"SDPA, {name}", attention(backend), *qkv)
-    for name, function, *make in (
-        ("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), x, lambda: draw(hidden)),
-        ("softmax(x) x", lambda x: x.float().softmax(-1) * x, x),
-        ("linear and silu", lambda x, w: F.silu(F.linear(x, w)), x, lambda: weight(hidden, hidden)),
-    ):
-        yield plain(f"torch.compile: {name}", torch.compile(function), *make)
-
-    def liger(name: str, make: Callable):
-        return f"Liger {name}", lambda: Animal(*make(importlib.import_module("liger_kernel.transformers")))
-
-    def flag(name: str, call: Callable, *make: Callable):
-        return f"FlagGems {name}", lambda: Animal(
-            partial(call, importlib.import_module("flag_gems")), tuple(m() for m in make)
-        )
-
-    def quantised():
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 (optional)
-
-        linear = module(torch.nn.Sequential(torch.nn.Linear(hidden, hidden)))
-        quantize_(linear, Int8WeightOnlyConfig())
-        return Animal(linear, (x(),), {"backward": False})
-
-    yield "torchao int8 weight-only Linear", quantised
-    yield plain("bi_kernels.linear", bi_kernels.linear, x, lambda: weight(hidden, hidden))
-    yield plain("bi_kernels.rms_norm", bi_kernels.rms_norm, x, lambda: draw(hidden))
+    lstm = Part(module(torch.nn.LSTM(dim, dim, batch_first=True), fp32), lambda y: y[0])
+    yield plain("nn.LSTM", lstm, draw(batch, length, dim, dtype=fp32))
+    layer = torch.nn.TransformerEncoderLayer(heads * dim, heads, 4 * heads * dim, batch_first=True)
+    yield plain("nn.TransformerEncoderLayer, eval", module(layer).eval(), states)
+    backends = {"math": SDPBackend.MATH}
     if device.type == "cuda":
-        yield flag("mm", lambda gems, x, w: gems.mm(x, w), x, lambda: weight(hidden, hidden))
+        backends["flash"] = SDPBackend.FLASH_ATTENTION
+        backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+        backends["cuDNN"] = SDPBackend.CUDNN_ATTENTION
+    for name, backend in backends.items():
+        yield plain(f"SDPA, {name}", attention(backend), *[draw(batch, heads, length, dim)] * 3)
+    yield plain("torch.compile: F.rms_norm", torch.compile(rms_norm), x, scales)
+    yield plain("torch.compile: softmax(x) x", torch.compile(lambda x: x.float().softmax(-1) * x), x)
+    yield plain("torch.compile: linear and silu", torch.compile(lambda x, w: F.silu(F.linear(x, w))), x, square)
+
+    def quantised(torchao) -> torch.nn.Module:
+        linear = module(torch.nn.Sequential(torch.nn.Linear(hidden, hidden)))
+        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+        return linear
+
+    yield loaded("torchao int8 weight-only Linear", "torchao.quantization", quantised, x, backward=False)
+    yield plain("bi_kernels.linear", bi_kernels.linear, x, square)
+    yield plain("bi_kernels.rms_norm", bi_kernels.rms_norm, x, scales)
+
+    def flag(name: str, call: Callable, *inputs: Callable):
+        return loaded(f"FlagGems {name}", "flag_gems", lambda gems: partial(call, gems), *inputs)
+
+    def liger(name: str, build: Callable, *inputs: Callable):
+        return loaded(f"Liger {name}", "liger_kernel.transformers", build, *inputs)
+
+    if device.type == "cuda":
+        yield flag("mm", lambda gems, x, w: gems.mm(x, w), x, square)
         yield flag("softmax", lambda gems, x: gems.softmax(x, -1), x)
-        yield flag("rms_norm", lambda gems, x, w: gems.rms_norm(x, w.shape, w), x, lambda: draw(hidden))
-        config = type("Config", (), {"hidden_size": hidden, "intermediate_size": mlp, "hidden_act": "silu"})
-        yield liger("RMSNorm", lambda k: (module(k.LigerRMSNorm(hidden)), (x(),)))
-        yield liger("LayerNorm", lambda k: (module(k.LigerLayerNorm(hidden)), (x(),)))
-        yield liger("SwiGLU MLP", lambda k: (module(k.LigerSwiGLUMLP(config)), (draw(batch, length, hidden),)))
-        yield liger(
-            "cross entropy",
-            lambda k: (k.LigerCrossEntropyLoss(reduction="none"), (draw(rows, vocab), integers(vocab, rows))),
-        )
+        yield flag("rms_norm", lambda gems, x, w: gems.rms_norm(x, w.shape, w), x, scales)
+        config = type("Config", (), dict(hidden_size=hidden, intermediate_size=mlp, hidden_act="silu"))
+        yield liger("RMSNorm", lambda k: module(k.LigerRMSNorm(hidden)), x)
+        yield liger("LayerNorm", lambda k: module(k.LigerLayerNorm(hidden)), x)
+        yield liger("SwiGLU MLP", lambda k: module(k.LigerSwiGLUMLP(config)), stack)
+        losses = lambda k: k.LigerCrossEntropyLoss(reduction="none")
+        yield liger("cross entropy", losses, draw(rows, vocab), integers(vocab, rows))
 
-    def llama(name: str, make: Callable):
-        def built():
-            from transformers.models.llama import modeling_llama  # noqa: PLC0415 (optional)
-            from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: PLC0415
-
-            config = LlamaConfig(
+    def llama(name: str, build: Callable, inputs: Callable):
+        def built(models):
+            config = models.LlamaConfig(
                 hidden_size=heads * dim,
                 intermediate_size=4 * dim,
                 num_attention_heads=heads,
@@ -187,20 +151,14 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
                 vocab_size=vocab,
                 attn_implementation="sdpa",
             )
-            return Animal(*make(modeling_llama, config))
+            return build(models, config)
 
-        return f"Hugging Face {name}", built
+        return loaded(f"Hugging Face {name}", "transformers.models.llama.modeling_llama", built, inputs)
 
-    states = lambda: draw(batch, length, heads * dim)
-    yield llama("LlamaRMSNorm", lambda m, c: (module(m.LlamaRMSNorm(c.hidden_size)), (states(),)))
-    yield llama("LlamaMLP", lambda m, c: (module(m.LlamaMLP(c)), (states(),)))
-    yield llama(
-        "LlamaModel, one layer",
-        lambda m, c: (
-            Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state),
-            (integers(vocab, batch, length),),
-        ),
-    )
+    yield llama("LlamaRMSNorm", lambda m, c: module(m.LlamaRMSNorm(c.hidden_size)), states)
+    yield llama("LlamaMLP", lambda m, c: module(m.LlamaMLP(c)), states)
+    model = lambda m, c: Part(module(m.LlamaModel(c)).eval(), lambda y: y.last_hidden_state)
+    yield llama("LlamaModel, one layer", model, integers(vocab, batch, length))
 
 
 def function(name: str, device: str) -> Callable:

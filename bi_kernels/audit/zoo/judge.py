@@ -46,10 +46,9 @@ def judge(
 ) -> list[dict]:
     """Returns a line an animal: verdicts, how much drifts, and whether its reproducer, run by itself, reproduces."""
     lines, reports = [], []
-    every = [(name, make) for name, make in zoo(device, size) if not only or name in only]
+    every = [animal for animal in zoo(device, size) if not only or animal[0] in only]
     with tempfile.TemporaryDirectory() as scratch:
         for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
-            lines.append({"callable": name})
             started, report = time.monotonic(), None
             try:
                 animal = make()
@@ -64,31 +63,33 @@ def judge(
                     **animal.options,
                 )
                 report.target = None  # the tensors
-                lines[-1] |= summary(report) | {"seconds": round(time.monotonic() - started)}
+                line = summary(report) | {"seconds": round(time.monotonic() - started)}
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
-                lines[-1] |= {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+                line = {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+            lines.append({"callable": name} | line)
             reports.append(report)
         with ThreadPoolExecutor(os.cpu_count() // 2 or 1) as pool:
-            for line, said in zip(lines, pool.map(lambda r: r and reproduced(r), reports)):
-                line["reproducer"] = said or "–"
+            for line, said in zip(lines, pool.map(reproduced, reports)):
+                line["reproducer"] = said
     return lines
 
 
 def rows(lines: Sequence[dict], device: str) -> list[Row]:
     """Says whether the auditor was right: a script shows the drift that it reports, and what is known is found."""
     out = []
+
+    def add(relation: str, verdict: str, detail: str) -> None:
+        out.append(Row("zoo", name, "", "zoo", "", device, relation, "", "", "given", 0, verdict, detail=detail))
+
     for line in lines:
-        name, found = line["callable"], line["verdict"]
-        make = lambda relation, verdict, detail="", candidate="zoo", **more: Row(
-            "zoo", name, "", candidate, "", device, relation, "", "", "given", 0, verdict, detail=detail, **more
-        )
-        if line["reproducer"] != "–":
-            out.append(make("reproducer", PASS if line["reproducer"] == "drifts" else NEEDS_FIX, line["reproducer"]))
+        name, found, shown = line["callable"], line["verdict"], line["reproducer"]
+        if shown != "–":
+            add("reproducer", PASS if shown == "drifts" else NEEDS_FIX, shown)
         elif found != PASS and name not in DRIFTING:  # not judged, or something that no script shows
-            out.append(make("reproducer", UNSUPPORTED, line["detail"]))
+            add("reproducer", UNSUPPORTED, line["detail"])
         if name in INVARIANT:
-            out.append(make("no false alarm", PASS if found == PASS else NEEDS_FIX, found))
+            add("no false alarm", PASS if found == PASS else NEEDS_FIX, found)
         if name in DRIFTING:
             worst = line.get("worst") or Row(*[""] * 10, 0, found)
             out.append(
@@ -99,32 +100,24 @@ def rows(lines: Sequence[dict], device: str) -> list[Row]:
 
 def table(lines: Sequence[dict]) -> list[dict]:
     """Returns a table for people: what drifts first, and how it is known."""
-    order = (NEEDS_FIX, PASS, UNSUPPORTED)
 
-    def known(line: dict) -> str:
-        name = line["callable"]
-        return (
-            "its reproducer"
-            if line["reproducer"] == "drifts"
-            else "its own audits"
-            if name.startswith("bi_kernels")
-            else "elementwise"
-            if name in INVARIANT
-            else "random, or of the batch, by its nature"
-            if name in DRIFTING
-            else ""
-        )
+    def known(name: str, reproducer: str) -> str:
+        if reproducer == "drifts":
+            return "its reproducer"
+        if name.startswith("bi_kernels"):
+            return "its own audits"
+        if name in INVARIANT:
+            return "elementwise"
+        return "random, or of the batch, by its nature" if name in DRIFTING else ""
 
     return [
         {
             "callable": f"`{line['callable']}`",
-            "verdict": line["verdict"],
-            **{k: line.get(k, "–") for k in RELATIONS},
-            "reproducer": line["reproducer"],
-            "established by": known(line),
+            **{k: line.get(k, "–") for k in ("verdict", *RELATIONS, "reproducer")},
+            "established by": known(line["callable"], line["reproducer"]),
             "seconds": line.get("seconds", "–"),
         }
-        for line in sorted(lines, key=lambda line: order.index(line["verdict"]))
+        for line in sorted(lines, key=lambda line: (NEEDS_FIX, PASS, UNSUPPORTED).index(line["verdict"]))
     ]
 
 
@@ -135,48 +128,44 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 
 def summary(report: Report) -> dict:
     """Returns each relation's worst drift: elements, and the largest ULP."""
-    drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in RELATIONS[:3]]
-    shown = lambda r: r.relation.endswith("invariance") and r.mismatches  # in columns of their own
-    why = dict.fromkeys(
-        f"{r.relation}: {r.detail}" for r in report.rows if r.verdict == NEEDS_FIX and r.detail and not shown(r)
-    )
-    line = {
-        "verdict": report.verdict,
-        "detail": "; ".join(why),
-        "shares": {},
-        "worst": max(drifts, key=lambda r: r.mismatches, default=None),
-    }
+    bad = [r for r in report.rows if r.verdict == NEEDS_FIX]
+    why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in bad if r.detail and not _seen_as_drift(r))
+    drifts = [r for r in bad if r.mismatches and r.relation in RELATIONS[:3]]
+    worst = max(drifts, key=lambda r: r.mismatches, default=None)
+    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation]
-        bad = [r for r in mine if r.verdict == NEEDS_FIX]
-        most = max(bad, key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1), default=None)
-        counted = most is None or bool(most.mismatches and most.max_ulp is not None)  # else it raised, or time was up
-        share = 100 * most.mismatches / most.elements if most and counted else 0.0
-        line["shares"][relation] = share if mine and counted else float("nan")
-        line[relation] = (
-            "–"
-            if not mine
-            else mine[0].verdict
-            if most is None
-            else most.detail
-            if not counted
-            else f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})"
+        most = max(
+            (r for r in bad if r.relation == relation),
+            key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1),
+            default=None,
         )
+        share = 0.0 if mine else float("nan")
+        if most is None:
+            line[relation] = mine[0].verdict if mine else "–"
+        elif most.mismatches and most.max_ulp is not None:
+            share = 100 * most.mismatches / most.elements
+            line[relation] = f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})"
+        else:  # it raised, or time was up
+            share, line[relation] = float("nan"), most.detail
+        line["shares"][relation] = share
     return line
 
 
-def reproduced(report: Report) -> str:
+def _seen_as_drift(row: Row) -> bool:
+    """Returns whether a row's drift has a column of its own, and a script that shows it."""
+    return row.verdict == NEEDS_FIX and bool(row.mismatches) and row.relation.endswith("invariance")
+
+
+def reproduced(report: Report | None) -> str:
     """Runs the standalone script by itself: 'drifts', 'does not', or '–' where nothing drifts."""
-    drifts = [r for r in report.rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation.endswith("invariance")]
-    if not drifts:
+    if report is None or not any(map(_seen_as_drift, report.rows)):
         return "–"
     if report.repro is None:
         return "none found"
     done = subprocess.run(
         [sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True, timeout=LONGEST
     )
-    return (
-        "drifts"
-        if done.returncode == 1 and "elements differ" in done.stdout
-        else f"does not: {done.stderr.strip()[-80:]}"
-    )
+    if done.returncode == 1 and "elements differ" in done.stdout:
+        return "drifts"
+    return f"does not: {done.stderr.strip()[-80:]}"
