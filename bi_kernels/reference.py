@@ -152,7 +152,8 @@ def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def selected(z: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """log p of the targets and the entropy, 0 where ignored."""
     logp, ignored = log_probabilities(z), targets == ignore_index
-    return at_targets(logp, targets, ignored), entropies(logp.exp(), logp)[..., 0].masked_fill(ignored, 0.0)
+    entropy = entropies(logp.exp(), logp)[..., 0]
+    return at_targets(logp, targets, ignored), entropy.masked_fill(ignored, 0.0)
 
 
 def at_targets(t: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:

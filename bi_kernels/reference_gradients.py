@@ -27,12 +27,9 @@ class _Call:
 
     dtype: torch.dtype
     dys: list[Tensor]
+    dy: Tensor  # the first of them
     exact: dict[str, Tensor]
     slots: int
-
-    @property
-    def dy(self) -> Tensor:
-        return self.dys[0]
 
 
 def _gelu(call: _Call, **inputs) -> dict:
@@ -229,7 +226,7 @@ def gradient(
     exact = dict(zip(leaves, found))
     of_heads = op in ("qk_norm", "attention")
     lead = tensors["ids"].shape if op == "embedding" else first.shape[:-2] if of_heads else first.shape[:-1]
-    call = _Call(first.dtype, dy, exact, _slots(lengths, lead))
+    call = _Call(first.dtype, dy, dy[0], exact, _slots(lengths, lead))
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}
         rows = _MAGNITUDES.get(op, _itself)(call, **{**tensors, **plain, **constants})
