@@ -38,15 +38,14 @@ def _sequences(
         first, last = first + queries, last + keys
 
 
-def _scale(q: Tensor, k: Tensor, scale: float | None) -> tuple[float, int]:
-    """(scale, query heads of a key head)."""
-    return q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **which) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64, differentiable; which: `causal`, `window` and `lengths`."""
     q, k, v = q.double(), k.double(), v.double()
-    scale, group = _scale(q, k, scale)
+    scale, group = _scale(q, scale), q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
     for rows, keys, seen in _sequences(q, k, **which):
         own_k, own_v = (t[keys].repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
@@ -62,21 +61,17 @@ def total(t: Tensor) -> Tensor:
     return t.sum(-1, keepdim=True)
 
 
-def _slabs(seen: Tensor) -> Tensor:
-    """Of the fold over the last dimension: those that hold something seen."""
-    slab = CONTRACT["arithmetic"]["slab"]
-    return pad(seen, (0, -seen.shape[-1] % slab)).unflatten(-1, (-1, slab)).any(-1).sum(-1)
-
-
 @cache
 def _of_slabs(dtype: torch.dtype, slabs: int) -> float:
     return factor("linear", dtype, CONTRACT["arithmetic"]["slab"] * slabs, "x")
 
 
-def _fold(dtype: torch.dtype, slabs: Tensor) -> Tensor:
-    """linear's c for each sum over so many slabs."""
+def _fold(dtype: torch.dtype, seen: Tensor, times: int = 1) -> Tensor:
+    """linear's c for the fold over the last dimension, so many times: of its slabs, those that hold something seen."""
+    slab = CONTRACT["arithmetic"]["slab"]
+    slabs = times * pad(seen, (0, -seen.shape[-1] % slab)).unflatten(-1, (-1, slab)).any(-1).sum(-1)
     every = [_of_slabs(dtype, n) for n in range(int(slabs.max()) + 1)]
-    return torch.tensor(every, dtype=torch.float64, device=slabs.device)[slabs][:, None]
+    return torch.tensor(every, dtype=torch.float64, device=seen.device)[slabs][:, None]
 
 
 def probability_errors(logp: Tensor, h: Tensor, largest: float = 16 * UNIT) -> Tensor:
@@ -100,6 +95,7 @@ class _Softmax:
     them; q (queries, D) and k (keys, D) in fp64. What is of a query alone is (queries, 1)."""
 
     def __init__(self, q: Tensor, k: Tensor, seen: Tensor, scale: float, dtype: torch.dtype):
+        self.scale, self.seen = scale, seen
         block, key = CONTRACT["arithmetic"]["attention_block"], torch.arange(len(k), device=k.device)
         z = q @ k.T * scale
         shown = z.masked_fill(~seen, -torch.inf)
@@ -116,7 +112,7 @@ class _Softmax:
         self.error = self.of_p(changes(logp, d + f, d + f))  # of p, normalised
         self.most = self.p + self.error  # that p is with its error
         self.sums = UNIT * total(self.most * (25 + 2 * steps))  # relative, of Σ p, but for that of p
-        self.fold = _fold(dtype, _slabs(seen))  # linear's c of the product with V
+        self.fold = _fold(dtype, seen)  # linear's c of the product with V
         self.u, tiny = rounding(dtype)
         self.least = tiny + 2 * LEAST  # what a rounding of p to the storage dtype, or a flush, may take near zero
 
@@ -148,6 +144,16 @@ class _Softmax:
         return error + (self.p + error).clamp(max=LEAST)
 
 
+def _softmaxes(
+    dtype: torch.dtype, q: Tensor, k: Tensor, scale: float | None, **which
+) -> Iterator[tuple[tuple, tuple, _Softmax]]:
+    """(where in q, where in k, its softmax) of every head of every sequence."""
+    for rows, keys, seen in _sequences(q, k, **which):
+        for head in range(q.shape[1]):
+            row, key = (rows, head), (keys, head * k.shape[1] // q.shape[1])
+            yield row, key, _Softmax(q[row].double(), k[key].double(), seen, _scale(q, scale), dtype)
+
+
 @torch.no_grad()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **which
@@ -159,15 +165,11 @@ def attention(
     """
     out, lse = attended(q, k, v, scale=scale, **which)
     of_out, of_lse = torch.zeros_like(out), torch.zeros_like(lse)
-    scale, group = _scale(q, k, scale)
-    for rows, keys, seen in _sequences(q, k, **which):
-        for head in range(q.shape[1]):
-            own_k, own_v = (t[keys, head // group].double() for t in (k, v))
-            s = _Softmax(q[rows, head].double(), own_k, seen, scale, q.dtype)
-            error = (s.stored() + s.product()) @ own_v.abs()
-            error += (out[rows, head].abs() + error) * (s.sums + 4 * UNIT) + s.underflow()
-            of_out[rows, head] = error / UNIT
-            of_lse[rows, head] = (s.grown + s.of_log_sum())[:, 0] / UNIT
+    for row, key, s in _softmaxes(q.dtype, q, k, scale, **which):
+        error = (s.stored() + s.product()) @ v[key].double().abs()
+        error += (out[row].abs() + error) * (s.sums + 4 * UNIT) + s.underflow()
+        of_out[row] = error / UNIT
+        of_lse[row] = (s.grown + s.of_log_sum())[:, 0] / UNIT
     return (out, of_out), (lse, of_lse)
 
 
@@ -196,40 +198,34 @@ def gradients(
     That is infinities and NaN; where it is so close to the range's end that it may, or may not, S is infinite.
     """
     (u, tiny), width = rounding(dtype), q.shape[-1]
-    scale, group = _scale(q, k, scale)
     dot, tree = factor("linear", dtype, width, "x"), 2 * (2 * width) ** 0.5 + 9
     found = {name: torch.zeros_like(t) for name, t in (("q", q), ("k", k), ("v", v))}
     # what is infinite or NaN, and the sign of what may be
     beyond = {name: torch.zeros_like(found[name]) for name in ("q", "k")}
-    for rows, keys, seen in _sequences(q, k, **which):
-        over_queries = _fold(dtype, group * _slabs(seen.T))
-        for head in range(q.shape[1]):
-            of = head // group
-            own_q, own_k, own_v, do = q[rows, head], k[keys, of], v[keys, of], d_out[rows, head]
-            s = _Softmax(own_q, own_k, seen, scale, dtype)
-            dp, of_dp, out = do @ own_v.T, do.abs() @ own_v.abs().T, s.p @ own_v
-            inner, inner_ = total(out * do), total((out * do).abs())
-            delta = inner - d_lse[rows, head, None]
-            of_delta = total(s.stored() * dp.abs() + s.product() * of_dp) + s.sums * inner.abs()
-            of_delta += (u + UNIT * (tree + 4)) * inner_ + UNIT * delta.abs()
-            of_delta += (tiny + s.underflow()) * total(do.abs())
+    for row, key, s in _softmaxes(dtype, q, k, scale, **which):
+        own_q, own_k, own_v, do = q[row], k[key], v[key], d_out[row]
+        dp, of_dp, out = do @ own_v.T, do.abs() @ own_v.abs().T, s.p @ own_v
+        inner, inner_ = total(out * do), total((out * do).abs())
+        delta = inner - d_lse[row][:, None]
+        of_delta = total(s.stored() * dp.abs() + s.product() * of_dp) + s.sums * inner.abs()
+        of_delta += (u + UNIT * (tree + 4)) * inner_ + UNIT * delta.abs()
+        of_delta += (tiny + s.underflow()) * total(do.abs())
 
-            of_p = s.again()
-            most, g = s.p + of_p, (dp - delta).abs()
-            own = of_p * g + most * (dot * (of_dp + LEAST) + 2 * UNIT * g)  # of dS, but for what delta errs by
-            of_ds = own + most * of_delta
-            far = _beyond(s.p * (dp - delta), of_ds, dtype)
-            beyond["q"][rows, head] = far @ own_k
-            beyond["k"][keys, of] += far.T @ own_q
-            ds = s.p * g + of_ds
-            rounds = u * ds + ds.clamp(max=tiny)
-            common = of_delta * ((s.p @ own_k).abs() + of_p @ own_k.abs())  # of delta, for all keys alike
-            found["q"][rows, head] = scale * ((own + rounds + s.fold * ds) @ own_k.abs() + common + s.fold * LEAST)
-            found["k"][keys, of] += scale * (
-                (of_ds + rounds + over_queries.T * ds).T @ own_q.abs() + over_queries * LEAST
-            )
-            of_p += (u + over_queries.T) * most + most.clamp(max=tiny)
-            found["v"][keys, of] += of_p.T @ do.abs() + over_queries * LEAST
+        of_p = s.again()
+        most, g = s.p + of_p, (dp - delta).abs()
+        own = of_p * g + most * (dot * (of_dp + LEAST) + 2 * UNIT * g)  # of dS, but for what delta errs by
+        of_ds = own + most * of_delta
+        far = _beyond(s.p * (dp - delta), of_ds, dtype)
+        beyond["q"][row] = far @ own_k
+        beyond["k"][key] += far.T @ own_q
+        ds = s.p * g + of_ds
+        rounds = u * ds + ds.clamp(max=tiny)
+        common = of_delta * ((s.p @ own_k).abs() + of_p @ own_k.abs())  # of delta, for all keys alike
+        found["q"][row] = s.scale * ((own + rounds + s.fold * ds) @ own_k.abs() + common + s.fold * LEAST)
+        fold = _fold(dtype, s.seen.T, q.shape[1] // k.shape[1])  # over the queries of all heads
+        found["k"][key] += s.scale * ((of_ds + rounds + fold.T * ds).T @ own_q.abs() + fold * LEAST)
+        of_p += (u + fold.T) * most + most.clamp(max=tiny)
+        found["v"][key] += of_p.T @ do.abs() + fold * LEAST
     for name, far in beyond.items():
         found[name] += 2 * UNIT * exact[name].abs()
         found[name].masked_fill_(far != 0, torch.inf)

@@ -13,7 +13,7 @@ import bi_kernels
 from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.provenance import device_name, provenance
-from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix, write_rows
+from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, write_rows
 from bi_kernels.audit.parameters import choose, command, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import Problem, problems
@@ -51,7 +51,8 @@ class Session:
     @property
     def out(self) -> Path | None:
         """Says where bi-audit collects the evidence; None when the notebook runs by itself."""
-        return Path(os.environ["BI_AUDIT_OUT"]) if os.environ.get("BI_AUDIT_OUT") else None
+        out = os.environ.get("BI_AUDIT_OUT")
+        return Path(out) if out else None
 
     @property
     def on_gpu(self) -> bool:
@@ -135,11 +136,8 @@ class Session:
     @property
     def passed(self) -> bool:
         """Tells whether something was judged, nothing needs a fix, and there were controls, all caught."""
-        return (
-            any(r.verdict == PASS for r in self.rows if not r.control)
-            and any(r.control for r in self.rows)
-            and not self.failures
-        )
+        judged = any(r.verdict == PASS and not r.control for r in self.rows)
+        return judged and any(r.control for r in self.rows) and not self.failures
 
     def verdict(self):
         """Returns the verdict bundle: a table for people, JSON for programs, the same on every run."""
@@ -147,14 +145,11 @@ class Session:
 
     def failure(self) -> str:
         """Says in one line a failing op what fails, for the notebook's last assert."""
-        seen = {}
-        for r in self.failures:
-            seen.setdefault((r.candidate if r.control else r.op, r.case, r.dtype, r.relation), []).append(r)
-        return (
-            "\n".join(
-                f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
-                f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
-                for (op, case, dtype, relation), rows in seen.items()
-            )
-            or "nothing was judged, or no control was run"
-        )
+        said = [
+            f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
+            f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
+            for (op, case, dtype, relation), rows in grouped(
+                self.failures, lambda r: (r.candidate if r.control else r.op, r.case, r.dtype, r.relation)
+            ).items()
+        ]
+        return "\n".join(said) or "nothing was judged, or no control was run"

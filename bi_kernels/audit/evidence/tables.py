@@ -188,10 +188,9 @@ def verdict(session) -> Bundle:
     }
     interpreted = session.device_label == "interpreter"
     where = "on Triton's interpreter; no statement about a GPU" if interpreted else f"on {session.device_label}"
-    text = (
-        f"### Verdict: {MARK[word]}\n\n{', '.join([f'`{session.candidate.spec}`', *session.dtypes, where])}. "
-        f"Controls caught: {caught} of {len(shown)}.\n\n"
-        + index.table([{"op": op} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()])
+    subject = ", ".join(filter(None, (f"`{session.candidate.spec}`", *session.dtypes, where)))
+    text = f"### Verdict: {MARK[word]}\n\n{subject}. Controls caught: {caught} of {len(shown)}.\n\n" + index.table(
+        [{"op": op} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()]
     )
     return Bundle(text, data, MIME)
 
