@@ -14,7 +14,7 @@ from torch.nn.functional import embedding as _embedding
 from torch.nn.functional import gelu as _gelu
 
 from bi_kernels.contract import CONTRACT, EPS, bound
-from bi_kernels.reference_attention import LEAST, UNIT, attention, changes, probability_errors, total  # noqa: F401
+from bi_kernels.reference_attention import LEAST, UNIT, attention, changes, log_total, probability_errors, total  # noqa: F401
 
 Pair = tuple[Tensor, Tensor]
 
@@ -138,7 +138,7 @@ def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     f = UNIT * (3 * (top - z) + 4)
     a = d + f
     finite = logp.isfinite()
-    lse = torch.where(finite, logp + a, -torch.inf).logsumexp(-1, keepdim=True)
+    lse = log_total(torch.where(finite, logp + a, -torch.inf))
     each = changes(logp, a.where(finite, 0.0), d.where(finite, 0.0)).where(finite, torch.inf)
     entropy = entropies(p, logp)
     weigh = lambda t: total(torch.where(p > 0, p * t, 0.0))

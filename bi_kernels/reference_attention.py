@@ -38,14 +38,10 @@ def _sequences(
         first, last = first + queries, last + keys
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
 def attended(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **which) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64, differentiable; which: `causal`, `window` and `lengths`."""
     q, k, v = q.double(), k.double(), v.double()
-    scale, group = _scale(q, scale), q.shape[1] // k.shape[1]
+    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
     for rows, keys, seen in _sequences(q, k, **which):
         own_k, own_v = (t[keys].repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
@@ -54,6 +50,10 @@ def attended(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **w
         out[rows] = ((z - own_lse[..., None]).exp() @ own_v).transpose(0, 1)
         lse[rows] = own_lse.T
     return out, lse
+
+
+def log_total(t: Tensor) -> Tensor:
+    return t.logsumexp(-1, keepdim=True)
 
 
 def total(t: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ def probability_errors(logp: Tensor, h: Tensor, largest: float = 16 * UNIT) -> T
 def changes(logp: Tensor, a: Tensor, own: Tensor) -> Tensor:
     """log(p_j exp(a_j − own_j) + Σ_{i≠j} p_i exp(a_i + own_j)), without overflow or cancellation."""
     grown = logp + a
-    total, largest = grown.logsumexp(-1, keepdim=True), grown.argmax(-1, keepdim=True)
-    others = total + (-(grown - total).exp()).log1p()
-    others.scatter_(-1, largest, grown.scatter(-1, largest, -torch.inf).logsumexp(-1, keepdim=True))
+    summed, largest = log_total(grown), grown.argmax(-1, keepdim=True)
+    others = summed + (-(grown - summed).exp()).log1p()
+    others.scatter_(-1, largest, log_total(grown.scatter(-1, largest, -torch.inf)))
     return torch.logaddexp(grown - own, others + own)
 
 
@@ -94,21 +94,21 @@ class _Softmax:
     """The probabilities of one head of a sequence, (queries, keys), and the absolute errors that the forward makes of
     them; q (queries, D) and k (keys, D) in fp64. What is of a query alone is (queries, 1)."""
 
-    def __init__(self, q: Tensor, k: Tensor, seen: Tensor, scale: float, dtype: torch.dtype):
-        self.scale, self.seen = scale, seen
+    def __init__(self, q: Tensor, k: Tensor, seen: Tensor, scale: float | None, dtype: torch.dtype):
+        self.scale, self.seen = q.shape[-1] ** -0.5 if scale is None else scale, seen
         block, key = CONTRACT["arithmetic"]["attention_block"], torch.arange(len(k), device=k.device)
-        z = q @ k.T * scale
+        z = q @ k.T * self.scale
         shown = z.masked_fill(~seen, -torch.inf)
-        self.lse, self.top = shown.logsumexp(-1, keepdim=True), shown.amax(-1, keepdim=True)  # top: max z
+        self.lse, self.top = log_total(shown), shown.amax(-1, keepdim=True)  # top: max z
         self.logp = logp = shown - self.lse  # −inf where nothing is seen
         self.p = logp.exp()
         last = (seen * key).amax(-1, keepdim=True)
         # blocks from a key's own to the last one that its query sees
         self.steps = steps = torch.where(seen, last // block - key // block + 1, 0).double()
         # errors of z, and of the exponential beside that
-        self.d = d = scale * factor("linear", dtype, q.shape[-1], "x") * (q.abs() @ k.abs().T + LEAST)
+        self.d = d = self.scale * factor("linear", dtype, q.shape[-1], "x") * (q.abs() @ k.abs().T + LEAST)
         self.f = f = UNIT * (3 * (self.top - z).clamp(min=0) + 4 + 4 * steps)
-        self.grown = (logp + d + f).logsumexp(-1, keepdim=True)  # log Σ p exp(d + f)
+        self.grown = log_total(logp + d + f)  # log Σ p exp(d + f)
         self.error = self.of_p(changes(logp, d + f, d + f))  # of p, normalised
         self.most = self.p + self.error  # that p is with its error
         self.sums = UNIT * total(self.most * (25 + 2 * steps))  # relative, of Σ p, but for that of p
@@ -144,14 +144,12 @@ class _Softmax:
         return error + (self.p + error).clamp(max=LEAST)
 
 
-def _softmaxes(
-    dtype: torch.dtype, q: Tensor, k: Tensor, scale: float | None, **which
-) -> Iterator[tuple[tuple, tuple, _Softmax]]:
+def _softmaxes(dtype: torch.dtype, q: Tensor, k: Tensor, scale: float | None, **which) -> Iterator[tuple]:
     """(where in q, where in k, its softmax) of every head of every sequence."""
     for rows, keys, seen in _sequences(q, k, **which):
         for head in range(q.shape[1]):
             row, key = (rows, head), (keys, head * k.shape[1] // q.shape[1])
-            yield row, key, _Softmax(q[row].double(), k[key].double(), seen, _scale(q, scale), dtype)
+            yield row, key, _Softmax(q[row].double(), k[key].double(), seen, scale, dtype)
 
 
 @torch.no_grad()

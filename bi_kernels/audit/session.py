@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.judge import judge
 from bi_kernels.audit.static.launches import Variant
 from bi_kernels.contract import DTYPES
+
+EXAMPLES = 5  # of random layouts that a subject is judged in
 
 
 def start(audit: str, given: dict) -> "Session":
@@ -83,13 +85,12 @@ class Session:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
         return tables.facts(fields)
 
-    def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: Candidate | None = None) -> list[Subject]:
-        """Returns the subjects of an audit: the candidate's functions at every case and dtype."""
-        chosen, shapes, seed = candidate or self.candidate, self.parameters["shapes"], self.parameters["seed"]
-        every = problems(
-            audit or self.audit, list(dtypes) or self.dtypes, shapes, self.device, seed, tuple(chosen.functions)
-        )
-        return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command) for p in every]
+    def make(self) -> list[Subject]:
+        """Returns the subjects of this audit: the candidate's functions at every case and dtype."""
+        p, functions = self.parameters, self.candidate.functions
+        every = problems(self.audit, self.dtypes, p["shapes"], self.device, p["seed"], tuple(functions))
+        subject = lambda x: Subject(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command)
+        return [subject(x) for x in every]
 
     def problem(self, op: str, case: str, dtype: str) -> Problem:
         p = self.parameters
@@ -104,7 +105,6 @@ class Session:
 
     def judge(
         self,
-        examples: int = 5,
         forward: bool = True,
         backward: bool = False,
         meanwhile: Callable[["Session"], object] = lambda session: None,
@@ -114,7 +114,7 @@ class Session:
         They are recorded op by op. backward: gradients too, and the static audit of all that was launched; meanwhile:
         begins, on a GPU, what will be asked for next.
         """
-        return judge(self, examples, forward, backward, meanwhile)
+        return judge(self, EXAMPLES, forward, backward, meanwhile)
 
     def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""

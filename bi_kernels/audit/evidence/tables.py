@@ -13,6 +13,7 @@ from bi_kernels.audit.evidence import index
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, worst_of
 
 MIME = "application/vnd.bi-audit+json"
+LISTED = 40  # drifts
 RELATIONS = (
     "invariance",
     "determinism",
@@ -44,11 +45,11 @@ plt.rcParams.update(
 class Bundle:
     """A table for people and the same as JSON for programs, in one output."""
 
-    def __init__(self, markdown: str, data: object, mime: str):
-        self.markdown, self.data, self.mime = markdown, data, mime
+    def __init__(self, markdown: str, data: object):
+        self.markdown, self.data = markdown, data
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"text/markdown": self.markdown, "text/plain": self.markdown, self.mime: self.data}
+    def _repr_mimebundle_(self, **_):
+        return {"text/markdown": self.markdown, "text/plain": self.markdown, MIME: self.data}
 
 
 def table(lines: pd.DataFrame | Sequence[dict]) -> Markdown:
@@ -131,7 +132,7 @@ def controls(rows: Sequence[Row]) -> Markdown:
     return heading(f"{sum(bool(r.caught) for r in mine)} of {len(mine)} controls caught.", table(lines))
 
 
-def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
+def drifts(rows: Sequence[Row]) -> Markdown:
     """Returns the drift report: every row that needs a fix, with its shape, count, sizes, first index and
     reproducer."""
     mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
@@ -154,9 +155,9 @@ def drifts(rows: Sequence[Row], most: int = 40) -> Markdown:
             "reproduce": f"`{r.repro}`" if r.repro else "–",
             "detail": r.detail,
         }
-        for r in mine[:most]
+        for r in mine[:LISTED]
     ]
-    more = f"\n\n{len(mine) - most} more in verdicts.json." if len(mine) > most else ""
+    more = f"\n\n{len(mine) - LISTED} more in verdicts.json." if len(mine) > LISTED else ""
     return Markdown(index.table(lines) + more)
 
 
@@ -192,7 +193,7 @@ def verdict(session) -> Bundle:
     text = f"### Verdict: {MARK[word]}\n\n{subject}. Controls caught: {caught} of {len(shown)}.\n\n" + index.table(
         [{"op": op} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()]
     )
-    return Bundle(text, data, MIME)
+    return Bundle(text, data)
 
 
 def _short(v: float) -> str:
