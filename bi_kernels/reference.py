@@ -47,9 +47,8 @@ def silu(x: Tensor) -> Pair:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Pair:
-    g, up = gate.double(), up.double()
-    y = g * torch.sigmoid(g) * up
-    return y, y.abs() * (4 + g.abs()) + 2.0**-103 * (g * up).abs() + LEAST * up.abs()
+    (y, magnitude), up = silu(gate), up.double()
+    return y * up, (magnitude + LEAST) * up.abs()
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Pair:

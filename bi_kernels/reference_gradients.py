@@ -119,8 +119,8 @@ def _dlogits(
     """(dlogits, their error), absolute, where each z errs by d: the contract's token_logprob.gradient.logits."""
     (g, g_entropy), ignored = ([t[..., None] for t in call.dys], (targets == ignore_index)[..., None])
     logp = reference.log_probabilities(z)
-    p, one = logp.exp(), torch.zeros_like(z)
-    one.scatter_(-1, targets.long()[..., None].masked_fill(ignored, 0), 1.0)
+    p = logp.exp()
+    one = torch.zeros_like(z).scatter_(-1, targets.long()[..., None].masked_fill(ignored, 0), 1.0)
     entropy = reference.entropies(p, logp)
     v = torch.where(logp.isfinite(), logp + entropy, 0.0)
     dlogits = (g * (one - p) - g_entropy * p * v) / temperature

@@ -174,9 +174,8 @@ def run(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         board.begin(name)
-        worker = Worker(
-            "bi_kernels.audit.documents:execute", name, audit.notebook, audit.title, parameters[name], partial
-        )
+        given = name, audit.notebook, audit.title, parameters[name], partial
+        worker = Worker("bi_kernels.audit.documents:execute", *given)
         workers.append(worker)
         try:
             body, error, finished = worker.result(lambda line: board.cell(name, line))

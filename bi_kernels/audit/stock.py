@@ -12,6 +12,8 @@ linear = F.linear
 matmul = torch.matmul
 add = torch.add
 bias_add = torch.add
+mask_fill = torch.masked_fill
+cast = Tensor.to
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -20,14 +22,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: float) -> Tensor:
     return x * factor
-
-
-def mask_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    return x.masked_fill(mask, value)
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
 
 
 def rope(
