@@ -77,12 +77,8 @@ class TokenLayout(ContextDecorator):
         if len(set(order)) != count or len(order) != count:
             raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
         spans = sorted(zip(starts, lengths))
-        if (
-            min(lengths) < 0
-            or spans[0][0] < 0
-            or max(s + n for s, n in spans) > rows
-            or any(s + n > following for (s, n), (following, _) in zip(spans, spans[1:]))
-        ):
+        ends, following = [0, *(s + n for s, n in spans)], [*(s for s, _ in spans), rows]
+        if min(lengths) < 0 or any(end > start for end, start in zip(ends, following)):
             raise ValueError(
                 f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
                 f"to lie in {rows} rows and not to overlap"

@@ -16,9 +16,9 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
     mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
     bad = needs_fix(rows)
     verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
-    devices = list(dict.fromkeys(r["device"] for r in mine if r["device"]))
+    distinct = lambda name: list(dict.fromkeys(r[name] for r in mine if r[name]))
+    devices, specs = distinct("device"), distinct("candidate")
     note = "; no statement about a GPU" if "interpreter" in devices else ""
-    specs = list(dict.fromkeys(r["candidate"] for r in mine if r["candidate"]))
     parts = [
         f"## {MARK[verdict]} bi-audit: {verdict}",
         f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "

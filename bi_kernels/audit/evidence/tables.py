@@ -75,16 +75,13 @@ def by_op(rows: Sequence[Row]) -> Markdown:
     lines = []
     for (op, dtype), mine in grouped((r for r in rows if not r.control), lambda r: (label(r), r.dtype)).items():
         shares = [float(r.threshold_share) for r in mine if r.threshold_share is not None]
-        lines.append(
-            {"op": op, "dtype": dtype}
-            | {k: MARK[worst([r for r in mine if r.relation == k])] for k in relations}
-            | {
-                "checks": len(mine),
-                "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of "
-                f"{sum(r.elements or 0 for r in mine):,}",
-                "error / bound": f"{max(shares):.2f}" if shares else "–",
-            }
-        )
+        counted = {
+            "checks": len(mine),
+            "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of {sum(r.elements or 0 for r in mine):,}",
+            "error / bound": f"{max(shares):.2f}" if shares else "–",
+        }
+        marks = {k: MARK[worst([r for r in mine if r.relation == k])] for k in relations}
+        lines.append({"op": op, "dtype": dtype} | marks | counted)
     return table(lines)
 
 
@@ -97,20 +94,19 @@ def variants(found: Sequence) -> Markdown:
     if not found:
         return Markdown("No Triton kernel was launched.")
     most = lambda mine, name: max((getattr(v, name) for v in mine if getattr(v, name) is not None), default="–")
-    return table(
-        [
-            {
-                "kernel": f"`{kernel}`",
-                "variants": len(mine),
-                "compiled": ", ".join(sorted({v.level for v in mine})),
-                "registers": most(mine, "registers"),
-                "spilled bytes": most(mine, "spills"),
-                "shared bytes": most(mine, "shared"),
-                "findings": "; ".join(dict.fromkeys(str(f) for v in mine for f in v.findings)) or "none",
-            }
-            for kernel, mine in sorted(grouped(found, lambda v: v.kernel).items())
-        ]
-    )
+    lines = [
+        {
+            "kernel": f"`{kernel}`",
+            "variants": len(mine),
+            "compiled": ", ".join(sorted({v.level for v in mine})),
+            "registers": most(mine, "registers"),
+            "spilled bytes": most(mine, "spills"),
+            "shared bytes": most(mine, "shared"),
+            "findings": "; ".join(dict.fromkeys(str(f) for v in mine for f in v.findings)) or "none",
+        }
+        for kernel, mine in sorted(grouped(found, lambda v: v.kernel).items())
+    ]
+    return table(lines)
 
 
 def controls(rows: Sequence[Row]) -> Markdown:
