@@ -10,13 +10,12 @@ import os
 import shutil
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.worker import Died, Worker
@@ -116,14 +115,15 @@ class Board:
 
     def __init__(self, names: list[str], out: Path, console: Console):
         self.out, self.console = out, console
-        self.since: dict[str, float] = {}  # by audit that runs, the time of its start
         self.counted: dict[str, int] = {}
         name, word = TextColumn("{task.description:14}"), TextColumn("{task.fields[word]}")
         self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word, console=console)
         self.tasks = {n: self.progress.add_task(n, start=False, total=None, word="waiting") for n in names}
 
+    def task(self, name: str) -> Task:
+        return self.progress.tasks[self.tasks[name]]
+
     def begin(self, name: str) -> None:
-        self.since[name] = time.monotonic()
         self.progress.start_task(self.tasks[name])
         self.progress.update(self.tasks[name], word="starting")
 
@@ -138,23 +138,23 @@ class Board:
         rows = read_rows(_hidden(self.out / name, "partial"))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
         if rows and name not in self.counted:
-            self.console.print(f"{name}: {said} after {time.monotonic() - self.since[name]:.0f} s", highlight=False)
+            self.console.print(f"{name}: {said} after {self.task(name).elapsed:.0f} s", highlight=False)
         if len(rows) > self.counted.get(name, 0):
             self.counted[name] = len(rows)
             self.progress.update(self.tasks[name], word=said)
 
     def watch(self, over: threading.Event) -> None:
         while not over.wait(LOOK):
-            for name in list(self.since):
-                self.count(name)
+            for name in self.tasks:
+                if self.task(name).started:
+                    self.count(name)
 
     def end(self, name: str, passed: bool) -> float:
         """Returns how many seconds the audit took."""
-        task = self.tasks[name]
-        total = self.progress.tasks[task].total or 1
+        total = self.task(name).total or 1
         word = "[green]pass[/]" if passed else "[red]needs-fix[/]"
-        self.progress.update(task, completed=total, total=total, word=word)
-        return time.monotonic() - self.since.pop(name)
+        self.progress.update(self.tasks[name], completed=total, total=total, word=word)
+        return self.task(name).elapsed
 
 
 def run(
