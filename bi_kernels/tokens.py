@@ -152,9 +152,9 @@ class TokenLayout(ContextDecorator):
         if y.numel():
             count, columns = y.shape
             block = min(ELEMENTS, triton.next_power_of_2(columns))
-            grid, sizes = (triton.cdiv(count, ELEMENTS // block), triton.cdiv(columns, block)), (count, columns)
-            options = {"ROWS": ELEMENTS // block, "BLOCK": block, "num_warps": WARPS}
-            _gather_kernel[grid](x, self.slots_on(x.device), y, *sizes, x.stride(0), **options)
+            rows, slots = ELEMENTS // block, self.slots_on(x.device)
+            grid = triton.cdiv(count, rows), triton.cdiv(columns, block)
+            _gather_kernel[grid](x, slots, y, count, columns, x.stride(0), ROWS=rows, BLOCK=block, num_warps=WARPS)
         return y
 
 

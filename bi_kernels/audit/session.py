@@ -89,8 +89,7 @@ class Session:
         """Returns the subjects of this audit: the candidate's functions at every case and dtype."""
         p, functions = self.parameters, self.candidate.functions
         every = problems(self.audit, self.dtypes, p["shapes"], self.device, p["seed"], tuple(functions))
-        subject = lambda x: Subject(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command)
-        return [subject(x) for x in every]
+        return [Subject(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command) for x in every]
 
     def problem(self, op: str, case: str, dtype: str) -> Problem:
         p = self.parameters
