@@ -9,9 +9,8 @@ import torch
 
 CONTRACT = tomllib.loads(files(__package__).joinpath("contract.toml").read_text(encoding="utf-8"))
 VERSION: str = CONTRACT["version"]
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, CONTRACT["dtypes"][name]["torch"]) for name in CONTRACT["dtypes"]["supported"]
-}
+_DTYPES: dict = CONTRACT["dtypes"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, _DTYPES[name]["torch"]) for name in _DTYPES["supported"]}
 EPS: float = CONTRACT["arithmetic"]["eps"]
 SHAPES: dict[str, dict] = CONTRACT["shapes"]
 SWEEP: dict = CONTRACT["sweep"]
@@ -36,14 +35,13 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
 def row(op: str, gradient: str | None = None) -> dict:
     """Returns an op's row, or that of its gradient of the input named `gradient`: S, derivation, c."""
     found = CONTRACT["ops"][op]
-    if gradient is not None:
-        found = found["gradient"][gradient]
+    found = found if gradient is None else found["gradient"][gradient]
     return row(op, found["like"]) if "like" in found else found
 
 
 def rounding(dtype: torch.dtype) -> tuple[float, float]:
     """(u, tiny): one rounding of x to `dtype` errs by at most u |x| + tiny."""
-    found = CONTRACT["dtypes"][dtype_name(dtype)]
+    found = _DTYPES[dtype_name(dtype)]
     return 2.0 ** -found["p"], evaluate(found["tiny"])
 
 
@@ -75,10 +73,7 @@ def bound(
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:
     """Returns the (N, K) of the model's linear layers at a shape set."""
-    return {
-        name: tuple(int(evaluate(d, **{k: v for k, v in SHAPES[shapes].items() if k != "lengths"})) for d in dims)
-        for name, dims in CONTRACT["linears"].items()
-    }
+    return {name: tuple(int(evaluate(d, **SHAPES[shapes])) for d in dims) for name, dims in CONTRACT["linears"].items()}
 
 
 def rows(largest: int) -> list[int]:

@@ -14,16 +14,14 @@ from torch.nn.functional import embedding as _embedding
 from torch.nn.functional import gelu as _gelu
 
 from bi_kernels.contract import CONTRACT, EPS, bound
-from bi_kernels.reference_attention import attention, changes  # noqa: F401
+from bi_kernels.reference_attention import LEAST, UNIT, attention, changes, log_total, probability_errors, total  # noqa: F401
 
 Pair = tuple[Tensor, Tensor]
-UNIT = 2.0**-24  # one rounding to fp32, in which S of some rows counts
-LARGEST_LOGP = 16 * UNIT  # of log p as the gradients compute it: lse is no less than the largest z, but for lg2.approx
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pair:
     x, w, b = x.double(), weight.double(), 0.0 if bias is None else bias.double()
-    return x @ w.T + b, x.abs() @ w.abs().T + (b.abs() if bias is not None else 0.0)
+    return x @ w.T + b, x.abs() @ w.abs().T + abs(b)
 
 
 def matmul(a: Tensor, b: Tensor) -> Pair:
@@ -35,15 +33,11 @@ def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> Pair
     dim = x.shape[-1]
     frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
     angle = positions.double()[..., None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    x = x.double()
+    cos, sin, x = angle.cos(), angle.sin(), x.double()
     x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    join = (lambda a, b: torch.stack((a, b), -1).flatten(-2)) if interleaved else (lambda a, b: torch.cat((a, b), -1))
-    cos_, sin_ = cos.abs(), sin.abs()
-    return (
-        join(x1 * cos - x2 * sin, x2 * cos + x1 * sin),
-        join(x1.abs() * cos_ + x2.abs() * sin_, x2.abs() * cos_ + x1.abs() * sin_),
-    )
+    join = lambda *halves: torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    a, b, c, d = x1 * cos, x2 * sin, x2 * cos, x1 * sin
+    return join(a - b, c + d), join(a.abs() + b.abs(), c.abs() + d.abs())
 
 
 def silu(x: Tensor) -> Pair:
@@ -53,9 +47,8 @@ def silu(x: Tensor) -> Pair:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Pair:
-    g, up = gate.double(), up.double()
-    y = g * torch.sigmoid(g) * up
-    return y, y.abs() * (4 + g.abs()) + 2.0**-103 * (g * up).abs() + 2.0**-126 * up.abs()
+    (y, magnitude), up = silu(gate), up.double()
+    return y * up, (magnitude + LEAST) * up.abs()
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Pair:
@@ -80,13 +73,16 @@ def bias_add(x: Tensor, bias: Tensor) -> Pair:
     return add(x, bias)
 
 
-def mask_fill(x: Tensor, mask: Tensor, value: float) -> Pair:
-    y = x.double().masked_fill(mask, value)
+def _rounded_nowhere(y: Tensor) -> Pair:
     return y, torch.zeros_like(y)
 
 
+def mask_fill(x: Tensor, mask: Tensor, value: float) -> Pair:
+    return _rounded_nowhere(x.double().masked_fill(mask, value))
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Pair:
-    return x.double(), torch.zeros_like(x, dtype=torch.float64)
+    return _rounded_nowhere(x.double())
 
 
 def normalise(x: Tensor, eps: float) -> Pair:
@@ -97,11 +93,10 @@ def normalise(x: Tensor, eps: float) -> Pair:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Pair:
     y = normalise(x.double(), eps)[0] * weight.double()
-    return y, y.abs() + 2.0**-126 * weight.double().abs()
+    return y, y.abs() + LEAST * weight.double().abs()
 
 
-def qk_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Pair:
-    return rms_norm(x, weight, eps)
+qk_norm = rms_norm
 
 
 def stored_sum(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,14 +113,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) 
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Pair:
-    y = _embedding(ids, weight.double(), padding_id)
-    return y, torch.zeros_like(y)
+    return _rounded_nowhere(_embedding(ids, weight.double(), padding_id))
 
 
 def log_probabilities(z: Tensor) -> Tensor:
     """NaN throughout a row that holds NaN, +Inf, or -Inf alone."""
     shifted = z - z.amax(-1, keepdim=True).detach()
-    return shifted - shifted.exp().sum(-1, keepdim=True).log()
+    return shifted - total(shifted.exp()).log()
+
+
+def entropies(p: Tensor, logp: Tensor) -> Tensor:
+    return -total(p * logp.where(p > 0, 0.0))
 
 
 @torch.no_grad()
@@ -139,29 +137,21 @@ def logprob_errors(z: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     f = UNIT * (3 * (top - z) + 4)
     a = d + f
     finite = logp.isfinite()
-    lse = torch.where(finite, logp + a, -torch.inf).logsumexp(-1, keepdim=True)
+    lse = log_total(torch.where(finite, logp + a, -torch.inf))
     each = changes(logp, a.where(finite, 0.0), d.where(finite, 0.0)).where(finite, torch.inf)
-    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
-    weigh = lambda t: torch.where(p > 0, p * t, 0.0).sum(-1, keepdim=True)
+    entropy = entropies(p, logp)
+    weigh = lambda t: total(torch.where(p > 0, p * t, 0.0))
     changed = probability_errors(logp, a + lse)
-    of_entropy = torch.where(changed > 0, changed * ((logp + entropy).abs() + a + lse), 0.0).sum(-1, keepdim=True)
+    of_entropy = total(torch.where(changed > 0, changed * ((logp + entropy).abs() + a + lse), 0.0))
     mean = weigh(z).abs()
     of_entropy += weigh(f) + last + UNIT * ((sums + 3) * (weigh(z.abs()) + mean) + mean + entropy)
     return each, last, of_entropy
 
 
-def probability_errors(logp: Tensor, h: Tensor) -> Tensor:
-    """Of p, where log p errs by h but stays below LARGEST_LOGP."""
-    p = logp.exp()
-    up = (logp + h).clamp(max=LARGEST_LOGP).exp() - p
-    return torch.where(logp.isfinite(), torch.maximum(up, -p * (-h).expm1()), 0.0)
-
-
 def selected(z: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """log p of the targets and the entropy, 0 where ignored."""
     logp, ignored = log_probabilities(z), targets == ignore_index
-    p = logp.exp()
-    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1)
+    entropy = entropies(logp.exp(), logp)[..., 0]
     return at_targets(logp, targets, ignored), entropy.masked_fill(ignored, 0.0)
 
 

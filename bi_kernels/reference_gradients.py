@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding as _embedding
+from torch.nn.functional import embedding
 
 from bi_kernels import reference, reference_attention
 from bi_kernels.contract import CONTRACT, EPS, factor, rounding
-from bi_kernels.reference import UNIT
+from bi_kernels.reference import LEAST, UNIT, total
 
 
 class Gradient(NamedTuple):
@@ -23,25 +23,26 @@ class Gradient(NamedTuple):
 
 @dataclass
 class _Call:
-    """A call and what came back to it, in fp64: `dy` of every output, `exact` gradients by input."""
+    """A call and what came back to it, in fp64: `dys` of the outputs, `exact` gradients by input."""
 
     dtype: torch.dtype
-    dy: list[Tensor]
+    dys: list[Tensor]
+    dy: Tensor  # the first of them
     exact: dict[str, Tensor]
     slots: int
 
 
-def _gelu(call: _Call, x: Tensor, approximate: str = "none") -> dict:
-    return {"x": call.dy[0].abs()}
+def _gelu(call: _Call, **inputs) -> dict:
+    return {"x": call.dy.abs()}
 
 
 def _silu(call: _Call, x: Tensor) -> dict:
-    q, dy = torch.sigmoid(x), call.dy[0].abs()
-    return {"x": dy * (q * (1 + x.abs() * torch.sigmoid(-x)) * (7 + x.abs()) + 2.0**-103 * (1 + x.abs()))}
+    q = torch.sigmoid(x)
+    return {"x": call.dy.abs() * (q * (1 + x.abs() * torch.sigmoid(-x)) * (7 + x.abs()) + 2.0**-103 * (1 + x.abs()))}
 
 
 def _swiglu(call: _Call, gate: Tensor, up: Tensor) -> dict:
-    return {"gate": up.abs() * (_silu(call, gate)["x"] + 2.0**-126), "up": reference.swiglu(gate, call.dy[0])[1]}
+    return {"gate": up.abs() * (_silu(call, gate)["x"] + LEAST), "up": reference.swiglu(gate, call.dy)[1]}
 
 
 def _copied(call: _Call, **inputs) -> dict:
@@ -54,19 +55,19 @@ def _itself(call: _Call, **inputs) -> dict:
 
 
 def _rope(call: _Call, x: Tensor, **constants) -> dict:
-    return {"x": reference.rope(call.dy[0], **constants)[1]}
+    return {"x": reference.rope(call.dy, **constants)[1]}
 
 
 def _rows(t: Tensor) -> Tensor:
     return t.reshape(t.shape[:-1].numel(), t.shape[-1]).abs()
 
 
-def _bias_add(call: _Call, x: Tensor, bias: Tensor) -> dict:
-    return {"x": torch.zeros_like(x), "bias": (_rows(call.dy[0]).sum(0), call.slots)}
+def _bias_add(call: _Call, **inputs) -> dict:
+    return _copied(call) | {"bias": (_rows(call.dy).sum(0), call.slots)}
 
 
 def _linear(call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    dy = call.dy[0].abs()
+    dy = call.dy.abs()
     return {
         "x": (dy @ weight.abs(), len(weight)),
         "weight": (_rows(dy).T @ _rows(x), call.slots),
@@ -80,13 +81,13 @@ def _matmul(call: _Call, a: Tensor, b: Tensor) -> dict:
 
 
 def _rms_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS, heads: int = 1) -> dict:
-    (normed, rstd), dy = reference.normalise(x, eps), call.dy[0].abs()
+    (normed, rstd), dy = reference.normalise(x, eps), call.dy.abs()
     weighted, mean = dy * weight.abs(), lambda t: t.mean(-1, keepdim=True)
-    inner = mean(weighted * normed.abs()) + 2.0**-126 * (1 + mean(weighted))
+    inner = mean(weighted * normed.abs()) + LEAST * (1 + mean(weighted))
     return {
-        "x": (rstd * (weighted + 2.0**-126 + normed.abs() * inner), x.shape[-1]),
+        "x": (rstd * (weighted + LEAST + normed.abs() * inner), x.shape[-1]),
         "weight": (
-            _rows(dy * normed).sum(0) + 2.0**-126 * (1 + _rows(dy)).sum(0),
+            _rows(dy * normed).sum(0) + LEAST * (1 + _rows(dy)).sum(0),
             {"n": call.slots, "features": x.shape[-1], "heads": heads},
         ),
     }
@@ -98,14 +99,14 @@ def _qk_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS) -> dict:
 
 def _add_rms_norm(call: _Call, x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> dict:
     found = _rms_norm(call, reference.stored_sum(x, residual, call.dtype), weight, eps)
-    dx = found["x"][0] + call.dy[1].abs() / 40, x.shape[-1]
+    dx = found["x"][0] + call.dys[1].abs() / 40, x.shape[-1]
     return {"x": dx, "residual": dx, "weight": found["weight"]}
 
 
-def _embedded(call: _Call, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> dict:
+def _embedding(call: _Call, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> dict:
     table = torch.zeros_like(weight, requires_grad=True)
     with torch.enable_grad():
-        (magnitude,) = torch.autograd.grad(_embedding(ids, table, padding_id), table, call.dy[0].abs())
+        (magnitude,) = torch.autograd.grad(embedding(ids, table, padding_id), table, call.dy.abs())
     counts = ids.flatten().bincount(minlength=len(weight))
     if padding_id is not None:
         counts[padding_id] = 0
@@ -116,11 +117,11 @@ def _dlogits(
     call: _Call, z: Tensor, d: Tensor, targets: Tensor, temperature: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """(dlogits, their error), absolute, where each z errs by d: the contract's token_logprob.gradient.logits."""
-    (g, g_entropy), ignored = ([t[..., None] for t in call.dy], (targets == ignore_index)[..., None])
+    (g, g_entropy), ignored = ([t[..., None] for t in call.dys], (targets == ignore_index)[..., None])
     logp = reference.log_probabilities(z)
-    p, one = logp.exp(), torch.zeros_like(z)
-    one.scatter_(-1, targets.long()[..., None].masked_fill(ignored, 0), 1.0)
-    entropy = -(p * logp.where(p > 0, 0.0)).sum(-1, keepdim=True)
+    p = logp.exp()
+    one = torch.zeros_like(z).scatter_(-1, targets.long()[..., None].masked_fill(ignored, 0), 1.0)
+    entropy = reference.entropies(p, logp)
     v = torch.where(logp.isfinite(), logp + entropy, 0.0)
     dlogits = (g * (one - p) - g_entropy * p * v) / temperature
     each, last, of_entropy = reference.logprob_errors(z, d)
@@ -130,7 +131,7 @@ def _dlogits(
     of_v = torch.where(of_p > 0, h + UNIT * v.abs() + of_entropy, 0.0)
     error = g.abs() * (of_p + 2 * UNIT * (one - p).abs())
     error += g_entropy.abs() * ((p + of_p) * of_v + of_p * v.abs() + 3 * UNIT * p * v.abs())
-    error += 2.0**-126 * (g.abs() + g_entropy.abs() * v.abs().clamp(max=256))
+    error += LEAST * (g.abs() + g_entropy.abs() * v.abs().clamp(max=256))
     error = error / temperature + 3 * UNIT * dlogits.abs()
     return dlogits.masked_fill(ignored, 0.0), error.masked_fill(ignored, 0.0)
 
@@ -143,12 +144,12 @@ def _token_logprob(
 
 
 def _log_softmax(call: _Call, logits: Tensor) -> dict:
-    logp, total = reference.log_probabilities(logits), call.dy[0].sum(-1, keepdim=True)
+    logp, summed = reference.log_probabilities(logits), total(call.dy)
     each, last, _ = reference.logprob_errors(logits, torch.zeros_like(logits))
     once_more = last + UNIT * (3 * logp.abs() + 4)
     of_p = reference.probability_errors(logp, each + once_more)
     p = logp.exp()
-    error = total.abs() * (of_p + UNIT * p + 2.0**-126) + p * last * call.dy[0].abs().sum(-1, keepdim=True)
+    error = summed.abs() * (of_p + UNIT * p + LEAST) + p * last * total(call.dy.abs())
     return {"logits": error / UNIT + call.exact["logits"].abs()}
 
 
@@ -167,31 +168,13 @@ def _lm_head_logprob(
 
 
 def _attention(call: _Call, **given) -> dict:
-    found = reference_attention.gradients(call.dtype, *call.dy, call.exact, **given)
-    call.exact.update((name, exact) for name, (exact, _) in found.items())  # infinite where dS is
-    return {name: magnitude for name, (_, magnitude) in found.items()}
+    return reference_attention.gradients(call.dtype, *call.dys, call.exact, **given)
 
 
-_MAGNITUDES: dict[str, Callable[..., dict]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "swiglu": _swiglu,
-    "add": _copied,
-    "bias_add": _bias_add,
-    "mask_fill": _copied,
-    "cast": _copied,
-    "rope": _rope,
-    "linear": _linear,
-    "matmul": _matmul,
-    "rms_norm": _rms_norm,
-    "qk_norm": _qk_norm,
-    "add_rms_norm": _add_rms_norm,
-    "embedding": _embedded,
-    "token_logprob": _token_logprob,
-    "log_softmax": _log_softmax,
-    "lm_head_logprob": _lm_head_logprob,
-    "attention": _attention,
-}
+_OWN = (_silu, _gelu, _swiglu, _bias_add, _rope, _linear, _matmul, _rms_norm, _qk_norm, _add_rms_norm, _embedding)
+_OWN += _token_logprob, _log_softmax, _lm_head_logprob, _attention
+_MAGNITUDES: dict[str, Callable[..., dict]] = dict.fromkeys(("add", "mask_fill", "cast"), _copied)
+_MAGNITUDES |= {function.__name__[1:]: function for function in _OWN}
 
 
 def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tensor]:
@@ -243,7 +226,7 @@ def gradient(
     exact = dict(zip(leaves, found))
     of_heads = op in ("qk_norm", "attention")
     lead = tensors["ids"].shape if op == "embedding" else first.shape[:-2] if of_heads else first.shape[:-1]
-    call = _Call(first.dtype, dy, exact, _slots(lengths, lead))
+    call = _Call(first.dtype, dy, dy[0], exact, _slots(lengths, lead))
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}
         rows = _MAGNITUDES.get(op, _itself)(call, **{**tensors, **plain, **constants})

@@ -14,8 +14,9 @@ grads.py).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache
 from operator import index
 
 import torch
@@ -53,7 +54,7 @@ def _integers(name: str, values: torch.Tensor | Sequence[int]) -> list[int]:
         raise TypeError(f"TokenLayout: {name} is {values!r:.80}, expected a sequence of integers") from None
 
 
-class TokenLayout:
+class TokenLayout(ContextDecorator):
     """The sequences of one call: sequence i holds the rows starts[i] … starts[i] + lengths[i] of `rows` token rows.
 
     order: the logical number of each sequence, where memory holds them in another order than the step does; with
@@ -76,12 +77,8 @@ class TokenLayout:
         if len(set(order)) != count or len(order) != count:
             raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
         spans = sorted(zip(starts, lengths))
-        if (
-            min(lengths) < 0
-            or spans[0][0] < 0
-            or max(s + n for s, n in spans) > rows
-            or any(s + n > following for (s, n), (following, _) in zip(spans, spans[1:]))
-        ):
+        ends, following = [0, *(s + n for s, n in spans)], [*(s for s, _ in spans), rows]
+        if min(lengths) < 0 or any(end > start for end, start in zip(ends, following)):
             raise ValueError(
                 f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
                 f"to lie in {rows} rows and not to overlap"
@@ -92,9 +89,7 @@ class TokenLayout:
             slots += [-1] * (-length % SLAB)
         self.rows, self.tokens = rows, sum(lengths)
         self.slots = torch.tensor(slots, dtype=torch.int32)
-        self.identity = bool((self.slots[:rows] == torch.arange(rows)[: len(slots)]).all()) and len(
-            slots
-        ) - rows in range(SLAB)
+        self.identity = slots == [*range(rows), *[-1] * (-rows % SLAB)]
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._outer: list = []
 
@@ -127,13 +122,7 @@ class TokenLayout:
 
     def within(self, function: Callable) -> Callable:
         """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""
-
-        @wraps(function)
-        def call(*args, **kwargs):
-            with self:
-                return function(*args, **kwargs)
-
-        return call
+        return self(function)
 
     @property
     def padding(self) -> bool:
@@ -163,18 +152,11 @@ class TokenLayout:
             x = x.contiguous()
         y = x.new_empty(len(self.slots), x.shape[1])
         if y.numel():
-            block = min(ELEMENTS, triton.next_power_of_2(x.shape[1]))
-            _gather_kernel[(triton.cdiv(len(y), ELEMENTS // block), triton.cdiv(x.shape[1], block))](
-                x,
-                self.slots_on(x.device),
-                y,
-                len(y),
-                x.shape[1],
-                x.stride(0),
-                ROWS=ELEMENTS // block,
-                BLOCK=block,
-                num_warps=WARPS,
-            )
+            count, columns = y.shape
+            block = min(ELEMENTS, triton.next_power_of_2(columns))
+            rows, slots = ELEMENTS // block, self.slots_on(x.device)
+            grid = triton.cdiv(count, rows), triton.cdiv(columns, block)
+            _gather_kernel[grid](x, slots, y, count, columns, x.stride(0), ROWS=rows, BLOCK=block, num_warps=WARPS)
         return y
 
 
@@ -205,18 +187,18 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     """
     *outer, length = lead or (1,)
     sequences = torch.Size(outer).numel()
+    tokens = sequences * length
     layout = _current.get() if trains else None
-    again = trains and TokenLayout.entered and torch._C._current_graph_task_id() != -1  # called inside a backward
-    if again and (layout is None or layout.rows != sequences * length):
+    if layout is not None and layout.rows == tokens:
+        return layout
+    if trains and TokenLayout.entered and torch._C._current_graph_task_id() != -1:  # called inside a backward
         return _Unset(op)
-    if layout is None:
-        return _dense(max(sequences, 1), length if sequences else 0)
-    if layout.rows != sequences * length:
+    if layout is not None:
         raise ValueError(
-            f"{op}: x has {sequences * length} tokens, shape {tuple(lead)}, but the token layout has "
+            f"{op}: x has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
             f"{layout.rows} rows; enter the layout of this very call"
         )
-    return layout
+    return _dense(max(sequences, 1), length if sequences else 0)
 
 
 def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:

@@ -4,19 +4,14 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
-from bi_kernels.audit.evidence.verdicts import needs_fix
+from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
-DRIFT = (
-    "invariance",
-    "gradient invariance",
-    "determinism",
-    "parity",
-    "atomics-free",
-    "",
-)  # "": it did not run to its end
+# relations; "": it did not run to its end
+DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")
 LAYOUTS = 6  # named in one line
 SHOWN = 3  # rows of evidence in one test case
 
@@ -28,14 +23,10 @@ def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
     return bool(rank >= 1 and wrong or rank >= 3 and warnings)
 
 
-def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
+def cases(rows: list[dict]) -> dict[tuple, list[dict]]:
     """Groups rows by (audit, op, case, dtype, relation), those of a control by themselves: one test case each."""
-    groups: dict[tuple, list[dict]] = {}
-    for r in rows:
-        groups.setdefault(
-            (r["audit"], r["op"], r["case"], r["dtype"], r["relation"], r["candidate"] if r["control"] else ""), []
-        ).append(r)
-    return groups
+    case = itemgetter("audit", "op", "case", "dtype", "relation")
+    return grouped(rows, lambda r: (*case(r), r["candidate"] if r["control"] else ""))
 
 
 def first(rows: list[dict]) -> dict:
@@ -64,8 +55,8 @@ def worst(rows: list[dict], name: str) -> str:
 
 def size(rows: list[dict]) -> str:
     """Says how far some rows are off: ULP, or the share of the contract's bound."""
-    share = worst(rows, "threshold_share")
-    return f"{share} × the bound" if share else f"{worst(rows, 'max_ulp')} ULP" if worst(rows, "max_ulp") else "–"
+    share, steps = worst(rows, "threshold_share"), worst(rows, "max_ulp")
+    return f"{share} × the bound" if share else f"{steps} ULP" if steps else "–"
 
 
 def off(r: dict) -> str:
@@ -76,7 +67,7 @@ def off(r: dict) -> str:
 def lines(failing: list[dict], out: Path) -> list[str]:
     """Says in a line for each op, shape, dtype and relation where it drifts, how much and how to see it."""
     found = []
-    for (_, op, case, dtype, relation, _), rows in grouped(failing).items():
+    for (_, op, case, dtype, relation, _), rows in cases(failing).items():
         r = first(rows)
         if not op:
             found.append(f"needs-fix  {r['detail']}")
@@ -97,16 +88,9 @@ def drift(r: dict) -> str:
     said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
     if r["elements"]:
         said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} {off(r)}"
-        said += [
-            f"{label} {worst([r], name)}"
-            for name, label in (
-                ("max_abs", "max abs"),
-                ("max_rel", "max relative"),
-                ("max_ulp", "max ULP"),
-                ("threshold_share", "share of the bound"),
-            )
-            if worst([r], name)
-        ]
+        labels = "max abs", "max relative", "max ULP", "share of the bound"
+        sizes = zip(labels, ("max_abs", "max_rel", "max_ulp", "threshold_share"))
+        said += [f"{label} {worst([r], name)}" for label, name in sizes if r[name] is not None]
     said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
     said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
     return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
@@ -148,47 +132,38 @@ def junit(
             properties = ET.SubElement(suite, "properties")
             for k, v in json.loads(made.read_text(encoding="utf-8")).items():
                 ET.SubElement(properties, "property", name=k, value=_text(v))
-        end = [r for r in rows if r["audit"] == name and not r["relation"]]
-        _case(suite, name, "runs to its end", "error" * bool(end), end[0]["detail"] if end else "")
-        for (_, op, case, dtype, relation, control), mine in grouped([r for r in rows if r["audit"] == name]).items():
-            label = f"{op}[{case}]" if case else op
-            if not relation:
-                continue
+        own = [r for r in rows if r["audit"] == name]
+        end = next((r["detail"] for r in own if not r["relation"]), None)
+        _case(suite, name, "runs to its end", "" if end is None else "error", end or "")
+        judged = [r for r in own if r["relation"]]
+        for (_, op, case, dtype, relation, control), mine in cases(judged).items():
+            label, bad = f"{op}[{case}]" if case else op, needs_fix(mine)
+            folder, title = f"{name}.{label}", f"{relation} {dtype}".strip()
+            refused = [r["detail"] for r in mine if r["verdict"] == "unsupported"]
+            outcome, message, text = "failure" if bad else "", "", ""
             if control:
-                missed = needs_fix(mine)
-                _case(
-                    suite,
-                    f"{name}.controls",
-                    f"{control} ({label} {dtype}, {relation})",
-                    "failure" * bool(missed),
-                    "a control was missed: the audit cannot see this fault",
-                    "\n".join(map(drift, missed)),
-                    relation,
-                )
-                continue
-            bad = needs_fix(mine)
-            refused = [r for r in mine if r["verdict"] == "unsupported"]
-            outcome = "failure" if bad else "skipped" if refused else ""
-            message, text = refused[0]["detail"] if refused else "", ""
-            if bad:
+                folder, title = f"{name}.controls", f"{control} ({label} {dtype}, {relation})"
+                message, text = "a control was missed: the audit cannot see this fault", "\n".join(map(drift, bad))
+            elif bad:
                 message = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}: {where(bad)}"
                 shown = first(bad)
                 chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
                 more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
                 text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
-            _case(suite, f"{name}.{label}", f"{relation} {dtype}".strip(), outcome, message, text, relation)
+            elif refused:
+                outcome, message = "skipped", refused[0]
+            _case(suite, folder, title, outcome, message, text, relation)
     if digests is not None:
         suite = ET.SubElement(root, "testsuite", name="digests", time="0.000")
         for warning in digests:
             _case(suite, "digests", warning.split(":")[0], "failure" if level == "warning" else "skipped", warning)
         if not digests:
             _case(suite, "digests", "the bits are those recorded")
-    for suite in root:
-        suite.set("tests", str(len(suite.findall("testcase"))))
-        for outcome, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-            suite.set(attribute, str(len(suite.findall(f"testcase/{outcome}"))))
-    for attribute in ("tests", "failures", "errors"):
-        root.set(attribute, str(sum(int(suite.get(attribute)) for suite in root)))
+    for attribute, outcome in (("tests", ""), ("failures", "/failure"), ("errors", "/error"), ("skipped", "/skipped")):
+        for suite in root:
+            suite.set(attribute, str(len(suite.findall(f"testcase{outcome}"))))
+        if attribute != "skipped":
+            root.set(attribute, str(len(root.findall(f"testsuite/testcase{outcome}"))))
     root.set("time", f"{sum(seconds.values()):.3f}")
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

@@ -32,31 +32,27 @@ def list_() -> None:
         click.echo(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(audit.parameters)}")
 
 
+OF_A_RUN = (
+    click.argument("names", nargs=-1, metavar="[AUDIT]..."),
+    click.option(
+        "--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."
+    ),
+    click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given."),
+    click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
+    click.option(
+        "--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."
+    ),
+    click.option("--device", help="auto (default), cpu or cuda."),
+    click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
+    click.option(
+        "-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks."
+    ),
+)
+
+
 def _of_a_run(command):
     """Adds what every command that starts audits takes."""
-    for option in reversed(
-        (
-            click.argument("names", nargs=-1, metavar="[AUDIT]..."),
-            click.option(
-                "--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."
-            ),
-            click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given."),
-            click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
-            click.option(
-                "--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."
-            ),
-            click.option("--device", help="auto (default), cpu or cuda."),
-            click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
-            click.option(
-                "-p",
-                "extra",
-                nargs=2,
-                multiple=True,
-                metavar="NAME VALUE",
-                help="Any other parameter of the notebooks.",
-            ),
-        )
-    ):
+    for option in reversed(OF_A_RUN):
         command = option(command)
     return command
 

@@ -21,21 +21,17 @@ DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its ow
 def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> None:
     """Runs audits and writes their documents; ends the process with the status of `--fail-on`."""
     named = bool(names)
-    names, parameters = _parameters(names, extra, options)
-    sessions = _checked(names, parameters)
-    first = sessions[0]
+    names, parameters, (first, *_) = _checked(names, extra, options)
     if out is None:
-        device = re.sub(r"[^a-z0-9]+", "-", first.device_name.lower())
-        candidate = "" if first.candidate.spec == "bi_kernels" else "-" + re.sub(r"\W+", "-", first.candidate.spec)
-        part = "".join(
-            f"-{first.parameters[k]}" for k in ("op", "dtype") if first.parameters.get(k, "all") not in ("", "all")
-        )
-        out = Path("audits") / f"{device}-{first.parameters.get('shapes', 'any')}{candidate}{part}"
-    _writable("--out", out / ".writable")
-    for option, file in (("--junit", junit), ("--summary", summary)):
+        candidate, told = first.candidate.spec, first.parameters
+        parts = [re.sub(r"[^a-z0-9]+", "-", first.device_name.lower()), told.get("shapes", "any")]
+        parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
+        parts += [told[k] for k in ("op", "dtype") if told.get(k, "all") not in ("", "all")]
+        out = Path("audits", "-".join(parts))
+    for option, file in (("--out", out / ".writable"), ("--junit", junit), ("--summary", summary)):
         if file:
             _writable(option, file)
-    recorded = _recorded(digests) if digests else None
+    recorded = digests and _recorded(digests)
     seconds: dict[str, float] = {}
     warnings: list[str] | None = None
     try:
@@ -52,16 +48,10 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
                 found, problems = [], [f"digests: could not be computed ({(died.said or ['killed'])[-1].strip()})"]
             warnings = digest_file.changes(recorded, found, problems, digests)
     finally:  # interrupted or not, what is known is written
-        candidate = first.candidate.spec
-        rows = [
-            r
-            for name in names
-            for r in (
-                read_rows(out / name)
-                if name in seconds
-                else [runner.stopped(name, "the audit was interrupted", candidate)]
-            )
-        ]
+        rows = []
+        for name in names:
+            unfinished = runner.stopped(name, "the audit was interrupted", first.candidate.spec)
+            rows += read_rows(out / name) if name in seconds else [unfinished]
         if junit:
             junit.write_text(ci.junit(rows, out, seconds, names, warnings, level), encoding="utf-8")
         if summary:
@@ -82,8 +72,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
 
 def digest(file, names, extra, check, **options) -> None:
     """Records the candidate's digests in `file`; check: compares them, and ends with 1 if one differs."""
-    names, parameters = _parameters(names, extra, options)
-    _checked(names, parameters)
+    names, parameters, _ = _checked(names, extra, options)
     recorded = _recorded(file) if check or file.exists() else []
     if not check:
         _writable("FILE", file)
@@ -111,8 +100,9 @@ def report(folder: Path) -> None:
     click.echo(f"wrote {folder / 'README.md'}")
 
 
-def _parameters(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
-    """Returns the audits named (all of them if none is) and what they are told."""
+def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict, list]:
+    """Returns the audits named (all of them if none is), what they are told, and the sessions that the notebooks will
+    start, so that a wrong parameter is one line, at once."""
     every = runner.audits()
     for name in names:
         if name not in every:
@@ -124,7 +114,15 @@ def _parameters(names: tuple[str, ...], extra: list[tuple[str, str]], options: d
         if name not in defaults(names[0]):
             raise click.UsageError(f"unknown parameter {name!r}, expected one of {', '.join(defaults(names[0]))}")
         parameters[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
-    return names, parameters
+    try:
+        for k in ("candidate", "shapes"):
+            if k in parameters and not any(accepted(name, {k: 0}) for name in names):
+                raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
+        if "inputs" in parameters and names != ["any"]:
+            raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
+        return names, parameters, [load(name, accepted(name, parameters)) for name in names]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _writable(option: str, file: Path) -> None:
@@ -152,16 +150,3 @@ def _warn(text: str) -> None:
     """Prints a line on stderr, or an annotation of the job where GitHub runs this."""
     on_github = os.environ.get("GITHUB_ACTIONS") == "true"
     click.echo(f"::warning title=bi-audit::{text}" if on_github else f"bi-audit: warning: {text}", err=not on_github)
-
-
-def _checked(names: list[str], parameters: dict) -> list:
-    """Starts the sessions that the notebooks will start, so that a wrong parameter is one line, at once."""
-    try:
-        for k in ("candidate", "shapes"):
-            if k in parameters and not any(accepted(name, {k: 0}) for name in names):
-                raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
-        if "inputs" in parameters and names != ["any"]:
-            raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
-        return [load(name, accepted(name, parameters)) for name in names]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None

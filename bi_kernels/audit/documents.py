@@ -19,16 +19,14 @@ NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "s
 def clean(notebook: NotebookNode) -> None:
     """Drops what names the machine or the hour: papermill's records, warnings of libraries, and paths in outputs."""
     notebook.metadata.pop("papermill", None)
-    roots = sorted(
-        {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}, key=len, reverse=True
-    )
+    roots = {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
         if "injected-parameters" in cell.metadata.get("tags", []):
             cell["id"] = "injected-parameters"  # else another one in every run
         text = json.dumps(cell.get("outputs", []))
-        for root in roots:
+        for root in sorted(roots, key=len, reverse=True):
             text = text.replace(json.dumps(root)[1:-1], "…")
         if "outputs" in cell:
             cell.outputs = [from_dict(o) for o in json.loads(text) if o.get("name") != "stderr"]
@@ -54,16 +52,11 @@ def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Pat
     os.environ["BI_AUDIT_OUT"] = str(folder.resolve())
     target = folder / "notebook.ipynb"
     total = len(json.loads(notebook.read_text(encoding="utf-8"))["cells"])
+    started = lambda cell, cell_index: print("cell", cell_index, total, flush=True)
     error, finished = "", False
     try:
-        papermill.execute_notebook(
-            str(notebook),
-            str(target),
-            parameters,
-            kernel_name=KERNEL,
-            progress_bar=False,
-            on_cell_start=lambda cell, cell_index: print("cell", cell_index, total, flush=True),
-        )
+        how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
+        papermill.execute_notebook(str(notebook), str(target), parameters, **how)
     except PapermillExecutionError as failed:
         if failed.ename == "KeyboardInterrupt":
             raise KeyboardInterrupt from None

@@ -10,10 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-PROCESSES = {
-    "attention": 12,
-    "vocabulary": 3,
-}  # attention's kernels compile longest, a vocabulary's tensors are largest
+# attention's kernels compile longest, a vocabulary's tensors are largest
+PROCESSES = {"attention": 12, "vocabulary": 3}
 MOST = 6  # of any other audit
 _own: list = []  # the session of a process that works for another
 

@@ -13,14 +13,8 @@ import torch
 
 from bi_kernels.contract import DTYPES, SHAPES
 
-OPTIONS = (
-    "dtype",
-    "candidate",
-    "shapes",
-    "inputs",
-    "device",
-    "seed",
-)  # `bi-audit run --dtype`; others: `-p NAME VALUE`
+# `bi-audit run --dtype`; others: `-p NAME VALUE`
+OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed")
 
 
 def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:

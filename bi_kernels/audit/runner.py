@@ -10,13 +10,12 @@ import os
 import shutil
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.worker import Died, Worker
@@ -69,51 +68,44 @@ def publish(audit: Audit, parameters: dict, folder: Path, body: str, error: str 
 
     error: what the notebook raised; finished: in its last cell, which asserts what the verdict says.
     """
-    partial = _partial(folder)
-    verdicts = partial / "verdicts.json"
+    partial, old = _hidden(folder, "partial"), _hidden(folder, "old")
     rows = read_rows(partial)
-    error = error.strip().splitlines()[0] if error.strip() else error
+    error = (error.strip().splitlines() or [error])[0]
     if error and not (finished and needs_fix(rows)):
         rows.append(stopped(audit.name, f"the notebook stopped: {error}", parameters.get("candidate", "")))
-    write_rows(verdicts, rows)
+    write_rows(partial / "verdicts.json", rows)
     if error and not finished:
         body += f"\n\n**The audit stopped here:** `{error[:300]}`\n"
     (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
-    old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    for done in (old, _interrupted(folder)):
+    for done in (old, _hidden(folder, "interrupted")):
         shutil.rmtree(done, ignore_errors=True)
     return not error and not needs_fix(rows)
 
 
-def _partial(folder: Path) -> Path:
-    """Returns where the document that will be `folder` is built."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def _interrupted(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.interrupted")
+def _hidden(folder: Path, state: str) -> Path:
+    """Returns where the document of `folder` is while it is partial, interrupted or old."""
+    return folder.with_name(f".{folder.name}.{state}")
 
 
 def _keep(folder: Path, console: Console) -> None:
     """Keeps what an interrupted audit had recorded, hidden beside its document."""
-    partial, kept = _partial(folder), _interrupted(folder)
+    partial, kept = _hidden(folder, "partial"), _hidden(folder, "interrupted")
     if read_rows(partial):
         shutil.rmtree(kept, ignore_errors=True)
         partial.rename(kept)
-        console.print(
-            f"{folder.name}: what it had recorded is in {kept}", markup=False, highlight=False, soft_wrap=True
-        )
+        said = f"{folder.name}: what it had recorded is in {kept}"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def collect(folder: Path) -> list[dict]:
     """Returns the rows of every document in `folder`, also written to its verdicts.json."""
-    rows = [
-        r for path in sorted(folder.glob("[!.]*/verdicts.json")) for r in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    rows = []
+    for path in sorted(folder.glob("[!.]*/verdicts.json")):
+        rows += json.loads(path.read_text(encoding="utf-8"))
     write_rows(folder / "verdicts.json", rows)
     return rows
 
@@ -123,16 +115,15 @@ class Board:
 
     def __init__(self, names: list[str], out: Path, console: Console):
         self.out, self.console = out, console
-        self.since: dict[str, float] = {}  # by audit that runs, the time of its start
         self.counted: dict[str, int] = {}
-        clock, word = TimeElapsedColumn(), TextColumn("{task.fields[word]}")
-        self.progress = Progress(
-            TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), clock, word, console=console
-        )
+        name, word = TextColumn("{task.description:14}"), TextColumn("{task.fields[word]}")
+        self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word, console=console)
         self.tasks = {n: self.progress.add_task(n, start=False, total=None, word="waiting") for n in names}
 
+    def task(self, name: str) -> Task:
+        return self.progress.tasks[self.tasks[name]]
+
     def begin(self, name: str) -> None:
-        self.since[name] = time.monotonic()
         self.progress.start_task(self.tasks[name])
         self.progress.update(self.tasks[name], word="starting")
 
@@ -144,27 +135,26 @@ class Board:
 
     def count(self, name: str) -> None:
         """Reads what an audit has recorded so far; its first verdicts are worth a line of their own."""
-        rows = read_rows(_partial(self.out / name))
+        rows = read_rows(_hidden(self.out / name, "partial"))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
         if rows and name not in self.counted:
-            self.console.print(f"{name}: {said} after {time.monotonic() - self.since[name]:.0f} s", highlight=False)
+            self.console.print(f"{name}: {said} after {self.task(name).elapsed:.0f} s", highlight=False)
         if len(rows) > self.counted.get(name, 0):
             self.counted[name] = len(rows)
             self.progress.update(self.tasks[name], word=said)
 
     def watch(self, over: threading.Event) -> None:
         while not over.wait(LOOK):
-            for name in list(self.since):
-                self.count(name)
+            for name in self.tasks:
+                if self.task(name).started:
+                    self.count(name)
 
     def end(self, name: str, passed: bool) -> float:
         """Returns how many seconds the audit took."""
-        took, task = time.monotonic() - self.since.pop(name), self.tasks[name]
-        total = self.progress.tasks[task].total or 1
-        self.progress.update(
-            task, completed=total, total=total, word="[green]pass[/]" if passed else "[red]needs-fix[/]"
-        )
-        return took
+        total = self.task(name).total or 1
+        word = "[green]pass[/]" if passed else "[red]needs-fix[/]"
+        self.progress.update(self.tasks[name], completed=total, total=total, word=word)
+        return self.task(name).elapsed
 
 
 def run(
@@ -180,12 +170,12 @@ def run(
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
     def one(name: str) -> None:
-        audit, partial = every[name], _partial(out / name)
+        audit, partial = every[name], _hidden(out / name, "partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         board.begin(name)
-        order = name, audit.notebook, audit.title, parameters[name], partial
-        worker = Worker("bi_kernels.audit.documents:execute", *order)
+        given = name, audit.notebook, audit.title, parameters[name], partial
+        worker = Worker("bi_kernels.audit.documents:execute", *given)
         workers.append(worker)
         try:
             body, error, finished = worker.result(lambda line: board.cell(name, line))

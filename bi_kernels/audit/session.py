@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import bi_kernels
 from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.provenance import device_name, provenance
-from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix, write_rows
+from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, write_rows
 from bi_kernels.audit.parameters import choose, command, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import Problem, problems
@@ -22,6 +22,8 @@ from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.judge import judge
 from bi_kernels.audit.static.launches import Variant
 from bi_kernels.contract import DTYPES
+
+EXAMPLES = 5  # of random layouts that a subject is judged in
 
 
 def start(audit: str, given: dict) -> "Session":
@@ -51,7 +53,8 @@ class Session:
     @property
     def out(self) -> Path | None:
         """Says where bi-audit collects the evidence; None when the notebook runs by itself."""
-        return Path(os.environ["BI_AUDIT_OUT"]) if os.environ.get("BI_AUDIT_OUT") else None
+        out = os.environ.get("BI_AUDIT_OUT")
+        return Path(out) if out else None
 
     @property
     def on_gpu(self) -> bool:
@@ -82,13 +85,11 @@ class Session:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
         return tables.facts(fields)
 
-    def make(self, audit: str = "", dtypes: Iterable[str] = (), candidate: Candidate | None = None) -> list[Subject]:
-        """Returns the subjects of an audit: the candidate's functions at every case and dtype."""
-        chosen, shapes, seed = candidate or self.candidate, self.parameters["shapes"], self.parameters["seed"]
-        every = problems(
-            audit or self.audit, list(dtypes) or self.dtypes, shapes, self.device, seed, tuple(chosen.functions)
-        )
-        return [Subject(p, chosen.functions[p.op.name], chosen.spec, self.device_label, self.command) for p in every]
+    def make(self) -> list[Subject]:
+        """Returns the subjects of this audit: the candidate's functions at every case and dtype."""
+        p, functions = self.parameters, self.candidate.functions
+        every = problems(self.audit, self.dtypes, p["shapes"], self.device, p["seed"], tuple(functions))
+        return [Subject(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command) for x in every]
 
     def problem(self, op: str, case: str, dtype: str) -> Problem:
         p = self.parameters
@@ -103,7 +104,6 @@ class Session:
 
     def judge(
         self,
-        examples: int = 5,
         forward: bool = True,
         backward: bool = False,
         meanwhile: Callable[["Session"], object] = lambda session: None,
@@ -113,7 +113,7 @@ class Session:
         They are recorded op by op. backward: gradients too, and the static audit of all that was launched; meanwhile:
         begins, on a GPU, what will be asked for next.
         """
-        return judge(self, examples, forward, backward, meanwhile)
+        return judge(self, EXAMPLES, forward, backward, meanwhile)
 
     def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""
@@ -135,11 +135,8 @@ class Session:
     @property
     def passed(self) -> bool:
         """Tells whether something was judged, nothing needs a fix, and there were controls, all caught."""
-        return (
-            any(r.verdict == PASS for r in self.rows if not r.control)
-            and any(r.control for r in self.rows)
-            and not self.failures
-        )
+        judged = any(r.verdict == PASS and not r.control for r in self.rows)
+        return judged and any(r.control for r in self.rows) and not self.failures
 
     def verdict(self):
         """Returns the verdict bundle: a table for people, JSON for programs, the same on every run."""
@@ -147,14 +144,11 @@ class Session:
 
     def failure(self) -> str:
         """Says in one line a failing op what fails, for the notebook's last assert."""
-        seen = {}
-        for r in self.failures:
-            seen.setdefault((r.candidate if r.control else r.op, r.case, r.dtype, r.relation), []).append(r)
-        return (
-            "\n".join(
-                f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
-                f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
-                for (op, case, dtype, relation), rows in seen.items()
-            )
-            or "nothing was judged, or no control was run"
-        )
+        said = [
+            f"{op} {case} {dtype}: {relation} needs a fix in {len(rows)} of its checks, first {rows[0].layout} "
+            f"(M = {rows[0].rows}, {rows[0].inputs}): {rows[0].detail or rows[0].mismatches}"
+            for (op, case, dtype, relation), rows in grouped(
+                self.failures, lambda r: (r.candidate if r.control else r.op, r.case, r.dtype, r.relation)
+            ).items()
+        ]
+        return "\n".join(said) or "nothing was judged, or no control was run"

@@ -12,6 +12,8 @@ linear = F.linear
 matmul = torch.matmul
 add = torch.add
 bias_add = torch.add
+mask_fill = torch.masked_fill
+cast = Tensor.to
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -20,14 +22,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: float) -> Tensor:
     return x * factor
-
-
-def mask_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    return x.masked_fill(mask, value)
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
 
 
 def rope(
@@ -41,11 +35,9 @@ def rope(
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])
     cos, sin = (t[positions].to(x.dtype)[..., None, :] for t in table)
-    if interleaved:
-        x1, x2 = x[..., ::2], x[..., 1::2]
-        return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+    x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -100,7 +92,7 @@ def attention(
             attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b
         ]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
-    (L, S), device = (q.shape[1], k.shape[1]), q.device
+    L, S, device = q.shape[1], k.shape[1], q.device
     length = lambda lengths, width: torch.full((len(q),), width, device=device) if lengths is None else lengths
     length_q, length_k = length(lengths_q, L)[:, None, None], length(lengths_k, S)[:, None, None]
     query, key = torch.arange(L, device=device)[:, None], torch.arange(S, device=device)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.ci import fails, first, grouped, reproducer, size, where
+from bi_kernels.audit.ci import cases, fails, first, reproducer, size, where
 from bi_kernels.audit.evidence.index import MARK, matrix, table
 from bi_kernels.audit.evidence.verdicts import needs_fix
 
@@ -14,40 +14,34 @@ LISTED = 40  # lines; GitHub cuts a summary off at 1 MiB
 def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
     """Returns verdict, status matrix, what needs a fix, and links to the documents; `file`: where it will stand."""
     mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
-    bad, failed = needs_fix(rows), fails(rows, warnings, level)
+    bad = needs_fix(rows)
     verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
-    devices = list(dict.fromkeys(r["device"] for r in mine if r["device"]))
+    distinct = lambda name: list(dict.fromkeys(r[name] for r in mine if r[name]))
+    devices, specs = distinct("device"), distinct("candidate")
     note = "; no statement about a GPU" if "interpreter" in devices else ""
-    specs = list(dict.fromkeys(r["candidate"] for r in mine if r["candidate"]))
     parts = [
         f"## {MARK[verdict]} bi-audit: {verdict}",
         f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
         f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
-        f"{len(controls)}"
-        + (f"; warnings: {len(warnings)}" if warnings else "")
-        + f". The run {'fails' if failed else 'does not fail'} at `--fail-on {level}`.",
+        f"{len(controls)}{f'; warnings: {len(warnings)}' if warnings else ''}. "
+        f"The run {'fails' if fails(rows, warnings, level) else 'does not fail'} at `--fail-on {level}`.",
         matrix(mine).rstrip() if any(r["op"] for r in mine) else "",
     ]
     listed = []
-    for (audit, op, case, dtype, relation, control), found in grouped(bad).items():
+    for (audit, op, case, dtype, relation, control), found in cases(bad).items():
         row = first(found)
         command = reproducer(row, out)
-        differ = f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"]
-        listed.append(
-            {
-                k: v.replace("|", r"\|")
-                for k, v in {
-                    "audit": audit,
-                    "op": f"{op} {case}".strip() or "–",
-                    "dtype": dtype or "–",
-                    "relation": relation or "did not run to its end",
-                    "where": f"control missed: {control}" if control else where(found) or "–",
-                    "at most": size(found),
-                    "elements, first": differ,
-                    "reproduce": f"`{command}`" if command else "–",
-                }.items()
-            }
-        )
+        line = {
+            "audit": audit,
+            "op": f"{op} {case}".strip() or "–",
+            "dtype": dtype or "–",
+            "relation": relation or "did not run to its end",
+            "where": f"control missed: {control}" if control else where(found) or "–",
+            "at most": size(found),
+            "elements, first": f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"],
+            "reproduce": f"`{command}`" if command else "–",
+        }
+        listed.append({k: v.replace("|", r"\|") for k, v in line.items()})
     if listed:
         more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
@@ -60,10 +54,9 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
 def _links(out: Path, file: Path, names: Sequence[str]) -> str:
     """Returns links to the documents; a job's summary on GitHub has no files beside it, but the run's artifacts."""
     server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
-    documents = [out / name / "README.md" for name in names if (out / name / "README.md").exists()]
+    documents = [d for d in (out / name / "README.md" for name in names) if d.exists()]
     if server and repository and number:
-        return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): " + ", ".join(
-            f"`{d.as_posix()}`" for d in documents
-        )
+        listed = ", ".join(f"`{d.as_posix()}`" for d in documents)
+        return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): {listed}"
     relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
     return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
+from operator import attrgetter
 
 from bi_kernels.audit.evidence.verdicts import Judged, Row
 
@@ -13,13 +15,10 @@ def missing(rows: Sequence[Row], subject: Judged, required: Iterable[dict]) -> l
     unless given.
     """
     own = {name: getattr(subject.row("", ""), name) for name in ("op", "case", "dtype")}
-    seen: dict[tuple[str, ...], set[tuple]] = {}
+    held = cache(lambda names: {attrgetter(*names)(r) for r in rows if not r.control})
     found = []
     for wanted in (own | fields for fields in required):
-        names = tuple(wanted)
-        if names not in seen:
-            seen[names] = {tuple(getattr(r, name) for name in names) for r in rows if not r.control}
-        if tuple(wanted.values()) not in seen[names]:
+        if tuple(wanted.values()) not in held(tuple(wanted)):
             row = subject.row(wanted["relation"], wanted["layout"])
             detail = ": ".join(filter(None, (wanted.get("detail"), "required, not run")))
             found.append(replace(row, **wanted | {"detail": detail}))

@@ -56,14 +56,11 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     outputs the sum and the worst, and the first index of the first that differs."""
     if isinstance(actual, tuple):
         parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
-        most = lambda name: max(getattr(p, name) for p in parts)
+        total = lambda name, over: over(getattr(p, name) for p in parts)
         part = next((i for i, p in enumerate(parts) if p.mismatches), 0)
         return Drift(
-            sum(p.mismatches for p in parts),
-            sum(p.elements for p in parts),
-            most("max_abs"),
-            most("max_rel"),
-            most("max_ulp"),
+            *(total(name, sum) for name in ("mismatches", "elements")),
+            *(total(name, max) for name in ("max_abs", "max_rel", "max_ulp")),
             parts[part].first_index,
             part,
         )
@@ -77,24 +74,13 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
         return Drift(0, actual.numel())
     flat = differ.flatten()
     a, e = actual.flatten()[flat], expected.flatten()[flat]
-    first = torch.unravel_index(flat.to(torch.uint8).argmax(), actual.shape)
+    first = tuple(map(int, torch.unravel_index(flat.to(torch.uint8).argmax(), actual.shape)))
+    if not bool((a.isfinite() & e.isfinite()).all()):
+        return Drift(count, actual.numel(), *[float("inf")] * 3, first)
+    a64, e64 = a.double(), e.double()
+    gap, scale = (a64 - e64).abs(), torch.maximum(a64.abs(), e64.abs())
     if not actual.dtype.is_floating_point:
-        return Drift(
-            count, actual.numel(), float((a.double() - e.double()).abs().max()), 0.0, 0, tuple(int(i) for i in first)
-        )
-    finite = a.isfinite() & e.isfinite()
-    infinite = float("inf") if not bool(finite.all()) else 0.0
-    a64, e64 = a[finite].double(), e[finite].double()
-    gap = (a64 - e64).abs()
-    scale = torch.maximum(a64.abs(), e64.abs())
-    worst = lambda t: max(infinite, float(t.max()) if t.numel() else 0.0)
-    steps = (ordered(a[finite]) - ordered(e[finite])).abs()
-    ulp = infinite or (int(steps.max()) if steps.numel() else 0)
-    return Drift(
-        count,
-        actual.numel(),
-        worst(gap),
-        worst(gap / scale.clamp(min=torch.finfo(torch.float64).tiny)),
-        ulp,
-        tuple(int(i) for i in first),
-    )
+        return Drift(count, actual.numel(), float(gap.max()), first_index=first)
+    relative = gap / scale.clamp(min=torch.finfo(torch.float64).tiny)
+    steps = (ordered(a) - ordered(e)).abs()
+    return Drift(count, actual.numel(), float(gap.max()), float(relative.max()), int(steps.max()), first)

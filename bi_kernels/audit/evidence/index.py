@@ -1,26 +1,17 @@
 """The generated index: which documents there are, what they say, and the status matrix over all of them."""
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
 
-RELATION = {
-    "forward invariance": "invariance",
-    "forward accuracy": "accuracy",
-    "gradient invariance": "gradient invariance",
-    "gradient accuracy": "gradient accuracy",
-    "determinism": "determinism",
-    "atomics-free": "atomics-free",
-    "parity": "parity",
-    "contract": "contract",
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, grouped, worst_of
+
+RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
+    name: name
+    for name in ("gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity", "contract")
 }
-MARK = {"pass": "✅", "needs-fix": "❌", "unsupported": "⬜", "": "–"}
-
-
-def _worst(verdicts: Collection[str]) -> str:
-    return next((v for v in ("needs-fix", "unsupported", "pass") if v in verdicts), "")
+MARK = {PASS: "✅", NEEDS_FIX: "❌", UNSUPPORTED: "⬜", "": "–"}
 
 
 def table(lines: list[dict]) -> str:
@@ -30,22 +21,16 @@ def table(lines: list[dict]) -> str:
 
 def matrix(rows: list[dict]) -> str:
     """Returns the status matrix of some verdicts: op × relation, the dtypes of each mark."""
-    verdicts: dict[str, dict[str, dict[str, set]]] = {}  # by op, relation and dtype
-    for r in rows:
-        if r["op"] and r["relation"] in RELATION.values():
-            of_relation = verdicts.setdefault(r["op"], {}).setdefault(r["relation"], {})
-            of_relation.setdefault(r["dtype"], set()).add(r["verdict"])
     lines = []
-    for op, of_relation in verdicts.items():
-        dtypes = dict.fromkeys(r["dtype"] for r in rows if r["op"] == op and r["relation"] in of_relation)
-        line = {"op": op}
+    judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values())
+    for op, mine in grouped(judged, lambda r: r["op"]).items():
+        dtypes, line = dict.fromkeys(r["dtype"] for r in mine), {"op": op}
         for column, relation in RELATION.items():
-            found: dict[str, list[str]] = {}
-            for dtype in (d for d in dtypes if d in of_relation.get(relation, {})):
-                found.setdefault(_worst(of_relation[relation][dtype]), []).append(dtype)
-            said = (
-                f"{MARK[v]} {len(d)} dtypes" if len(d) > 3 else f"{MARK[v]} {' '.join(d)}" for v, d in found.items()
+            of_dtype = grouped((r for r in mine if r["relation"] == relation), lambda r: r["dtype"])
+            marked = grouped(
+                (d for d in dtypes if d in of_dtype), lambda d: MARK[worst_of({r["verdict"] for r in of_dtype[d]})]
             )
+            said = (f"{mark} {len(d)} dtypes" if len(d) > 3 else f"{mark} {' '.join(d)}" for mark, d in marked.items())
             line[column] = " ".join(said) or MARK[""]
         lines.append(line)
     return table(lines) + "\n"
@@ -68,7 +53,8 @@ def report(folder: Path) -> str:
         made = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
         mine = [r for r in rows if not r["control"]]
         controls = [r for r in rows if r["control"]]
-        verdict = _worst([r["verdict"] for r in mine] + ["needs-fix" for r in controls if not r["caught"]])
+        caught = [r for r in controls if r["caught"]]
+        verdict = NEEDS_FIX if len(caught) < len(controls) else worst_of({r["verdict"] for r in mine})
         where = path.relative_to(folder).as_posix()
         listing.append(
             {
@@ -78,7 +64,7 @@ def report(folder: Path) -> str:
                 "verdict": f"{MARK[verdict]} {verdict}",
                 "checks": f"{len(mine):,}",
                 "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
-                "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
+                "controls caught": f"{len(caught)} of {len(controls)}",
                 "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
                 "commit": made.get("commit", "–"),
                 "command": made.get("command", "–"),
@@ -87,15 +73,12 @@ def report(folder: Path) -> str:
         groups.setdefault(path.parent, []).extend(mine)
     for place, rows in groups.items():
         if any(r["relation"] in RELATION.values() for r in rows):
-            parts.append(
-                f"### {place.relative_to(folder).as_posix() if place != folder else folder.name}\n\n{matrix(rows)}"
-            )
-    missing = "" if listing else "\nNo document here yet.\n"
+            name = place.relative_to(folder).as_posix() if place != folder else folder.name
+            parts.append(f"### {name}\n\n{matrix(rows)}")
     return (
         "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, "
         "– not judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
-        + (table(listing) if listing else "")
-        + missing
+        + (table(listing) if listing else "\nNo document here yet.\n")
         + "\n\n## Status matrix\n\n"
         + "\n".join(parts)
     ).rstrip() + "\n"

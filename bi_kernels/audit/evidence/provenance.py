@@ -3,23 +3,25 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 
 from bi_kernels import contract
 
 
+def _said(*command: str) -> str:
+    """Returns what a command prints. Raises OSError or CalledProcessError."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def commit() -> str:
     """Returns the commit of the code, '+changes' if the tree is not clean; BI_COMMIT where there is no git."""
-    given = os.environ.get("BI_COMMIT")
-    if given:
+    if given := os.environ.get("BI_COMMIT"):
         return given
-    git = lambda *arguments: subprocess.run(
-        ["git", "-C", str(Path(__file__).parents[2]), *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    git = lambda *arguments: _said("git", "-C", str(Path(__file__).parents[2]), *arguments)
     try:
         git("ls-files", "--error-unmatch", "contract.toml")  # installed into somebody else's repository, it is not ours
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
@@ -38,26 +40,13 @@ def device_name(device: torch.device) -> str:
 
 def driver() -> str:
     try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        return out.splitlines()[0].strip()
+        return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "none"
 
 
 def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
     """Field name to value, in the order in which a reader wants them."""
-
-    def package(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "none"
-
     arch = architecture(device)
     promised = contract.CONTRACT["architectures"]["promised"]
     return {
@@ -68,7 +57,7 @@ def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
         "CUDA": torch.version.cuda or "none" if device.type == "cuda" else "none",
         "torch": torch.__version__,
         "Triton": triton.__version__,
-        "numpy": package("numpy"),
+        "numpy": np.__version__,
         "Python": platform.python_version(),
         "contract": contract.VERSION,
         "parameters": ", ".join(f"{k}={v}" for k, v in parameters.items()),

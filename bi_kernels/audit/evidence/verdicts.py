@@ -3,7 +3,7 @@ file."""
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +86,19 @@ def needs_fix(rows: Iterable[Row | dict]) -> list:
         return not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
 
     return [row for row in rows if wrong(row)]
+
+
+def worst_of(verdicts: Collection[str]) -> str:
+    """Returns needs-fix if any is, else unsupported if any is, else pass; '' if there is none."""
+    return next((v for v in (NEEDS_FIX, UNSUPPORTED, PASS) if v in verdicts), "")
+
+
+def grouped(items: Iterable, key: Callable) -> dict:
+    """Returns {key(item): its items}, both in the order in which they come."""
+    groups: dict = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def up_to_a_drift(rows: Iterable[Row]) -> list[Row]:
