@@ -1,5 +1,6 @@
 """The experiments of the GEMM audit."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -12,9 +13,8 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import normal, replayed
 from bi_kernels.audit.experiments.timing import launch_us, times_ms
-from bi_kernels.audit.problem.problem import Problem
-from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
@@ -54,16 +54,13 @@ def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _problem(session, case: str, dtype: str) -> Problem:
-    return Problem(
-        OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device, session.parameters["seed"]
-    )
+def _subject(session, case: str, dtype: str) -> Subject:
+    return replace(session.subject("linear", dtype), problem=session.problem("linear", case, dtype))
 
 
-def _ours(session, case: str, dtype: str) -> Subject:
-    return Subject(
-        _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-    )
+def _operands(s: Subject, kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, shared = s.inputs(kind, rows)
+    return tokens["x"], shared["weight"]
 
 
 def _name(tile: Tile) -> str:
@@ -85,36 +82,37 @@ def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, floa
     """
     rows, seen = [], {}
     for dtype in session.dtypes:
-        subject = _ours(session, case, dtype)
-        tokens, shared = subject.inputs(SHARPEST, subject.largest)
-        x, w = tokens["x"], shared["weight"]
-        bias = x[0, :1] * torch.ones_like(w[:, 0])
-        stored_transposed = lambda t: t.t().contiguous().t()
+        subject = _subject(session, case, dtype)
+        x, w = _operands(subject, SHARPEST, subject.largest)
+        transposed = [t.t().contiguous().t() for t in (x, w)]
         variants = {
             "": (x, w, None),
-            ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias),
+            ", bias, both operands transposed": (*transposed, x[0, :1] * torch.ones_like(w[:, 0])),
         }
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
         for tile in table_tiles(DTYPES[dtype]):
             line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
             for m in _tile_rows(subject):
-                drifts = {
-                    name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()
-                }
-                line[str(m)] = sum(d.mismatches for d in drifts.values())
-                rows += [
-                    subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
-                    for name, d in drifts.items()
+                found = [
+                    subject.row(
+                        "invariance",
+                        "tiles",
+                        compare(launch(a[:m], v, b, tile), whole[name][:m]),
+                        _name(fixed),
+                        SHARPEST,
+                        m,
+                        detail=_name(tile) + name,
+                    )
+                    for name, (a, v, b) in variants.items()
                 ]
-        half = x.shape[1] // 2
+                line[str(m)] = sum(r.mismatches for r in found)
+                rows += found
         line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
+        summed = lambda a, v: launch(a.float(), v.float(), None, FP32_TILE)
         for m in _tile_rows(subject):
-            parts = [
-                launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))
-            ]
-            whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
-            line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
+            first, second = map(summed, x[:m].chunk(2, 1), w.chunk(2, 1))
+            line[str(m)] = compare((first + second).to(x.dtype), summed(x[:m], w).to(x.dtype)).mismatches
     return rows, seen
 
 
@@ -146,19 +144,14 @@ def slabs(session) -> tuple[list[Row], list[dict]]:
         "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
         "reversed": (x.flip(1), w.flip(1)),
     }
-    subject = _ours(session, "o", "bf16")
+    subject = _subject(session, "o", "bf16")
     rows, out = [], []
     for name, (a, b) in orders.items():
         drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
         if len(rows) < 3:
             rows.append(subject.row("invariance", "slabs", drift, "ascending k", "normal", m, detail=name))
-        out.append(
-            {
-                "order of k": name,
-                "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
-                "max ULP": drift.max_ulp,
-            }
-        )
+        differ = f"{drift.mismatches} of {drift.elements}"
+        out.append({"order of k": name, "fp32 results that differ": differ, "max ULP": drift.max_ulp})
     return rows, out
 
 
@@ -166,15 +159,11 @@ def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
     """torch's own linear: {shape: {M: elements of the M rows that differ from the same rows in the largest call}}."""
     out = {}
     for case, (n, k) in linears(session.parameters["shapes"]).items():
-        s = Subject(_problem(session, case, dtype), F.linear, "torch", session.device_label)
-        largest = 8192 if session.on_gpu else s.largest
-        tokens, shared = s.inputs("normal", largest)
-        x, w = tokens["x"], shared["weight"]
+        s = _subject(session, case, dtype)
+        x, w = _operands(s, "normal", 8192 if session.on_gpu else s.largest)
         whole = F.linear(x, w)
-        out[f"{case} {k}→{n}"] = {
-            str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)
-        }
-        s.forget()
+        differ = lambda m: compare(F.linear(x[:m], w), whole[:m]).mismatches
+        out[f"{case} {k}→{n}"] = {str(m): differ(m) for m in contract.rows(s.largest)}
     return out
 
 
@@ -188,35 +177,19 @@ def captured(session) -> list[Row]:
     torch._dynamo.config.recompile_limit = 64
     static = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=False)
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
-    for dtype in session.dtypes:
-        for case in linears(session.parameters["shapes"]):
-            s = _ours(session, case, dtype)
-            tokens, shared = s.inputs(SHARPEST, s.largest)
-            x, w = tokens["x"], shared["weight"]
-            whole = bi_kernels.linear(x, w)
-            for number, m in enumerate(contract.rows(s.largest)):
-                part = torch.zeros_like(x[:m])
-                bi_kernels.linear(part, w)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = bi_kernels.linear(part, w)
-                part.copy_(x[:m])  # the graph must read what is there when it runs
-                graph.replay()
-                found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
-                if number % 8 == 0:
-                    found["torch.compile:static"] = static(part, w)
-                rows += [
-                    s.row(
-                        "invariance",
-                        name,
-                        compare(y, whole[:m]),
-                        f"{s.largest} rows, eager",
-                        SHARPEST,
-                        m,
-                        detail=_name(tile_for(m, len(w), x.dtype)),
-                    )
-                    for name, y in found.items()
-                ]
+    for dtype, case in product(session.dtypes, linears(session.parameters["shapes"])):
+        s = _subject(session, case, dtype)
+        x, w = _operands(s, SHARPEST, s.largest)
+        whole = bi_kernels.linear(x, w)
+        for number, m in enumerate(contract.rows(s.largest)):
+            part = torch.zeros_like(x[:m])
+            out = replayed(lambda: bi_kernels.linear(part, w), [(part, x[:m])])
+            found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
+            if number % 8 == 0:
+                found["torch.compile:static"] = static(part, w)
+            said = {"against": f"{s.largest} rows, eager", "inputs": SHARPEST, "rows": m}
+            said["detail"] = _name(tile_for(m, len(w), x.dtype))
+            rows += [s.row("invariance", name, compare(y, whole[:m]), **said) for name, y in found.items()]
     return rows
 
 
@@ -225,10 +198,9 @@ def missing(session) -> list[Row]:
     not run."""
     found = []
     for dtype, (case, (n, _)) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
-        s = _ours(session, case, dtype)
-        row = lambda layout, m, tile: dict(
-            relation="invariance", layout=layout, inputs=SHARPEST, rows=m, detail=_name(tile)
-        )
+        s = _subject(session, case, dtype)
+        said = {"relation": "invariance", "inputs": SHARPEST}
+        row = lambda layout, m, tile: said | {"layout": layout, "rows": m, "detail": _name(tile)}
         required = [row("tiles", m, tile) for m in _tile_rows(s) for tile in table_tiles(DTYPES[dtype]) if case == "o"]
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
             required += [row(layout, m, tile_for(m, n, DTYPES[dtype])) for m in contract.rows(s.largest)]
@@ -239,7 +211,7 @@ def missing(session) -> list[Row]:
 def launches(session) -> dict[str, float]:
     """launch_us of an eager linear of one row, by who makes it."""
     n, k = linears(session.parameters["shapes"])["o"]
-    w, x = (torch.randn(rows, k, device=session.device, dtype=torch.bfloat16) for rows in (n, 1))
+    w, x = normal(session, n, k), normal(session, 1, k)
     return {"bi_kernels": launch_us(lambda: bi_kernels.linear(x, w)), "torch": launch_us(lambda: F.linear(x, w))}
 
 
@@ -247,9 +219,9 @@ def benchmark(session) -> list[dict]:
     """linear against cuBLAS (F.linear) and against one fixed tile, bf16, in one run: milliseconds and ratios."""
     out = []
     for case, (n, k) in linears(session.parameters["shapes"]).items():
-        w = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+        w = normal(session, n, k)
         for m in CONTRACT["benchmark"]["rows"]:
-            x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
+            x = normal(session, m, k)
             cublas, ours, fixed, again = times_ms(
                 lambda: F.linear(x, w),
                 lambda: bi_kernels.linear(x, w),
@@ -257,18 +229,7 @@ def benchmark(session) -> list[dict]:
                 lambda: F.linear(x, w),
             )
             cublas, spread = (cublas + again) / 2, cublas / again
-            out.append(
-                {
-                    "shape": case,
-                    "N": n,
-                    "K": k,
-                    "M": m,
-                    "cuBLAS ms": cublas,
-                    "ours ms": ours,
-                    "ratio": cublas / ours,
-                    "fixed tile": cublas / fixed,
-                    "cuBLAS against itself": spread,
-                    "TFLOP/s": 2 * m * n * k / ours / 1e9,
-                }
-            )
+            times = {"cuBLAS ms": cublas, "ours ms": ours, "ratio": cublas / ours, "fixed tile": cublas / fixed}
+            rest = {"cuBLAS against itself": spread, "TFLOP/s": 2 * m * n * k / ours / 1e9}
+            out.append({"shape": case, "N": n, "K": k, "M": m} | times | rest)
     return out

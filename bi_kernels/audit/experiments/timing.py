@@ -65,6 +65,11 @@ def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
     return [statistics.median(column) for column in zip(*turns)]
 
 
+def rates(work: float, calls: dict[str, Callable]) -> dict[str, float]:
+    """Returns {name: work per millisecond} of calls that take turns."""
+    return {name: work / ms for name, ms in zip(calls, times_ms(*calls.values()))}
+
+
 def launch_us(call: Callable, runs: int = 300) -> float:
     """Returns the microseconds of the CPU that a call takes before it returns; the device must be the faster of the
     two."""
