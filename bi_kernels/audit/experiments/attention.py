@@ -14,7 +14,7 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import attention_edges as edges
 from bi_kernels.audit.experiments import attention_generation as generation
 from bi_kernels.audit.experiments import late_copies
-from bi_kernels.audit.experiments.common import is_ours, sixteen_bits
+from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
@@ -148,13 +148,13 @@ def stock_generation(session) -> dict[str, float]:
     return line
 
 
-def by_layout(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+def by_layout(rows: Iterable[Row]) -> Counts:
     """Returns {case and dtype: {layout: elements that differ}}; NaN where it raised."""
-    out: dict[str, dict[str, float]] = {}
+    out: Counts = {}
     for r in rows:
         if r.relation == "invariance":
             line = out.setdefault(f"{r.case or r.op} {r.dtype}", {})
-            line[r.layout] = float("nan") if r.mismatches is None else r.mismatches
+            line[r.layout] = differing(r)
     return out
 
 

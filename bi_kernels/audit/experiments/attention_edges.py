@@ -47,13 +47,13 @@ def edges(session, number: int) -> list[Row]:
     s = session.make()[number]
     decode = scheduled(session, s, few=10**9, split=64)  # several splits
     prefill = scheduled(session, s, few=0, split=SCHEDULE.split)
-    plain, huge, padded, *as_prefill = LAYOUTS
+    plain, huge, padded, prefilled, padded_prefill = LAYOUTS
     return [
         *packed_edges(decode, plain),
         *packed_edges(decode, huge, HUGE),
         *padded_edges(decode, padded),
-        *packed_edges(prefill, as_prefill[0], backward=False),
-        *padded_edges(prefill, as_prefill[1]),
+        *packed_edges(prefill, prefilled, backward=False),
+        *padded_edges(prefill, padded_prefill),
     ]
 
 

@@ -1,8 +1,8 @@
 """Judges long and uneven sequences in several calls: generation against a cache, uneven samples, places to begin."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -34,27 +34,24 @@ STARTS = {True: range(1, 65), False: (1, 31, 62, 63, 64)}  # of the queries; a b
 FROM = {True: 1100, False: 40}  # queries, enough for prefill
 # for the interpreter: its short sequences have several splits and are prefill, in programs that are few
 SMALL = replace(SCHEDULE, split=64, few=4, decode=Tiling(128, 64, 4, 4), merge_rows=256)
-
-
-def _own_schedule(session):
-    return SCHEDULE if session.on_gpu else SMALL
+SCHEDULES = {True: SCHEDULE, False: SMALL}
 
 
 def scheduled(session, s: Subject, **changed) -> Subject:
     """Returns the subject in another schedule, if it is this package's, on the interpreter one of small splits."""
-    schedule = replace(_own_schedule(session), **changed)
+    schedule = replace(SCHEDULES[session.on_gpu], **changed)
     return replace(s, function=controls.in_schedule(schedule)) if is_ours(session) else s
 
 
 class Way(NamedTuple):
     """Names a way to compute a long sequence."""
 
+    name: str
     tokens: int
     tail: int  # tokens that are not in the first call
     size: int  # of the chunks that these are in
-    page: int  # keys of a page, or 0
-    changed: dict  # of the schedule
-    name: str
+    page: int = 0  # keys of a page, or 0
+    changed: Mapping = {}  # of the schedule
 
 
 def ways(session, s: Subject) -> list[Way]:
@@ -67,11 +64,11 @@ def ways(session, s: Subject) -> list[Way]:
         ends = sizes[0], sizes[-1]
         for size in ends if windowed else sizes:
             name, last = "decode" if size == 1 else f"chunked:{size}", min(n - 1, max(tail, 4 * size))
-            found.append(Way(n, last, size, 0, {}, f"{name}, cache of {n}"))
+            found.append(Way(f"{name}, cache of {n}", n, last, size))
             if is_ours(session) and size in ends:
-                found.append(Way(n, last, size, PAGE, {}, f"{name}, pages of {PAGE} of {n}"))
+                found.append(Way(f"{name}, pages of {PAGE} of {n}", n, last, size, PAGE))
         if is_ours(session):
-            found.append(Way(n, LAST, 1, 0, {"most": 0}, f"decode, splits in one program, cache of {n}"))
+            found.append(Way(f"decode, splits in one program, cache of {n}", n, LAST, 1, changed={"most": 0}))
     return found
 
 
@@ -97,10 +94,9 @@ def generation(session, number: int) -> list[Row]:
 
 def later_splits(session, _) -> list[Row]:
     """Judges the control whose later splits weigh more."""
-    lengths, schedule = GENERATED[session.on_gpu][-1][:1], _own_schedule(session)
-    function = lambda *qkv, **told: controls.later_splits_weigh_more(*qkv, schedule=schedule, **told)
+    function = partial(controls.later_splits_weigh_more, schedule=SCHEDULES[session.on_gpu])
     s = session.subject("attention", session.dtypes[0], function, "later splits weigh more")
-    return [as_control(last_queries(replace(s, own_lengths=lengths)))]
+    return [as_control(last_queries(replace(s, own_lengths=GENERATED[session.on_gpu][-1][:1])))]
 
 
 def last_of(tokens: int, suffix: str) -> str:
@@ -110,20 +106,20 @@ def last_of(tokens: int, suffix: str) -> str:
 
 def last_queries(s: Subject) -> list[Row]:
     """Judges the last queries of a long sequence, of several splits, in one call: against fp64, and ten times."""
-    (n,), p, rows = s.lengths, s.problem, []
+    (n,), constants, rows = s.lengths, s.problem.op.constants, []
     q, k, v = s.inputs("normal", n)[0].values()
     for suffix, large in SCORES.items():
         last, layout, runs = q[n - LAST :] * large, last_of(n, suffix), contract.SWEEP["runs"]
 
         def judged() -> list[Row]:
-            ours = lambda: s.called(last[None], k[None], v[None], **p.op.constants)
-            found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **p.op.constants)
+            ours = lambda: s.called(last[None], k[None], v[None], **constants)
+            found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **constants)
             again = (compare(ours(), found) for _ in range(runs - 1))
             drift = next((d for d in again if d.mismatches), compare(found, found))
             row = s.row("determinism", layout, drift, "itself", "normal", LAST, detail=f"{runs} runs")
             return [*bounded_outputs(s, [y[0] for y in found], exact, layout), row]
 
-        rows += s.attempt("accuracy", layout, judged, against="fp64", inputs="normal", rows=LAST)
+        rows += s.attempt("accuracy", layout, judged, against="fp64", rows=LAST)
     return rows
 
 

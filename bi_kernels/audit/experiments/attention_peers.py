@@ -1,36 +1,37 @@
 """Measures attention beside others': accuracy and speed; and draws its summation order."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
 from bi_kernels.audit.experiments.common import size
-from bi_kernels.audit.experiments.timing import launch_us, rates, times_ms
+from bi_kernels.audit.experiments.timing import launch_us, timed, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.attention.schedule import SCHEDULE
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 
 
-def _qkv(session, batch: int, queries: int, keys: int, grad: bool = False) -> list[torch.Tensor]:
+def _qkv(session, batch: int, queries: int, keys: int, grad: bool = False) -> list[Tensor]:
     shape, g = size(session), torch.Generator(session.device).manual_seed(session.parameters["seed"])
     draw = lambda *dims: torch.randn(batch, *dims, shape["head_dim"], generator=g, device=session.device).bfloat16()
     sizes = (queries, shape["heads"]), (keys, shape["kv_heads"]), (keys, shape["kv_heads"])
     return [draw(*dims).requires_grad_(grad) for dims in sizes]
 
 
-def _ours(q, k, v) -> torch.Tensor:
+def _ours(q, k, v) -> Tensor:
     return bi_kernels.attention(q, k, v)[0]
 
 
-def _sdpa(backend: SDPBackend, q, k, v) -> torch.Tensor:
+def _sdpa(backend: SDPBackend, q, k, v) -> Tensor:
     """Calls torch's attention by one backend, whose context the call leaves."""
     with sdpa_kernel([backend]):
         return scaled_dot_product_attention(
@@ -52,12 +53,12 @@ def errors(session, length: int = 2048) -> list[dict]:
     g = torch.Generator(session.device).manual_seed(1)
     dy = torch.randn(qkv[0].shape, generator=g, device=session.device).bfloat16()
 
-    def results(function: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(function: Callable, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
         out = function(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, dy.to(dtype))]
 
-    def plain(q, k, v) -> torch.Tensor:
+    def plain(q, k, v) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for t in (k, v))
         s = q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5
         seen = torch.ones_like(s[0, 0], dtype=torch.bool).tril()
@@ -72,15 +73,13 @@ def errors(session, length: int = 2048) -> list[dict]:
     return lines
 
 
-def _deterministic(call: Callable) -> Callable:
-    def wrapped():
-        torch.use_deterministic_algorithms(True)
-        try:
-            return call()
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    return wrapped
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _possible(calls: dict[str, Callable]) -> dict[str, Callable]:
@@ -100,15 +99,16 @@ def speed(session) -> list[dict]:
     for batch, length in ((16, 1024), (4, 4096), (1, 16384)):
         qkv = _qkv(session, batch, length, length, grad=True)
         q, said = qkv[0], {"length": length, "batch": batch}
-        flops = 2 * batch * q.shape[2] * length**2 * q.shape[3] / 1e9
+        flops = 2 * length * q.numel() / 1e9
         with torch.no_grad():
-            line = rates(flops, {name: partial(function, *qkv) for name, function in EVERYBODY.items()})
+            times = timed({name: partial(function, *qkv) for name, function in EVERYBODY.items()})
+        line = {name: flops / ms for name, ms in times.items()}
         lines.append({"pass": "forward"} | said | line | {"ratio to cuDNN": line["bi_kernels"] / line["cuDNN"]})
         dy = torch.randn_like(q)
         backward = lambda function: partial(torch.autograd.grad, function(*qkv), qkv, dy, retain_graph=True)
         calls = {name: backward(function) for name, function in EVERYBODY.items()}
-        calls |= {f"{name}, deterministic": _deterministic(backward(function)) for name, function in PEERS.items()}
-        line = rates(2.5 * flops, _possible(calls))
+        calls |= {f"{name}, deterministic": _deterministic()(backward(function)) for name, function in PEERS.items()}
+        line = {name: 2.5 * flops / ms for name, ms in timed(_possible(calls)).items()}
         peer = line.get("cuDNN, deterministic", line["cuDNN"])
         lines.append({"pass": "backward"} | said | line | {"ratio to cuDNN": line["bi_kernels"] / peer})
         del calls
@@ -128,7 +128,7 @@ def decode_speed(session) -> list[dict]:
         peers["efficient"] = partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION, q, *wide)
         calls = {"bi_kernels": partial(_ours, q, k, v)} | _possible(peers)
         with torch.no_grad():
-            ms = dict(zip(calls, times_ms(*calls.values())))
+            ms = timed(calls)
         ours, read = ms["bi_kernels"], 2 * k.nbytes
         lines.append(
             {

@@ -11,7 +11,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
-from bi_kernels.audit.experiments.common import normal, size
+from bi_kernels.audit.experiments.common import Counts, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.relations.gradient import INVARIANCE, LAYOUTS
 from bi_kernels.audit.relations.step import Step
@@ -41,13 +41,13 @@ class _AtEveryToken(torch.autograd.Function):
 def foreign(op: str) -> dict:
     """Returns {name: function} of others' implementations that are installed here."""
     found = {"torch": getattr(stock, op)}
-    try:
+    with contextlib.suppress(ImportError):  # they may be installed
         if op == "rms_norm":
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415  (may be installed)
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415
 
             found["Liger"] = lambda x, weight, eps=EPS: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         if op == "lm_head_logprob":
-            import liger_kernel.ops.fused_linear_cross_entropy as liger_loss  # noqa: PLC0415  (may be installed)
+            from liger_kernel.ops import fused_linear_cross_entropy as liger_loss  # noqa: PLC0415
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
                 rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
@@ -56,15 +56,13 @@ def foreign(op: str) -> dict:
                 return _AtEveryToken.apply(-loss, targets.shape), torch.zeros(targets.shape, device=hidden.device)
 
             found["Liger"] = liger
-    except ImportError:
-        pass
     return found
 
 
-def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str, dict[str, float]]:
+def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> Counts:
     """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it
     raised."""
-    out: dict[str, dict[str, float]] = {}
+    out: Counts = {}
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
             s = session.subject(op, dtype, function, name)
@@ -93,7 +91,7 @@ def trained(session) -> tuple[list[Row], list[dict]]:
 
     def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights") -> Row:
         drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
-        return s.row(INVARIANCE, layout, drift, against, "normal", tensor=tensor, detail=line["SHA-256"])
+        return s.row(INVARIANCE, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 
     lines = training.hashes(session, "bi_kernels", steps)
     first, *others = lines
@@ -215,35 +213,35 @@ def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
     upstream = torch.randn(tokens, device=session.device)
     buffer = torch.zeros_like(weight, dtype=torch.float32)
 
-    def step(call, main_grad=None) -> None:
+    def step(call, main_grad=None, **more) -> None:
         leaf = h.detach().requires_grad_()
         weight.grad, weight.main_grad = None, main_grad
-        call(leaf).backward(upstream)
+        call(leaf, weight, targets, **more)[0].backward(upstream)
 
-    kept = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets, keep_bytes=2e9)[0]
-    nothing = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets)[0]
-    ways = {
-        "logits kept": (kept,),
-        "nothing kept": (nothing,),
-        "torch": (lambda leaf: -F.cross_entropy(F.linear(leaf, weight).float(), targets, reduction="none"),),
-        "logits kept, into main_grad": (kept, buffer),
-        "nothing kept, into main_grad": (nothing, buffer),
+    plain = lambda h, w, targets: [-F.cross_entropy(F.linear(h, w).float(), targets, reduction="none")]
+    ours = bi_kernels.lm_head_logprob
+    calls = {
+        "logits kept": partial(step, ours, keep_bytes=2e9),
+        "nothing kept": partial(step, ours),
+        "torch": partial(step, plain),
+        "logits kept, into main_grad": partial(step, ours, buffer, keep_bytes=2e9),
+        "nothing kept, into main_grad": partial(step, ours, buffer),
     }
     if liger := foreign("lm_head_logprob").get("Liger"):
-        ways["Liger"] = (lambda leaf: liger(leaf, weight, targets)[0],)
-    for name, way in list(ways.items()):
+        calls["Liger"] = partial(step, liger)
+    for name, call in list(calls.items()):
         try:
-            step(*way)
+            call()
             gradients = torch.cuda.memory_allocated() + h.nbytes
             torch.cuda.reset_peak_memory_stats()
-            step(*way)
+            call()
             out.append({"candidate": name, "extra GiB": (torch.cuda.max_memory_allocated() - gradients) / 2**30})
         except Exception as error:  # a peer's, such as too little memory
-            if way[0] in (kept, nothing):
+            if "kept" in name:
                 raise
             failed.append({"candidate": name, "extra GiB": type(error).__name__, "ms": "–", "TFLOP/s": "–"})
-            del ways[name]
-    for line, ms in zip(out, times_ms(*(partial(step, *way) for way in ways.values()))):
+            del calls[name]
+    for line, ms in zip(out, times_ms(*calls.values())):
         line |= {"ms": ms, "TFLOP/s": 6 * tokens * vocab * hidden / ms / 1e9}
     weight.main_grad = weight.grad = None
     torch.cuda.empty_cache()

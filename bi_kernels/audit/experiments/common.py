@@ -5,12 +5,20 @@ from collections.abc import Callable, Iterable
 import torch
 
 from bi_kernels.audit.evidence.drift import Tensors
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.contract import SHAPES
+
+Counts = dict[str, dict[str, float]]  # lines of a heat map, and their columns
 
 
 def size(session) -> dict:
     """Returns the sizes of the session's shapes, by name."""
     return SHAPES[session.parameters["shapes"]]
+
+
+def differing(row: Row) -> float:
+    """Returns how many elements of a row differ; NaN where it raised."""
+    return float("nan") if row.mismatches is None else row.mismatches
 
 
 def is_ours(session) -> bool:

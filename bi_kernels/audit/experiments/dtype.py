@@ -10,6 +10,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import Counts
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
@@ -76,9 +77,9 @@ def accumulation(session) -> dict[str, dict[int, float]]:
     return out
 
 
-def shares(rows: list[Row], dtype: str) -> dict[str, dict[str, float]]:
+def shares(rows: list[Row], dtype: str) -> Counts:
     """{op: {inputs: largest error as a share of the bound}}."""
-    seen: dict[str, dict[str, float]] = {}
+    seen: Counts = {}
     for r in rows:
         if r.relation == "accuracy" and r.dtype == dtype and not r.control:
             line = seen.setdefault(f"{r.op} {r.case}".strip(), {})

@@ -1,5 +1,7 @@
 """The experiments of the elementwise and RoPE audit."""
 
+from functools import partial
+
 import torch
 
 import bi_kernels
@@ -8,20 +10,21 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import normal, size
+from bi_kernels.audit.experiments.common import Counts, differing, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST
 
 
-def layout_map(session, rows: list[Row], dtype: str) -> dict[str, dict[str, float]]:
+def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     """{op: {layout: elements that differ}} of the candidate, and of two broken ops for contrast."""
     names = list(layouts(size(session)["lengths"]))
-    seen: dict[str, dict[str, float]] = {}
+    seen: Counts = {}
     for r in rows:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:
             line = seen.setdefault(r.op, dict.fromkeys(names, 0))
-            line[r.layout] += float("nan") if r.mismatches is None else r.mismatches
+            line[r.layout] += differing(r)
     for op, function, kind in (("rope", rope_by_row, SHARPEST), ("silu", leaks_nan_neighbour, "nonfinite")):
         s = session.subject(op, dtype, function)
         seen[f"broken: {function.__name__}"] = {
@@ -77,29 +80,28 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[lis
 
 def bandwidth(session) -> list[dict]:
     """Bytes read and written over time, as a share of a device copy in the same run, against stock torch. GPU only."""
-    sizes, rows = size(session), 16384
-    g, u, b = normal(session, rows, sizes["mlp"]), normal(session, rows, sizes["mlp"]), normal(session, sizes["mlp"])
-    q, at = normal(session, rows, sizes["heads"], sizes["head_dim"]), torch.arange(rows, device=session.device)
-    table, mask = bi_kernels.rope_table(rows, sizes["head_dim"], device=session.device), g > 0
+    sizes, make = size(session), partial(normal, session, 16384)
+    g, u, b = make(sizes["mlp"]), make(sizes["mlp"]), normal(session, sizes["mlp"])
+    at = torch.arange(len(g), device=session.device)
+    table = bi_kernels.rope_table(len(g), sizes["head_dim"], device=session.device)
+    rope = make(sizes["heads"], sizes["head_dim"]), table, at
     cases = {
-        "silu": (lambda m: m.silu(g), 2 * g.nbytes),
-        "gelu": (lambda m: m.gelu(g), 2 * g.nbytes),
-        "gelu_tanh": (lambda m: m.gelu(g, approximate="tanh"), 2 * g.nbytes),
-        "swiglu": (lambda m: m.swiglu(g, u), 3 * g.nbytes),
-        "add": (lambda m: m.add(g, u), 3 * g.nbytes),
-        "scale": (lambda m: m.scale(g, 0.5), 2 * g.nbytes),
-        "bias_add": (lambda m: m.bias_add(g, b), 2 * g.nbytes),
-        "mask_fill": (lambda m: m.mask_fill(g, mask, -1.0), 2 * g.nbytes + mask.nbytes),
-        "cast": (lambda m: m.cast(g, torch.float32), 3 * g.nbytes),
-        "rope": (lambda m: m.rope(q, table, at), 2 * q.nbytes),
-        "rope_interleaved": (lambda m: m.rope(q, table, at, interleaved=True), 2 * q.nbytes),
+        **dict.fromkeys(("silu", "gelu", "gelu_tanh"), (g,)),
+        **dict.fromkeys(("swiglu", "add"), (g, u)),
+        "scale": (g,),
+        "bias_add": (g, b),
+        "mask_fill": (g, g > 0),
+        "cast": (g, torch.float32),
+        "rope": rope,
+        "rope_interleaved": rope,
     }
     copied = torch.empty_like(g)
     copy = 2 * g.nbytes / times_ms(lambda: copied.copy_(g))[0]
     out = []
-    for name, (call, moved) in cases.items():
+    for name, given in cases.items():
+        call = lambda module: getattr(module, OPS[name].function or name)(*given, **OPS[name].constants)
+        read = sum(t.nbytes for t in given if isinstance(t, torch.Tensor) and t.dim() > 1)
         ours, theirs = times_ms(lambda: call(bi_kernels), lambda: call(stock))
-        out.append(
-            {"op": name, "TB/s": moved / ours / 1e9, "of a copy": moved / ours / copy, "times torch": theirs / ours}
-        )
+        speed = (read + call(stock).nbytes) / ours
+        out.append({"op": name, "TB/s": speed / 1e9, "of a copy": speed / copy, "times torch": theirs / ours})
     return out

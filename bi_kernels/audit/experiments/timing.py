@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import math
 import statistics
 import tempfile
 import time
@@ -50,7 +49,7 @@ def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
     flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
 
     def median(call: Callable, runs: int) -> float:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for start, end in pairs:
             flush.zero_()
             start.record()
@@ -65,9 +64,9 @@ def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
     return [statistics.median(column) for column in zip(*turns)]
 
 
-def rates(work: float, calls: dict[str, Callable]) -> dict[str, float]:
-    """Returns {name: work per millisecond} of calls that take turns."""
-    return {name: work / ms for name, ms in zip(calls, times_ms(*calls.values()))}
+def timed(calls: dict[str, Callable]) -> dict[str, float]:
+    """Returns `times_ms` by name."""
+    return dict(zip(calls, times_ms(*calls.values())))
 
 
 def launch_us(call: Callable, runs: int = 300) -> float:
@@ -83,5 +82,4 @@ def launch_us(call: Callable, runs: int = 300) -> float:
     return took
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+geometric_mean = statistics.geometric_mean

@@ -1,5 +1,7 @@
 """The experiments of the embedding and LM-head audit."""
 
+from functools import partial
+
 import torch
 
 import bi_kernels
@@ -17,11 +19,10 @@ SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each",
 def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
     """Returns every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
     s = session.subject("embedding", dtype)
-    count = sum(s.lengths)
+    count, rows, lines = sum(s.lengths), [], []
     tokens, shared = s.inputs("normal", count)
-    expected, rows, lines = shared["weight"][tokens["ids"]], [], []
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
-        drift = compare(s.layout(name, "normal"), expected)
+        drift = compare(s.layout(name, "normal"), shared["weight"][tokens["ids"]])
         rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", count))
         lines.append({"layout": name, "tokens": count, "different ids": len(tokens["ids"].unique())})
         lines[-1]["against the table's rows"] = str(drift)
@@ -49,11 +50,11 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
         return [*(y.detach() for y in outputs), h.grad, w.main_grad]
 
     said = {"targets": targets, "temperature": 0.7}
-    keeping = lambda count: lambda h, w: bi_kernels.lm_head_logprob(h, w, **said, keep_bytes=count)
-    fused = results(lambda h, w: bi_kernels.lm_head_logprob(h, w, **said))
+    ours = partial(bi_kernels.lm_head_logprob, **said)
+    fused = results(ours)
     ways = {
-        "logits kept": keeping(1e9),
-        "4096 columns kept": keeping(4096 * tokens * hidden.element_size()),
+        "logits kept": partial(ours, keep_bytes=1e9),
+        "4096 columns kept": partial(ours, keep_bytes=4096 * tokens * hidden.element_size()),
         "linear, then token_logprob": lambda h, w: bi_kernels.token_logprob(bi_kernels.linear(h, w), **said),
     }
     rows, lines = [], []
@@ -67,10 +68,10 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
     return rows, lines
 
 
-def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: bool = True) -> torch.Tensor:
-    """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
-    s = session.subject("embedding", dtype)
-    step = Step(s, "normal")
+def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head"), two: bool = True) -> torch.Tensor:
+    """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout; paths:
+    those of the two that train it."""
+    step = Step(session.subject("embedding", dtype), "normal")
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
     g = generator(session.device, session.parameters["seed"], "tied")
@@ -82,8 +83,8 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
         index = torch.from_numpy(call.index).to(session.device)
         real, at = index >= 0, index.clamp(min=0)
         with token_layout(call, step.lengths):
-            x = bi_kernels.embedding(ids[at], table if path != "head" else table.detach())
-            head, wanted = table if path != "embedding" else table.detach(), targets[at].masked_fill(~real, -100)
+            embedding, head = (table if path in paths else table.detach() for path in ("embedding", "head"))
+            x, wanted = bi_kernels.embedding(ids[at], embedding), targets[at].masked_fill(~real, -100)
             logprob, _ = bi_kernels.lm_head_logprob(x, head, wanted, temperature=hidden**0.5)
         if logprob.requires_grad:
             logprob.backward(upstream[at].masked_fill(~real, 0))
@@ -95,20 +96,20 @@ def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
     """Returns a tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator
     for both paths, for contrast, is the control of the last row."""
     s = session.subject("embedding", dtype)
-    whole = _tied_gradients(session, "packed", dtype)
-    apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")
-    one = _tied_gradients(session, "packed", dtype, two=False)
+    gradient = partial(_tied_gradient, session, dtype)
+    whole, one = gradient("packed"), gradient("packed", two=False)
+    apart = gradient("packed", ["head"]) + gradient("packed", ["embedding"])
 
     def row(layout: str, drift: Drift, against: str = "packed") -> Row:
-        return s.row(INVARIANCE, layout, drift, against, "normal", tensor="dweight")
+        return s.row(INVARIANCE, layout, drift, against, tensor="dweight")
 
     untied, drift = "each path untied, added once", compare(whole, apart)
     rows = [row("tied=untied", drift, untied)]
     lines = [{"layout": untied, "two accumulators": str(drift), "one, for contrast": "–"}]
     control = row("tied", compare(one, one))
     for name in SPLITS[1:]:
-        drift = compare(_tied_gradients(session, name, dtype), whole)
-        contrast = compare(_tied_gradients(session, name, dtype, two=False), one)
+        drift = compare(gradient(name), whole)
+        contrast = compare(gradient(name, two=False), one)
         rows.append(row(f"tied {name}", drift))
         lines.append({"layout": name, "two accumulators": str(drift), "one, for contrast": str(contrast)})
         if contrast.mismatches and not control.mismatches:
