@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
+from bi_kernels import reference
 from bi_kernels.audit.experiments.common import size
 from bi_kernels.audit.experiments.timing import launch_us, timed, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.attention.schedule import SCHEDULE
+from bi_kernels.reference_gradients import gradient
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 
@@ -52,22 +54,16 @@ def errors(session, length: int = 2048) -> list[dict]:
     qkv = _qkv(session, 1, length, length)
     g = torch.Generator(session.device).manual_seed(1)
     dy = torch.randn(qkv[0].shape, generator=g, device=session.device).bfloat16()
-
-    def results(function: Callable, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
-        out = function(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dy.to(dtype))]
-
-    def plain(q, k, v) -> Tensor:
-        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for t in (k, v))
-        s = q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5
-        seen = torch.ones_like(s[0, 0], dtype=torch.bool).tril()
-        return (s.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-
-    exact, lines = results(plain, torch.float64), []
+    inputs = {name: t[0] for name, t in zip("qkv", qkv)}
+    (out, _), _ = reference.attention(**inputs, lengths=[(length, length)])
+    gradients = gradient("attention", inputs, {}, [dy[0], None])
+    exact, lines = {"out": out} | {f"d{name}": found.exact for name, found in gradients.items()}, []
     for name, function in EVERYBODY.items():
-        for tensor, y, e in zip(("out", "dq", "dk", "dv"), results(function, torch.bfloat16), exact):
-            gap, scale = y.double() - e, e.square().mean().sqrt()
+        leaves = [t.detach().requires_grad_() for t in qkv]
+        y = function(*leaves)
+        found = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        for (tensor, e), y in zip(exact.items(), found):
+            gap, scale = y[0].double() - e, e.square().mean().sqrt()
             shares = {"rms": float(gap.square().mean().sqrt() / scale), "largest": float(gap.abs().max() / scale)}
             lines.append({"who": name, "tensor": tensor} | shares)
     return lines

@@ -105,8 +105,10 @@ def trained(session) -> tuple[list[Row], list[dict]]:
 
 def hash_table(lines: list[dict]) -> list[dict]:
     counts = "weights that differ", "of"
-    shown = lambda x: {"SHA-256": x["SHA-256"][:16] + "…"} | {k: f"{x[k]:,}" for k in counts}
-    return [line | shown(line) | {"max abs": f"{line['max abs']:.3g}"} for line in lines]
+    return [
+        x | {"SHA-256": x["SHA-256"][:16] + "…", "max abs": f"{x['max abs']:.3g}"} | {k: f"{x[k]:,}" for k in counts}
+        for x in lines
+    ]
 
 
 def first_failing(session) -> list[dict]:
