@@ -15,10 +15,8 @@ from bi_kernels.audit.experiments import attention_edges as edges
 from bi_kernels.audit.experiments import attention_generation as generation
 from bi_kernels.audit.experiments import late_copies
 from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
-from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.contract import DTYPES
 
 
 def _every(session) -> Iterable[int]:
@@ -29,14 +27,12 @@ def _of_this_package(session) -> Iterable[int]:
     return _every(session) if is_ours(session) else ()
 
 
-def _without_window(session, if_any: bool = True, suits: Callable[[Problem], bool] = lambda p: True) -> list[int]:
-    subjects = session.make() if if_any else []
-    return [i for i, s in enumerate(subjects) if s.problem.op.name == "attention" and suits(s.problem)]
+def _without_window(session) -> list[int]:
+    return [i for i, s in enumerate(session.make()) if s.problem.op.name == "attention"]
 
 
 def _captured(session) -> list[int]:
-    first = DTYPES[session.dtypes[0]]
-    return _without_window(session, session.on_gpu and is_ours(session), lambda p: p.dtype == first)
+    return edges.in_first_dtype(session) if session.on_gpu and is_ours(session) else []
 
 
 def _widths(session) -> Sequence[int]:
@@ -44,8 +40,10 @@ def _widths(session) -> Sequence[int]:
 
 
 def _late(session) -> list[int]:
-    applies = is_ours(session) and late_copies.applies(session)
-    return _without_window(session, applies, lambda p: p.dtype.itemsize == 2)
+    if not (is_ours(session) and late_copies.applies(session)):
+        return []
+    subjects = session.make()
+    return [i for i in _without_window(session) if subjects[i].problem.dtype.itemsize == 2]
 
 
 class Experiment(NamedTuple):
@@ -125,7 +123,7 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     if number in _late(session):
         yield from rows("invariance", late)
         yield from rows(gradients.INVARIANCE, late, trained)
-    for width in _widths(session) if number == edges.first(session) else ():
+    for width in _widths(session) if number == edges.in_first_dtype(session)[0] else ():
         case = edges.case(width)
         yield from rows("invariance", edges.WIDE_LAYOUTS, case=case)
         yield from rows(gradients.INVARIANCE, edges.WIDE_GRADIENTS, trained, case=case)

@@ -114,10 +114,11 @@ def padded_edges(s: Subject, layout: str) -> list[Row]:
     return s.attempt("accuracy", layout, judged, against="fp64")
 
 
-def first(session) -> int:
-    """Returns the number of the subject whose heads get other widths: the first case, in the first dtype."""
+def in_first_dtype(session) -> list[int]:
+    """Returns the numbers of the subjects without a window, in the first dtype; the heads of the first get other
+    widths."""
     wanted, problems = DTYPES[session.dtypes[0]], [s.problem for s in session.make()]
-    return next(i for i, p in enumerate(problems) if p.op.name == "attention" and p.dtype == wanted)
+    return [i for i, p in enumerate(problems) if p.op.name == "attention" and p.dtype == wanted]
 
 
 def case(width: int) -> str:
@@ -127,7 +128,7 @@ def case(width: int) -> str:
 
 def widths(session, width: int) -> list[Row]:
     """Judges heads of another width: layouts, decode, gradients, and both against fp64."""
-    n, own = 1500 if session.on_gpu else 70, session.make()[first(session)]
+    n, own = 1500 if session.on_gpu else 70, session.make()[in_first_dtype(session)[0]]
     op = replace(own.problem.op, cases=lambda shapes: {case(width): {"head_dim": width}})
     s = replace(own, problem=replace(own.problem, op=op, case=case(width)), own_lengths=(n, 1, n // 11, 5))
     *layouts, decode = WIDE_LAYOUTS

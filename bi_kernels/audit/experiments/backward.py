@@ -11,7 +11,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
-from bi_kernels.audit.experiments.common import Counts, normal, size
+from bi_kernels.audit.experiments.common import Counts, Found, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.relations.gradient import INVARIANCE, LAYOUTS
 from bi_kernels.audit.relations.step import Step
@@ -83,7 +83,7 @@ def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> Counts:
     return out
 
 
-def trained(session) -> tuple[list[Row], list[dict]]:
+def trained(session) -> Found:
     """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it
     began; with a dW that depends on the split, the control, it must not."""
     steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]

@@ -9,6 +9,7 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.contract import SHAPES
 
 Counts = dict[str, dict[str, float]]  # lines of a heat map, and their columns
+Found = tuple[list[Row], list[dict]]  # rows, and the lines of a table
 
 
 def size(session) -> dict:
@@ -46,4 +47,5 @@ def replayed(call: Callable[[], Tensors], given: Iterable[tuple]) -> Tensors:
     for tensor, value in given:
         tensor[:] = value
     graph.replay()
+    torch.cuda.synchronize()  # the graph ends here
     return out

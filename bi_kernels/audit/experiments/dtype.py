@@ -10,7 +10,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts
+from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
@@ -25,7 +25,7 @@ def bounds() -> list[dict]:
     ]
 
 
-def acceptance(session) -> tuple[list[Row], list[dict]]:
+def acceptance(session) -> Found:
     """Returns every op at every dtype: computed and returned as the contract says, or refused with a sentence that
     names the op, the dtype and the supported set. Returns the rows and one line an op."""
     rows, lines = [], []

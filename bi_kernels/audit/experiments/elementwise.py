@@ -10,7 +10,7 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, differing, normal, size
+from bi_kernels.audit.experiments.common import Counts, Found, differing, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.registry import OPS
@@ -57,7 +57,7 @@ def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     return positions, {name: (norm(y.double() - exact) / norm(exact)).tolist() for name, y in variants.items()}
 
 
-def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[list[Row], list[dict]]:
+def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> Found:
     """Returns the same sequences packed: positions from cu_seqlens, positions given, and positions that never reset.
     The first two must give the bits of each sequence alone; they are the rows."""
     x, table = _rope_inputs(session, sum(lengths))

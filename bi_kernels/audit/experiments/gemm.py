@@ -14,7 +14,7 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, normal, replayed
+from bi_kernels.audit.experiments.common import Counts, Found, normal, replayed
 from bi_kernels.audit.experiments.timing import launch_us, times_ms
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
@@ -109,7 +109,7 @@ def _tile_rows(session) -> list[int]:
     return SWEEP["rows"] if session.on_gpu else [17]  # the interpreter's tl.dot knows no tile
 
 
-def slabs(session) -> tuple[list[Row], list[dict]]:
+def slabs(session) -> Found:
     """Returns what moves the bits of a sum over K: orders of the same products. The first three must not; they are the
     rows."""
     m, k = 64, 256

@@ -7,6 +7,7 @@ import torch
 import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import Found
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
@@ -16,7 +17,7 @@ from bi_kernels.grads import MainGrads
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 
-def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
+def gathered(session, dtype: str) -> Found:
     """Returns every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
     s = session.subject("embedding", dtype)
     count, rows, lines = sum(s.lengths), [], []
@@ -29,7 +30,7 @@ def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
     return rows, lines
 
 
-def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[list[Row], list[dict]]:
+def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> Found:
     """lm_head_logprob against the ops that it fuses, and with its logits kept or not: the same bits, gradients too.
 
     A vocabulary of several blocks, whatever the shapes are.
@@ -92,7 +93,7 @@ def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head")
     return table.main_grad
 
 
-def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
+def tied(session, dtype: str = "bf16") -> Found:
     """Returns a tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator
     for both paths, for contrast, is the control of the last row."""
     s = session.subject("embedding", dtype)
