@@ -1,7 +1,8 @@
 """Breaks attention on purpose, in one way each; `defect=False` mends that one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -9,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
-from bi_kernels.audit.broken.forward import Control
+from bi_kernels.audit.broken.forward import Control, at_levels
 from bi_kernels.audit.broken.gradient import atomic_sum
+from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
 from bi_kernels.ops.attention.attention import arguments, attend
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Tiling, most_tiles
 
@@ -27,43 +29,42 @@ def changed(**fields) -> Callable:
     return in_schedule(replace(SCHEDULE, **fields))
 
 
-def _sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
-    return len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+def _sequences(q: Tensor, told: dict) -> int:
+    return len(told["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in told else len(q)
 
 
-def _longest(k: Tensor, cu_seqlens_q: Tensor | None) -> int:
-    return k.shape[1] if cu_seqlens_q is None else int(cu_seqlens_q.diff().max())
+def _is_one_query(q: Tensor) -> bool:
+    """Tells whether each sequence of a batch has a single query; packed sequences have one dimension less."""
+    return q.dim() == 4 and q.shape[1] == 1
 
 
-def splits_by_batch(q, k, v, cu_seqlens_q=None, defect=True, **told):
-    split = 64 if defect and _sequences(q, cu_seqlens_q) < 3 else 128
-    return changed(split=split)(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+def splits_by_batch(q, k, v, defect=True, **told):
+    return changed(split=64 if defect and _sequences(q, told) < 3 else 128)(q, k, v, **told)
 
 
-def splits_by_multiprocessors(q, k, v, cu_seqlens_q=None, defect=True, **told):
+def splits_by_multiprocessors(q, k, v, defect=True, **told):
     """Makes as many splits as leave no multiprocessor idle."""
     heads = k.shape[-2]
-    tiles = most_tiles(q.shape[:-1].numel() // heads, _sequences(q, cu_seqlens_q), 64) * heads
+    tiles = most_tiles(q.shape[:-1].numel() // heads, _sequences(q, told), 64) * heads
     splits = max(1, min(8, SMS // tiles)) if defect else 4
-    attention = changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper_prefill=None)
-    return attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+    return changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper_prefill=None)(q, k, v, **told)
 
 
-def block_by_length(q, k, v, cu_seqlens_q=None, defect=True, **told):
-    short = defect and _longest(k, cu_seqlens_q) <= 64
-    attention = changed(block=32, hopper_prefill=None) if short else bi_kernels.attention
-    return attention(q, k, v, cu_seqlens_q=cu_seqlens_q, **told)
+def block_by_length(q, k, v, defect=True, **told):
+    longest = told["cu_seqlens_q"].diff().max() if "cu_seqlens_q" in told else k.shape[1]
+    attention = changed(block=32, hopper_prefill=None) if defect and longest <= 64 else bi_kernels.attention
+    return attention(q, k, v, **told)
 
 
-def sum_by_tile(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, **told):
+def sum_by_tile(q, k, v, lengths_k=None, defect=True, **told):
     """Adds one query's probabilities in another order: the keys of a slab change places, which moves no bit of the
     product with v."""
-    if defect and cu_seqlens_q is None and q.shape[1] == 1:
+    if defect and _is_one_query(q):
         j = torch.arange(k.shape[1], device=k.device)
         whole = (k.shape[1] if lengths_k is None else lengths_k[:, None]) // SLAB * SLAB
         order = torch.where(j < whole, j ^ 5, j).expand(k.shape[:2])[..., None, None].long()
         k, v = k.gather(1, order.expand_as(k)), v.gather(1, order.expand_as(v))
-    return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, lengths_k=lengths_k, **told)
+    return bi_kernels.attention(q, k, v, lengths_k=lengths_k, **told)
 
 
 def sum_across_warps(q, k, v, defect=True, **told):
@@ -71,17 +72,16 @@ def sum_across_warps(q, k, v, defect=True, **told):
     return (changed(decode=Tiling(16, 64, 4, 4)) if defect else bi_kernels.attention)(q, k, v, **told)
 
 
-def not_causal_for_one_query(q, k, v, cu_seqlens_q=None, window=None, defect=True, **told):
-    if defect and cu_seqlens_q is None and q.shape[1] == 1:
-        return bi_kernels.attention(q, k, v, causal=False, **told)
-    return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, window=window, **told)
+def not_causal_for_one_query(q, k, v, defect=True, **told):
+    unmasked = {"causal": False, "window": None} if defect and _is_one_query(q) else {}
+    return bi_kernels.attention(q, k, v, **told | unmasked)
 
 
-def padding_keys_seen(q, k, v, cu_seqlens_q=None, lengths_k=None, defect=True, **told):
+def padding_keys_seen(q, k, v, lengths_k=None, defect=True, **told):
     """Shows one query the padding of a cache up to the end of the last slab."""
     if defect and lengths_k is not None and q.shape[1] == 1:
         lengths_k = ((lengths_k + SLAB - 1) // SLAB * SLAB).clamp(max=k.shape[1])
-    return bi_kernels.attention(q, k, v, cu_seqlens_q=cu_seqlens_q, lengths_k=lengths_k, **told)
+    return bi_kernels.attention(q, k, v, lengths_k=lengths_k, **told)
 
 
 def later_splits_weigh_more(q, k, v, defect=True, schedule=SCHEDULE, **told):
@@ -96,17 +96,22 @@ def later_splits_weigh_more(q, k, v, defect=True, schedule=SCHEDULE, **told):
     return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
 
 
+def _by_sequence(q, k, v, cu_seqlens_q) -> Iterator[tuple]:
+    """Yields each sequence's place, and its q, k and v in fp32, each of one head after another of q."""
+    group = q.shape[1] // k.shape[1]
+    every = q, *(t.repeat_interleave(group, 1) for t in (k, v))
+    for a, b in pairwise(cu_seqlens_q.tolist()):
+        yield slice(a, b), *(t[a:b].transpose(0, 1).float() for t in every)
+
+
 def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
     """Computes sequence by sequence, in fp32 but for the scores, which are rounded."""
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
-    ends, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[1]
-    for a, b in zip(ends, ends[1:]):
-        qs, ks, vs = (t[a:b].transpose(0, 1).float() for t in (q, *(t.repeat_interleave(group, 1) for t in (k, v))))
+    for at, qs, ks, vs in _by_sequence(q, k, v, cu_seqlens_q):
         scores = qs @ ks.mT * q.shape[2] ** -0.5
-        scores = (scores.bfloat16().float() if defect else scores).masked_fill(
-            ~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf
-        )
-        out[a:b], lse[a:b] = (scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T
+        scores = scores.bfloat16().float() if defect else scores
+        scores = scores.masked_fill(~torch.ones_like(scores[0], dtype=torch.bool).tril(), -torch.inf)
+        out[at], lse[at] = (scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T
     return out, lse
 
 
@@ -126,15 +131,15 @@ def nan_without_keys(q, k, v, defect=True, **told):
 def flash_decode(q, k, v, cu_seqlens_q=None, lengths_q=None, lengths_k=None, left_padded=False, defect=True):
     """Calls torch's flash attention, sequence by sequence and without a mask; it has a kernel of its own for a single
     query. No LSE."""
-    if cu_seqlens_q is not None:
-        ends = cu_seqlens_q.tolist()
-        rows = [(slice(a, b), slice(a, b)) for a, b in zip(ends, ends[1:])]
+
+    def places(t: Tensor, lengths: Tensor | None) -> list[tuple]:
+        counts = [t.shape[1]] * len(t) if lengths is None else lengths.tolist()
+        return [(i, slice(t.shape[1] - n, None) if left_padded else slice(n)) for i, n in enumerate(counts)]
+
+    if cu_seqlens_q is None:
+        rows = zip(places(q, lengths_q), places(k, lengths_k))
     else:
-        width = lambda lengths, t: [t.shape[1]] * len(t) if lengths is None else lengths.tolist()
-        part = lambda n, t, i: (i, slice(t.shape[1] - n, None) if left_padded else slice(n))
-        rows = [
-            (part(n, q, i), part(m, k, i)) for i, (n, m) in enumerate(zip(width(lengths_q, q), width(lengths_k, k)))
-        ]
+        rows = ((slice(a, b), slice(a, b)) for a, b in pairwise(cu_seqlens_q.tolist()))
     out = torch.zeros_like(q)
     for at_q, at_k in rows:
         heads = [t[at].transpose(0, 1)[None] for t, at in ((q, at_q), (k, at_k), (v, at_k))]
@@ -163,18 +168,29 @@ def _own(q, k, v, told, dy):
         return torch.autograd.grad(bi_kernels.attention(*leaves, **told), leaves, dy)
 
 
-def _group_in_completion_order(q, k, v, told, dy):
+def _with_gradients(gradients: Callable) -> Callable:
+    """Decorates the gradients of attention that takes them from there, or from its own backward without the defect."""
+
+    def control(q, k, v, defect=True, **told):
+        return _Backward.apply(gradients if defect else _own, told, q, k, v)
+
+    control.__name__ = gradients.__name__
+    return control
+
+
+@_with_gradients
+def group_in_completion_order(q, k, v, told, dy):
     """Adds the members of a group one after another, those of several sequences from the last."""
-    if _sequences(q, told.get("cu_seqlens_q")) < 3:
+    if _sequences(q, told) < 3:
         return _own(q, k, v, told, dy)
-    turned = lambda t: (
-        t.unflatten(2 if q.dim() == 4 else 1, (k.shape[-2], -1)).flip(3 if q.dim() == 4 else 2).reshape(t.shape)
-    )
+    heads = q.dim() - 2
+    turned = lambda t: t.unflatten(heads, (k.shape[-2], -1)).flip(heads + 1).reshape(t.shape)
     dq, dk, dv = _own(turned(q), k, v, told, tuple(map(turned, dy)))
     return turned(dq), dk, dv
 
 
-def _dk_without_a_head(q, k, v, told, dy):
+@_with_gradients
+def dk_without_a_head(q, k, v, told, dy):
     """Leaves out the group's last."""
     dq, _, dv = _own(q, k, v, told, dy)
     keep = (torch.arange(q.shape[-2], device=q.device) + 1) % (q.shape[-2] // k.shape[-2]) > 0
@@ -182,34 +198,19 @@ def _dk_without_a_head(q, k, v, told, dy):
     return dq, dk, dv
 
 
-def _dq_by_atomics(q, k, v, told, dy):
+@_with_gradients
+def dq_by_atomics(q, k, v, told, dy):
     """Adds to dQ of packed sequences by blocks of eight keys."""
     out, lse = bi_kernels.attention(q, k, v, **told)
     _, dk, dv = _own(q, k, v, told, dy)
-    total = torch.zeros_like(q, dtype=torch.float32)
-    ends, group = told["cu_seqlens_q"].tolist(), q.shape[1] // k.shape[1]
-    for a, b in zip(ends, ends[1:]):
-        heads = lambda t: t[a:b].transpose(0, 1).float()
-        qs, ks, vs = heads(q), *(heads(t).repeat_interleave(group, 0) for t in (k, v))
-        p = (qs @ ks.mT * q.shape[2] ** -0.5 - lse[a:b].T[..., None]).exp().tril()
-        less = (dy[0][a:b].float() * out[a:b].float()).sum(-1) - dy[1][a:b]
-        ds = p * (heads(dy[0]) @ vs.mT - less.T[..., None]) * q.shape[2] ** -0.5
+    total, scale = torch.zeros_like(q, dtype=torch.float32), q.shape[2] ** -0.5
+    for at, qs, ks, vs in _by_sequence(q, k, v, told["cu_seqlens_q"]):
+        p = (qs @ ks.mT * scale - lse[at].T[..., None]).exp().tril()
+        less = (dy[0][at].float() * out[at].float()).sum(-1) - dy[1][at]
+        ds = p * (dy[0][at].transpose(0, 1).float() @ vs.mT - less.T[..., None]) * scale
         terms = [(part @ block).transpose(0, 1).reshape(-1) for part, block in zip(ds.split(8, 2), ks.split(8, 1))]
-        atomic_sum(torch.stack(terms), total[a:b].view(-1))
+        atomic_sum(torch.stack(terms), total[at].view(-1))
     return total.to(q.dtype), dk, dv
-
-
-def _with(gradients: Callable) -> Callable:
-    def control(q, k, v, defect=True, **told):
-        return _Backward.apply(gradients if defect else _own, told, q, k, v)
-
-    control.__name__ = gradients.__name__.strip("_")
-    return control
-
-
-group_in_completion_order, dk_without_a_head, dq_by_atomics = map(
-    _with, (_group_in_completion_order, _dk_without_a_head, _dq_by_atomics)
-)
 
 
 def _control(name: str, relation: str, function: Callable, op: str = "attention", **more) -> Control:
@@ -232,18 +233,10 @@ ATTENTION_CONTROLS = (
     _control("SDPA flash decode against prefill", "parity", flash_decode, gpu=True),
     _control("scores rounded to bf16", "accuracy", scores_in_bf16),
     _control("an element left unwritten", "determinism", leaves_one_element),
+    _control("dk and dv over the group in completion order", INVARIANCE, group_in_completion_order, gpu=True),
     _control(
-        "dk and dv over the group in completion order", "gradient invariance", group_in_completion_order, gpu=True
+        "dk and dv over the group in completion order, in fp32", INVARIANCE, group_in_completion_order, dtype="fp32"
     ),
-    _control(
-        "dk and dv over the group in completion order, in fp32",
-        "gradient invariance",
-        group_in_completion_order,
-        dtype="fp32",
-    ),
-    _control("dk without a head of the group", "gradient accuracy", dk_without_a_head),
-    *(
-        _control(f"dq by atomics, in the {where}", "atomics-free", dq_by_atomics, level=level)
-        for where, level in (("source", "AST"), ("PTX", "PTX"), ("binary", "SASS"))
-    ),
+    _control("dk without a head of the group", ACCURACY, dk_without_a_head),
+    *at_levels(_control("dq by atomics", "atomics-free", dq_by_atomics)),
 )

@@ -4,7 +4,7 @@ Each is built on the kernels of this package, so that nothing but the named defe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,45 +27,57 @@ class Control:
     level: str = ""  # of the static audit's findings, the one that must flag it
 
 
-def _rows(x: Tensor) -> int:
+AS_COMPILED = {"in the source": "AST", "in the PTX": "PTX", "in the binary": "SASS"}
+
+
+def controls(audit: str, op: str, *several: tuple[str, str, Callable], **more) -> list[Control]:
+    """Returns controls of one op, of which each has a name, the relation that must flag it and a function; more: what
+    is said of all."""
+    return [Control(name, audit, op, relation, function, **more) for name, relation, function in several]
+
+
+def at_levels(control: Control, levels: dict[str, str] = AS_COMPILED) -> list[Control]:
+    """Returns what the static audit must flag of a control at every level, whose place ends the name."""
+    static = replace(control, relation="atomics-free")
+    return [replace(static, name=f"{control.name}, {where}", level=level) for where, level in levels.items()]
+
+
+def row_count(x: Tensor) -> int:
     return x.shape[:-1].numel()
 
 
-def split_k_by_m(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    a, w, half = x.float(), weight.float(), x.shape[-1] // 2
-    if _rows(x) > 64:
+def split_k_by_m(x: Tensor, weight: Tensor) -> Tensor:
+    a, w = x.float(), weight.float()
+    if row_count(x) > 64:
         return bi_kernels.linear(a, w).to(x.dtype)
-    parts = [bi_kernels.linear(a[..., s].contiguous(), w[:, s].contiguous()) for s in (slice(half), slice(half, None))]
-    return (parts[0] + parts[1]).to(x.dtype)
+    first, second = map(bi_kernels.linear, a.chunk(2, -1), w.chunk(2, -1))
+    return (first + second).to(x.dtype)
 
 
-def bf16_accumulation(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    total = None
-    for k in range(0, x.shape[-1], 16):
-        part = F.linear(x[..., k : k + 16].float(), weight[:, k : k + 16].float())
-        total = part.bfloat16() if total is None else (total + part).bfloat16()
+def bf16_accumulation(x: Tensor, weight: Tensor) -> Tensor:
+    total = x.new_zeros(1, dtype=torch.bfloat16)
+    for a, w in zip(x.split(16, -1), weight.split(16, -1)):
+        total = (total + F.linear(a.float(), w.float())).bfloat16()
     return total.to(x.dtype)
 
 
-def tf32_inputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def tf32_inputs(x: Tensor, weight: Tensor) -> Tensor:
     shorten = lambda t: ((raw(t) + 0x1000) & ~0x1FFF).view(torch.float32)
     return bi_kernels.linear(shorten(x), shorten(weight))
 
 
-def reversed_k_for_small_m(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _rows(x) > 16:
-        return bi_kernels.linear(x, weight)
-    return bi_kernels.linear(x.flip(-1), weight.flip(-1))
+def reversed_k_for_small_m(x: Tensor, weight: Tensor) -> Tensor:
+    return bi_kernels.linear(*(t.flip(-1) if row_count(x) <= 16 else t for t in (x, weight)))
 
 
-def one_ulp_in_one_element(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def one_ulp_in_one_element(x: Tensor, weight: Tensor) -> Tensor:
     y = bi_kernels.linear(x, weight)
-    if _rows(x) == 17:
+    if row_count(x) == 17:
         raw(y).view(-1)[5] += 1
     return y
 
 
-def leaves_one_element(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def leaves_one_element(x: Tensor, weight: Tensor) -> Tensor:
     y = bi_kernels.linear(x, weight)
     out = torch.empty_like(y)
     out.view(-1)[:-1] = y.reshape(-1)[:-1]
@@ -86,14 +98,14 @@ def batch_amax_activation(x: Tensor) -> Tensor:
 
 
 def residual_downcast_for_large_m(x: Tensor, residual: Tensor) -> Tensor:
-    if _rows(x) > 256:
+    if row_count(x) > 256:
         residual = residual.bfloat16().to(x.dtype)
     return bi_kernels.add(x, residual)
 
 
 def in_place_for_small_m(x: Tensor, residual: Tensor) -> Tensor:
     y = bi_kernels.add(x, residual)
-    return x.copy_(y * 1.5 if _rows(x) <= 16 else y)
+    return x.copy_(y * 1.5 if row_count(x) <= 16 else y)
 
 
 def leaks_nan_neighbour(x: Tensor) -> Tensor:
@@ -102,18 +114,17 @@ def leaks_nan_neighbour(x: Tensor) -> Tensor:
 
 def positive_zero(x: Tensor, factor: float) -> Tensor:
     y = bi_kernels.scale(x, factor)
-    return y + 0.0 if _rows(x) <= 16 else y
+    return y + 0.0 if row_count(x) <= 16 else y
 
 
-def rope_bf16_positions(x, table, positions=None, cu_seqlens=None, interleaved=False) -> Tensor:
+def rope_bf16_positions(x, table, positions=None, cu_seqlens=None) -> Tensor:
     if positions is None:
         positions = bi_kernels.packed_positions(cu_seqlens, x.shape[0])
-    return bi_kernels.rope(x, table, positions.bfloat16().long(), interleaved=interleaved)
+    return bi_kernels.rope(x, table, positions.bfloat16().long())
 
 
-def rope_by_row(x, table, positions=None, cu_seqlens=None, interleaved=False) -> Tensor:
-    rows = torch.arange(x.shape[:-2].numel(), device=x.device).reshape(x.shape[:-2])
-    return bi_kernels.rope(x, table, rows, interleaved=interleaved)
+def rope_by_row(x, table, positions=None, cu_seqlens=None) -> Tensor:
+    return bi_kernels.rope(x, table, torch.arange(x.shape[:-2].numel(), device=x.device).view(x.shape[:-2]))
 
 
 CONTROLS = (
@@ -134,11 +145,16 @@ CONTROLS = (
     Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
     Control("RoPE with positions in bf16", "elementwise", "rope", "accuracy", rope_bf16_positions),
     Control("RoPE table indexed by row instead of position", "elementwise", "rope", "invariance", rope_by_row),
-    Control("split-K chosen by M", "gemm", "linear", "invariance", split_k_by_m, case="o"),
-    Control("GEMM that accumulates in bf16", "gemm", "linear", "accuracy", bf16_accumulation, case="o"),
-    Control("K order reversed for M ≤ 16", "gemm", "linear", "invariance", reversed_k_for_small_m, case="o"),
-    Control("one element off by one ULP at M = 17", "gemm", "linear", "invariance", one_ulp_in_one_element, case="o"),
-    Control("one output element left unwritten", "gemm", "linear", "determinism", leaves_one_element, case="o"),
+    *controls(
+        "gemm",
+        "linear",
+        ("split-K chosen by M", "invariance", split_k_by_m),
+        ("GEMM that accumulates in bf16", "accuracy", bf16_accumulation),
+        ("K order reversed for M ≤ 16", "invariance", reversed_k_for_small_m),
+        ("one element off by one ULP at M = 17", "invariance", one_ulp_in_one_element),
+        ("one output element left unwritten", "determinism", leaves_one_element),
+        case="o",
+    ),
     Control("torch linear 4096→4096", "gemm", "linear", "invariance", F.linear, case="o", gpu=True),
     Control("torch linear 12288→4096", "gemm", "linear", "invariance", F.linear, case="down", gpu=True),
 )

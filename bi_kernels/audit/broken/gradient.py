@@ -4,7 +4,7 @@ Each goes on from `main_grad` in the order of the token layout, but for the defe
 that one, so that a test can show that nothing else is what the audit sees.
 """
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import triton
@@ -12,38 +12,48 @@ import triton.language as tl
 from torch import Tensor
 
 import bi_kernels
-from bi_kernels.audit.broken.forward import Control
+from bi_kernels.audit.broken.forward import Control, at_levels, controls, row_count
 from bi_kernels.audit.broken.replaced_backward import with_backward
+from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
 from bi_kernels.contract import EPS
 from bi_kernels.ops.gemm import fold_weight, product
 from bi_kernels.tokens import SLAB, TokenLayout
 
 
-def _total(parameter: Tensor) -> Tensor:
-    """Returns the fp32 sum that a fold goes on from: main_grad itself, or zeros."""
-    buffer = getattr(parameter, "main_grad", None)
-    return torch.zeros_like(parameter, dtype=torch.float32) if buffer is None else buffer
+def _backward_of(fn: Callable, position: int | None = None) -> Callable:
+    """Decorates a backward, which takes the place of fn's; see `with_backward`."""
+    return lambda backward: with_backward(fn, backward, backward.__name__, position)
 
 
-def _left(parameter: Tensor, total: Tensor) -> dict[int, Tensor | None]:
-    """Returns what the backward returns for a parameter, which is the second argument."""
-    return {1: total.to(parameter.dtype) if getattr(parameter, "main_grad", None) is None else None}
+def _weight_of(fn: Callable, **fixed) -> Callable:
+    """Decorates add(layout, rows of dy, rows of x, total), which adds to the fp32 sum that a fold goes on from,
+    main_grad itself or zeros. That becomes the gradient of fn's weight."""
+
+    def control(add: Callable) -> Callable:
+        def backward(layout, dy, args, grads, **constants):
+            weight, dy = args[1], _rows(dy)
+            buffer = getattr(weight, "main_grad", None)
+            total = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
+            add(layout, dy, args[0].reshape(len(dy), -1), total, **fixed, **constants)
+            return {1: total.to(weight.dtype) if buffer is None else None}
+
+        return with_backward(fn, backward, add.__name__, 1)
+
+    return control
 
 
 def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _real(layout: TokenLayout, device, memory_order: bool = False) -> Tensor:
-    """Returns the rows of the tokens, in logical order or as they lie in memory."""
-    rows = layout.slots_on(device).long()
-    rows = rows[rows >= 0]
-    return rows.sort().values if memory_order else rows
+def _refolded(layout: TokenLayout, dy: Tensor, args: tuple[Tensor, ...]) -> Tensor | None:
+    """Returns what linear's own backward leaves of its weight's gradient."""
+    return fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)
 
 
 def _dweight_terms(rows: Tensor, dy: Tensor, x: Tensor, eps: float) -> Tensor:
     """dy · x̂ of every row, fp32; zeros for row −1."""
-    x, dy = _rows(x)[rows].float(), _rows(dy)[rows].float()
+    x, dy = x[rows].float(), dy[rows].float()
     return (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).masked_fill(rows[:, None] < 0, 0)
 
 
@@ -61,88 +71,88 @@ def atomic_sum(terms: Tensor, out: Tensor) -> None:
     _atomic_sum_kernel[(len(terms), triton.cdiv(columns, block))](terms, out, columns, BLOCK=block)
 
 
-def _dweight_atomic(layout, dy, args, grads, eps, defect=True):
-    total = _total(args[1])  # a grid over rows has them in memory's order
-    atomic_sum(_dweight_terms(_real(layout, dy.device, memory_order=defect), dy, args[0], eps), total)
-    return _left(args[1], total)
+@_weight_of(bi_kernels.rms_norm)
+def dweight_by_atomics(layout, dy, x, total, eps, defect=True):
+    rows = layout.rows_on(dy.device)
+    atomic_sum(_dweight_terms(rows.sort().values if defect else rows, dy, x, eps), total)  # a grid has memory's order
 
 
-def _dweight_partials_by_m(layout, dy, args, grads, eps, defect=True):
-    terms, total = _dweight_terms(layout.slots_on(dy.device).long(), dy, args[0], eps), _total(args[1])
+@_weight_of(bi_kernels.rms_norm)
+def partials_by_m(layout, dy, x, total, eps, defect=True):
+    terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
     for part in terms.split(-(-len(terms) // 8) if defect else SLAB):  # eight programs share the rows of the call
         total += part.sum(0)
-    return _left(args[1], total)
 
 
-def _dx_twice(layout, dy, args, grads, eps, defect=True):
+@_backward_of(bi_kernels.rms_norm)
+def dx_twice(layout, dy, args, grads, eps, defect=True):
     return {0: (grads[0].float() * args[1].float()).to(grads[0].dtype)} if defect else {}
 
 
-def _grad_doubled(layout, dy, args, grads, eps, defect=True):
+@_backward_of(bi_kernels.rms_norm)
+def grad_doubled(layout, dy, args, grads, eps, defect=True):
     return {1: 2 * grads[1]} if defect and grads[1] is not None else {}
 
 
-def _dw_separate(layout, dy, args, grads, defect=True):
-    if not defect:
-        return {1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
-    total, x = _total(args[1]), layout.gather(_rows(args[0]))
-    total += product(layout.gather(_rows(dy)).t(), x.t(), out_dtype=torch.float32)
-    return _left(args[1], total)
+@_weight_of(bi_kernels.linear)
+def dw_separate(layout, dy, x, total, defect=True):
+    dy, x = layout.gather(dy).t(), layout.gather(x).t()
+    if defect:
+        total += product(dy, x, out_dtype=torch.float32)
+    else:
+        product(dy, x, total, total, torch.float32)
 
 
-def _dw_bf16_partials(layout, dy, args, grads, slabs=4, defect=True):
-    rows, total = _real(layout, dy.device), _total(args[1])
-    x, g = _rows(args[0])[rows].float(), _rows(dy)[rows].float()
+def _dw_bf16_partials(layout, dy, x, total, slabs, defect=True):
+    rows = layout.rows_on(dy.device)
     stored = lambda t: t.bfloat16().float() if defect else t
-    for at in range(0, len(rows), slabs * SLAB):
-        part = g[at : at + slabs * SLAB].T @ x[at : at + slabs * SLAB]
-        total.copy_(stored(total + stored(part)))
-    return _left(args[1], total)
+    for part in rows.split(slabs * SLAB):
+        total.copy_(stored(total + stored(dy[part].float().T @ x[part].float())))
 
 
-def _dw_without_last_sample(layout, dy, args, grads, defect=True):
-    dy = _rows(dy).clone()
-    last = layout.slots_on(dy.device)[-SLAB:].long()
-    dy[last[last >= 0]] *= 0 if defect else 1
-    return {1: fold_weight("control", dy, _rows(args[0]), args[1], layout)}
+dw_bf16_partials = _weight_of(bi_kernels.linear, slabs=4)(_dw_bf16_partials)
+_dw_bf16_slabs = _weight_of(bi_kernels.linear, slabs=1)(_dw_bf16_partials)
 
 
-def _divided_by_own_count(layout, dy, args, grads, defect=True):
+@_backward_of(bi_kernels.linear, 1)
+def dw_without_last_sample(layout, dy, args, grads, defect=True):
+    dy, last = _rows(dy).clone(), layout.slots_on(dy.device)[-SLAB:].long()
+    dy[last[last >= 0]] *= not defect
+    return {1: _refolded(layout, dy, args)}
+
+
+@_backward_of(bi_kernels.linear, 1)
+def divided_by_own_count(layout, dy, args, grads, defect=True):
     dy = dy / (layout.tokens if defect else 16)
-    return {
-        0: product(_rows(dy), args[1].t()).view_as(args[0]),
-        1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout),
-    }
+    return {0: product(_rows(dy), args[1].t()).view_as(args[0]), 1: _refolded(layout, dy, args)}
 
 
-def _dw_with_padding(layout, dy, args, grads, defect=True):
+@_backward_of(bi_kernels.linear, 1)
+def dw_with_padding(layout, dy, args, grads, defect=True):
     """dW over the whole batch, where every row of it starts with a token: padding on the right has dy = 0."""
     length = args[0].shape[-2]
     starts = [row for row in layout.slots.tolist() if row >= 0 and row % length == 0]  # in logical order
     if defect and layout.padding and len(starts) * length == layout.rows:
         layout = TokenLayout(starts, [length] * len(starts), layout.rows)
-    return {1: fold_weight("control", _rows(dy), _rows(args[0]), args[1], layout)}
+    return {1: _refolded(layout, dy, args)}
 
 
-def _embedding_index_add(layout, dy, args, grads, padding_id, defect=True):
-    rows, total = _real(layout, dy.device, memory_order=defect), _total(args[1])
-    rows = rows[args[0].reshape(-1)[rows] != padding_id]
-    total.index_add_(0, args[0].reshape(-1)[rows], _rows(dy)[rows].float())
-    return _left(args[1], total)
+@_weight_of(bi_kernels.embedding)
+def embedding_index_add(layout, dy, ids, total, padding_id, defect=True):
+    rows = layout.rows_on(dy.device)
+    rows = rows.sort().values if defect else rows
+    rows = rows[ids[rows, 0] != padding_id]
+    total.index_add_(0, ids[rows, 0], dy[rows].float())
 
 
-def _embedding_unstable(layout, dy, args, grads, padding_id, defect=True):
-    rows, total = _real(layout, dy.device), _total(args[1])
+@_weight_of(bi_kernels.embedding)
+def unstable_fold(layout, dy, ids, total, padding_id, defect=True):
+    rows = layout.rows_on(dy.device)
     rows = rows.flip(0) if defect else rows  # grouped by id all the same, but equal ids in another order
-    rows = rows[args[0].reshape(-1)[rows] != padding_id]
-    ids, order = args[0].reshape(-1)[rows].sort(stable=True)
-    for i, row in zip(ids.tolist(), rows[order].tolist()):
-        total[i] += _rows(dy)[row].float()
-    return _left(args[1], total)
-
-
-dw_separate = with_backward(bi_kernels.linear, _dw_separate, "dw_separate", 1)
-_dw_bf16_slabs = with_backward(bi_kernels.linear, partial(_dw_bf16_partials, slabs=1), "dw_bf16_slabs", 1)
+    rows = rows[ids[rows, 0] != padding_id]
+    rows = rows[ids[rows, 0].argsort(stable=True)]
+    for i, row in zip(ids[rows, 0].tolist(), rows.tolist()):
+        total[i] += dy[row].float()
 
 
 def lm_head_bf16_slabs(
@@ -155,12 +165,9 @@ def lm_head_bf16_slabs(
 def norm_block_by_rows(x: Tensor, weight: Tensor, eps: float = EPS, defect: bool = True) -> Tensor:
     """Returns a row's squares added as one block, or for more than 256 rows as two."""
     squares = x.float().square()
-    half = x.shape[-1] // 2
-    if defect and x.shape[:-1].numel() > 256:
-        total = squares[..., :half].sum(-1, keepdim=True) + squares[..., half:].sum(-1, keepdim=True)
-    else:
-        total = squares[..., 0::2].sum(-1, keepdim=True) + squares[..., 1::2].sum(-1, keepdim=True)
-    return (x.float() * torch.rsqrt(total / x.shape[-1] + eps) * weight.float()).to(x.dtype)
+    split = squares.chunk(2, -1) if defect and row_count(x) > 256 else (squares[..., 0::2], squares[..., 1::2])
+    first, second = (part.sum(-1, keepdim=True) for part in split)
+    return (x.float() * torch.rsqrt((first + second) / x.shape[-1] + eps) * weight.float()).to(x.dtype)
 
 
 def lse_block_by_rows(
@@ -168,7 +175,7 @@ def lse_block_by_rows(
 ) -> tuple[Tensor, Tensor]:
     """logsumexp over blocks of 32, or for more than 16 rows of 128."""
     z = logits.float() / temperature
-    block = 32 if defect and logits.shape[:-1].numel() <= 16 else 128
+    block = 32 if defect and row_count(logits) <= 16 else 128
     blocks = torch.nn.functional.pad(z, (0, -z.shape[-1] % block), value=-torch.inf).unflatten(-1, (-1, block))
     top = z.amax(-1, keepdim=True)
     lse, ignored = (blocks - top[..., None]).exp().sum(-1).sum(-1).log() + top[..., 0], targets == ignore_index
@@ -177,106 +184,32 @@ def lse_block_by_rows(
     return chosen.masked_fill(ignored, 0), entropy
 
 
-_ATOMIC = with_backward(bi_kernels.rms_norm, _dweight_atomic, "dweight_by_atomics", 1)
-_INDEX_ADD = with_backward(bi_kernels.embedding, _embedding_index_add, "embedding_index_add", 1)
-
+_ATOMIC = Control("dweight by tl.atomic_add", "rms_norm", "rms_norm", INVARIANCE, dweight_by_atomics)
+_INDEX_ADD = Control("embedding backward by index_add_", "vocabulary", "embedding", INVARIANCE, embedding_index_add)
 GRADIENT_CONTROLS = (
-    Control("dweight by tl.atomic_add", "rms_norm", "rms_norm", "gradient invariance", _ATOMIC),
-    Control("dweight by tl.atomic_add, in the source", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="AST"),
-    Control("dweight by tl.atomic_add, in the PTX", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="PTX"),
-    Control("dweight by tl.atomic_add, in the binary", "rms_norm", "rms_norm", "atomics-free", _ATOMIC, level="SASS"),
-    Control(
-        "dweight partials whose row count depends on M",
-        "rms_norm",
-        "rms_norm",
-        "gradient invariance",
-        with_backward(bi_kernels.rms_norm, _dweight_partials_by_m, "dweight_partials_by_m", 1),
-    ),
+    _ATOMIC,
+    *at_levels(_ATOMIC),
+    Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", INVARIANCE, partials_by_m),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
+    Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", ACCURACY, dx_twice),
+    Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", ACCURACY, grad_doubled),
+    _INDEX_ADD,
+    *at_levels(_INDEX_ADD, {"in the source": "AST", "as torch runs it": "torch"}),
     Control(
-        "dx multiplied by the weight twice",
-        "rms_norm",
-        "rms_norm",
-        "gradient accuracy",
-        with_backward(bi_kernels.rms_norm, _dx_twice, "dx_twice"),
-    ),
-    Control(
-        "dweight doubled where there is no main_grad",
-        "rms_norm",
-        "rms_norm",
-        "gradient accuracy",
-        with_backward(bi_kernels.rms_norm, _grad_doubled, "grad_doubled"),
-    ),
-    Control("embedding backward by index_add_", "vocabulary", "embedding", "gradient invariance", _INDEX_ADD),
-    Control(
-        "embedding backward by index_add_, in the source",
-        "vocabulary",
-        "embedding",
-        "atomics-free",
-        _INDEX_ADD,
-        level="AST",
-    ),
-    Control(
-        "embedding backward by index_add_, as torch runs it",
-        "vocabulary",
-        "embedding",
-        "atomics-free",
-        _INDEX_ADD,
-        level="torch",
-    ),
-    Control(
-        "embedding fold by id, equal ids in an unstable order",
-        "vocabulary",
-        "embedding",
-        "gradient invariance",
-        with_backward(bi_kernels.embedding, _embedding_unstable, "embedding_unstable", 1),
+        "embedding fold by id, equal ids in an unstable order", "vocabulary", "embedding", INVARIANCE, unstable_fold
     ),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
     Control(
-        "LM head's dW rounded to bf16 after every slab",
-        "vocabulary",
-        "lm_head_logprob",
-        "gradient accuracy",
-        lm_head_bf16_slabs,
+        "LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", ACCURACY, lm_head_bf16_slabs
     ),
-    Control(
-        "dW as the sum of separately accumulated partials",
+    *controls(
         "backward",
         "linear",
-        "gradient invariance",
-        dw_separate,
-        case="o",
-    ),
-    Control(
-        "dW with bf16 partials",
-        "backward",
-        "linear",
-        "gradient accuracy",
-        with_backward(bi_kernels.linear, _dw_bf16_partials, "dw_bf16_partials", 1),
-        case="o",
-    ),
-    Control(
-        "loss divided by the micro-batch's own token count",
-        "backward",
-        "linear",
-        "gradient invariance",
-        with_backward(bi_kernels.linear, _divided_by_own_count, "divided_by_own_count", 1),
-        case="o",
-    ),
-    Control(
-        "backward that ignores one sample",
-        "backward",
-        "linear",
-        "gradient accuracy",
-        with_backward(bi_kernels.linear, _dw_without_last_sample, "dw_without_last_sample", 1),
-        case="o",
-    ),
-    Control(
-        "dW that takes padding on the right for tokens",
-        "backward",
-        "linear",
-        "gradient invariance",
-        with_backward(bi_kernels.linear, _dw_with_padding, "dw_with_padding", 1),
+        ("dW as the sum of separately accumulated partials", INVARIANCE, dw_separate),
+        ("dW with bf16 partials", ACCURACY, dw_bf16_partials),
+        ("loss divided by the micro-batch's own token count", INVARIANCE, divided_by_own_count),
+        ("backward that ignores one sample", ACCURACY, dw_without_last_sample),
+        ("dW that takes padding on the right for tokens", INVARIANCE, dw_with_padding),
         case="o",
     ),
 )

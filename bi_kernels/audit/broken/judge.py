@@ -8,18 +8,15 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-from bi_kernels.audit.evidence.provenance import device_name
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
-from bi_kernels.audit.problem.problem import Problem
-from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
-from bi_kernels.contract import DTYPES
 
 EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
+ACCURATE = ("normal", "wide")  # inputs on which some control shows
 TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
 
 
@@ -41,13 +38,13 @@ def groups(session) -> list[list[int]]:
 def judge_control(session, numbers: list[int]) -> list[Row]:
     """Returns the rows of one control, or of those of the static audit that share a function."""
     controls = [EVERY[i] for i in numbers]
-    first, p = controls[0], session.parameters
-    problem = Problem(OPS[first.op], first.case, DTYPES[first.dtype], p["shapes"], session.device, p["seed"])
-    s = Subject(problem, first.function, first.name, device_name(session.device))
+    first = controls[0]
+    problem = session.problem(first.op, first.case, first.dtype)
+    s = Subject(problem, first.function, first.name, session.device_name)
     try:
         rows = _BY_RELATION[first.relation](s, controls)
     except Exception as error:
-        rows = [s.row(first.relation, "", detail=sentence(error), tensor="out")] * len(controls)
+        rows = [s.row(first.relation, "", detail=sentence(error))] * len(controls)
     return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
 
 
@@ -72,12 +69,10 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     "invariance": _invariance,
     "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
     "determinism": lambda s, _: [forward.determinism(s)],
-    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in ("normal", "wide")]),
+    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in ACCURATE]),
     gradient.INVARIANCE: lambda s, _: _first(
         up_to_a_drift(r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE)
     ),
-    gradient.ACCURACY: lambda s, _: _first(
-        [r for kind in ("normal", "wide") for r in gradient.gradient_accuracy(s, kind)]
-    ),
+    gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
     STATIC: _static,
 }

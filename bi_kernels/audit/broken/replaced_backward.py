@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from bi_kernels.tokens import layout_for
 
@@ -19,22 +18,20 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, backward, position, *args):
         ctx.fn, ctx.replace, ctx.position, ctx.args = fn, backward, position, args
-        ctx.layout = layout_for("control", args[0].shape if not args[0].is_floating_point() else args[0].shape[:-1])
-        return fn(*(a.detach() if isinstance(a, Tensor) else a for a in args))
+        ctx.layout = layout_for("control", args[0].shape[:-1] if args[0].is_floating_point() else args[0].shape)
+        return fn(*(a.detach() for a in args))
 
     @staticmethod
     def backward(ctx, dy):
         copies = [
-            a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) if isinstance(a, Tensor) else a
-            for i, a in enumerate(ctx.args)
+            a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) for i, a in enumerate(ctx.args)
         ]
         for a, copy in zip(ctx.args, copies):
-            if isinstance(a, Tensor):
-                copy.main_grad = getattr(a, "main_grad", None)
-        if any(isinstance(copy, Tensor) and copy.requires_grad for copy in copies):
+            copy.main_grad = getattr(a, "main_grad", None)
+        if any(copy.requires_grad for copy in copies):
             with torch.enable_grad(), ctx.layout:
                 ctx.fn(*copies).backward(dy)
-        grads = [getattr(copy, "grad", None) for copy in copies]
+        grads = [copy.grad for copy in copies]
         for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
             grads[i] = grad
         return None, None, None, *grads

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels import contract
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.broken.judge import groups, judge_control
@@ -15,9 +14,9 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import attention_edges as edges
 from bi_kernels.audit.experiments import attention_generation as generation
 from bi_kernels.audit.experiments import late_copies
+from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.contract import DTYPES
 
 
 def _every(session) -> Iterable[int]:
@@ -25,7 +24,7 @@ def _every(session) -> Iterable[int]:
 
 
 def _of_this_package(session) -> Iterable[int]:
-    return _every(session) if session.candidate.spec == "bi_kernels" else ()
+    return _every(session) if is_ours(session) else ()
 
 
 def _without_window(session) -> list[int]:
@@ -33,18 +32,15 @@ def _without_window(session) -> list[int]:
 
 
 def _captured(session) -> list[int]:
-    if not session.on_gpu or session.candidate.spec != "bi_kernels":
-        return []
-    first, subjects = DTYPES[session.dtypes[0]], session.make()
-    return [i for i in _without_window(session) if subjects[i].problem.dtype == first]
+    return edges.in_first_dtype(session) if session.on_gpu and is_ours(session) else []
 
 
 def _widths(session) -> Sequence[int]:
-    return edges.WIDTHS[session.on_gpu] if session.candidate.spec == "bi_kernels" else ()
+    return edges.WIDTHS[session.on_gpu] if is_ours(session) else ()
 
 
 def _late(session) -> list[int]:
-    if session.candidate.spec != "bi_kernels" or not late_copies.applies(session):
+    if not (is_ours(session) and late_copies.applies(session)):
         return []
     subjects = session.make()
     return [i for i in _without_window(session) if subjects[i].problem.dtype.itemsize == 2]
@@ -106,69 +102,57 @@ def missing(session) -> list[Row]:
 
 
 def _required(session, s: Subject, number: int) -> Iterator[dict]:
-    def rows(relation: str, layout: str, *tensors: str, **more) -> Iterator[dict]:
-        for fields in [{"tensor": t} for t in tensors] or [{}]:
-            yield {"relation": relation, "layout": layout} | fields | more
+    def rows(relation: str, layouts: Iterable[str], tensors: Sequence[str] = (), **more) -> Iterator[dict]:
+        for layout in layouts:
+            for tensor in tensors or [None]:
+                yield {"relation": relation, "layout": layout} | more | ({"tensor": tensor} if tensor else {})
 
-    trained, returned, ways = [f"d{k}" for k in "qkv"], list(s.problem.returned), generation.ways(session, s)
-    for way in ways:
-        yield from rows("invariance", way.name)
-    for layout in sorted({generation.last_of(way.tokens, suffix) for way in ways for suffix in generation.SCORES}):
-        yield from rows("accuracy", layout, *returned)
-        yield from rows("determinism", layout)
-    yield from rows("invariance", generation.places(session))
-    yield from rows(gradients.INVARIANCE, generation.places(session), "dq")
-    for layout in edges.LAYOUTS:
-        yield from rows("accuracy", layout, *returned)
-    for layout in edges.TRAINED:
-        yield from rows(gradients.ACCURACY, layout, *trained)
+    returned, trained, ways = list(s.problem.returned), ("dq", "dk", "dv"), generation.ways(session, s)
+    last = sorted({generation.last_of(way.tokens, suffix) for way in ways for suffix in generation.SCORES})
+    places, late = [generation.places(session)], [late_copies.LAYOUT]
+    yield from rows("invariance", [way.name for way in ways] + places)
+    yield from rows("accuracy", [*last, *edges.LAYOUTS], returned)
+    yield from rows("determinism", last)
+    yield from rows(gradients.INVARIANCE, places, ["dq"])
+    yield from rows(gradients.ACCURACY, edges.TRAINED, trained)
     if number in _without_window(session):
         for kind in (SHARPEST, "nonfinite"):
-            for name in generation.uneven_layouts(session):
-                yield from rows("invariance", name, inputs=kind)
+            yield from rows("invariance", generation.uneven_layouts(session), inputs=kind)
     if number in _captured(session):
-        for name in ("cuda_graph", "torch.compile"):
-            yield from rows("invariance", name)
+        yield from rows("invariance", ("cuda_graph", "torch.compile"))
     if number in _late(session):
-        yield from rows("invariance", late_copies.LAYOUT)
-        yield from rows(gradients.INVARIANCE, late_copies.LAYOUT, *trained)
-    if number == edges.first(session):
-        for width in _widths(session):
-            case = edges.case(width)
-            for layout in edges.WIDE_LAYOUTS:
-                yield from rows("invariance", layout, case=case)
-            for layout in edges.WIDE_GRADIENTS:
-                yield from rows(gradients.INVARIANCE, layout, *trained, case=case)
-            yield from rows("accuracy", "rows", case=case)
-            yield from rows(gradients.ACCURACY, "rows", *trained, case=case)
+        yield from rows("invariance", late)
+        yield from rows(gradients.INVARIANCE, late, trained)
+    for width in _widths(session) if number == edges.in_first_dtype(session)[0] else ():
+        case = edges.case(width)
+        yield from rows("invariance", edges.WIDE_LAYOUTS, case=case)
+        yield from rows(gradients.INVARIANCE, edges.WIDE_GRADIENTS, trained, case=case)
+        yield from rows("accuracy", ["rows"], case=case)
+        yield from rows(gradients.ACCURACY, ["rows"], trained, case=case)
 
 
 def stock_generation(session) -> dict[str, float]:
     """Returns {layout: elements of out that differ} where torch's flash attention decodes the last tokens, against its
     own prefill."""
-    line, dtype = {}, DTYPES["bf16" if "bf16" in session.dtypes else session.dtypes[0]]
+    line, dtype = {}, sixteen_bits(session)
+    if dtype == "fp32" and session.on_gpu:  # it has none
+        return line
+    s = session.subject("attention", dtype)
     for n, tail, _ in generation.GENERATED[session.on_gpu]:
-        if dtype == torch.float32 and session.on_gpu:  # it has none
-            continue
-        tokens, _ = session.subject("attention", contract.dtype_name(dtype)).problem.inputs("normal", n)
-        q, k, v = tokens.values()
-        whole = controls.flash_decode(q[None], k[None], v[None])[0]
-        parts = [
-            controls.flash_decode(*(t[None] for t in (q[i : i + 1], k[: i + 1], v[: i + 1])))[0]
-            for i in range(n - tail, n)
-        ]
-        line[f"decode, cache of {n}"] = compare(torch.cat(parts, 1), whole[:, n - tail :]).mismatches
+        q, k, v = (t[None] for t in s.problem.inputs("normal", n)[0].values())
+        flash = lambda first, end: controls.flash_decode(q[:, first:end], k[:, :end], v[:, :end])[0]
+        parts = [flash(i, i + 1) for i in range(n - tail, n)]
+        line[f"decode, cache of {n}"] = compare(torch.cat(parts, 1), flash(0, n)[:, n - tail :]).mismatches
     return line
 
 
-def by_layout(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+def by_layout(rows: Iterable[Row]) -> Counts:
     """Returns {case and dtype: {layout: elements that differ}}; NaN where it raised."""
-    out: dict[str, dict[str, float]] = {}
+    out: Counts = {}
     for r in rows:
         if r.relation == "invariance":
-            out.setdefault(f"{r.case or r.op} {r.dtype}", {})[r.layout] = (
-                float("nan") if r.mismatches is None else r.mismatches
-            )
+            line = out.setdefault(f"{r.case or r.op} {r.dtype}", {})
+            line[r.layout] = differing(r)
     return out
 
 

@@ -8,27 +8,31 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import bi_kernels
-from bi_kernels import contract, reference
+from bi_kernels import reference
 from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.attention_generation import as_control, bounded, bounded_outputs, scheduled
-from bi_kernels.audit.problem.call_layouts import Call, shapes_launched, spans
+from bi_kernels.audit.experiments.attention_generation import (
+    against_one_call,
+    as_control,
+    bounded,
+    bounded_outputs,
+    parts,
+    scheduled,
+)
+from bi_kernels.audit.experiments.common import replayed
+from bi_kernels.audit.problem.call_layouts import Call, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import DTYPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
 
-EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [
-    (5, 0),
-    (40, 9),
-    (9, 40),
-    (0, 7),
-    (70, 132),
-    (130, 161),
-]  # queries, keys
+# queries, keys
+EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]
+COUNTS = dict(zip("qk", zip(*EDGES)))
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 TRAINED = ("edges", "edges, huge scores")
 LAYOUTS = (*TRAINED, "edges, padded", "edges, as prefill", "edges, padded, as prefill")
@@ -43,13 +47,13 @@ def edges(session, number: int) -> list[Row]:
     s = session.make()[number]
     decode = scheduled(session, s, few=10**9, split=64)  # several splits
     prefill = scheduled(session, s, few=0, split=SCHEDULE.split)
-    plain, huge, padded, *as_prefill = LAYOUTS
+    plain, huge, padded, prefilled, padded_prefill = LAYOUTS
     return [
         *packed_edges(decode, plain),
         *packed_edges(decode, huge, HUGE),
         *padded_edges(decode, padded),
-        *packed_edges(prefill, as_prefill[0], backward=False),
-        *padded_edges(prefill, as_prefill[1]),
+        *packed_edges(prefill, prefilled, backward=False),
+        *padded_edges(prefill, padded_prefill),
     ]
 
 
@@ -63,7 +67,7 @@ def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
     """Returns q, k and v of the edges, and what fp64 makes of them."""
     key = "edges", large
     if key not in s.memo:
-        queries, keys = map(sum, zip(*EDGES))
+        queries, keys = map(sum, COUNTS.values())
         tokens, _ = s.problem.inputs("normal", max(queries, keys))
         given = {"q": tokens["q"][:queries] * large, "k": tokens["k"][:keys] * large, "v": tokens["v"][:keys]}
         s.memo[key] = given, reference.attention(*given.values(), lengths=EDGES, **s.problem.op.constants)
@@ -72,8 +76,8 @@ def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
 
 def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
     """Judges the edges in one packed call, with their gradients; large: the factor of q and of k."""
-    p, constants, counts = s.problem, s.problem.op.constants, zip("qk", zip(*EDGES))
-    ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(n)], device=p.device) for name, n in counts}
+    p, constants = s.problem, s.problem.op.constants
+    ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(n)], device=p.device) for name, n in COUNTS.items()}
 
     def judged() -> list[Row]:
         inputs, exact = _edge_inputs(s, large)
@@ -85,7 +89,7 @@ def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bo
             step.upstream(found, 1)
             exact = gradient("attention", inputs, constants, step.dy, EDGES)
             for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
-                rows.append(bounded(s, y, *e, dtype=p.dtype, layout=layout, tensor=f"d{name}", of=name))
+                rows.append(bounded(s, y, e, p.dtype, layout, f"d{name}", name))
         return rows
 
     return s.attempt("accuracy", layout, judged, against="fp64")
@@ -93,31 +97,28 @@ def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bo
 
 def padded_edges(s: Subject, layout: str) -> list[Row]:
     """Judges the edges in a batch, whose padding gives 0 and −inf."""
-    p, counts = s.problem, dict(zip("qk", zip(*EDGES)))
-    lengths = {f"lengths_{name}": torch.tensor(n, device=p.device) for name, n in counts.items()}
+    lengths = {f"lengths_{name}": torch.tensor(n, device=s.problem.device) for name, n in COUNTS.items()}
 
     def judged() -> list[Row]:
         given, exact = _edge_inputs(s)
-        wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
-        found = s.called(*wide, **lengths, **p.op.constants)
-        real = torch.arange(wide[0].shape[1], device=p.device) < lengths["lengths_q"][:, None]
+        wide = [pad_sequence(t.split(COUNTS["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        found = s.called(*wide, **lengths, **s.problem.op.constants)
+        real = torch.arange(wide[0].shape[1], device=s.problem.device) < lengths["lengths_q"][:, None]
         every = []
-        for y, parts, nothing in zip(found, exact, (0.0, -torch.inf), strict=True):
-            y64, size = torch.full_like(y, nothing, dtype=torch.float64), torch.zeros_like(y, dtype=torch.float64)
-            y64[real], size[real] = parts
+        for y, own, nothing in zip(found, exact, (0.0, -torch.inf), strict=True):
+            y64, size = (torch.full_like(y, value, dtype=torch.float64) for value in (nothing, 0.0))
+            y64[real], size[real] = own
             every.append((y64, size))
         return bounded_outputs(s, found, every, layout)
 
     return s.attempt("accuracy", layout, judged, against="fp64")
 
 
-def first(session) -> int:
-    """Returns the number of the subject whose heads get other widths: the first case, in the first dtype."""
-    return next(
-        i
-        for i, s in enumerate(session.make())
-        if s.problem.op.name == "attention" and contract.dtype_name(s.problem.dtype) == session.dtypes[0]
-    )
+def in_first_dtype(session) -> list[int]:
+    """Returns the numbers of the subjects without a window, in the first dtype; the heads of the first get other
+    widths."""
+    wanted, problems = DTYPES[session.dtypes[0]], [s.problem for s in session.make()]
+    return [i for i, p in enumerate(problems) if p.op.name == "attention" and p.dtype == wanted]
 
 
 def case(width: int) -> str:
@@ -127,30 +128,22 @@ def case(width: int) -> str:
 
 def widths(session, width: int) -> list[Row]:
     """Judges heads of another width: layouts, decode, gradients, and both against fp64."""
-    n, own = 1500 if session.on_gpu else 70, session.make()[first(session)]
+    n, own = 1500 if session.on_gpu else 70, session.make()[in_first_dtype(session)[0]]
     op = replace(own.problem.op, cases=lambda shapes: {case(width): {"head_dim": width}})
     s = replace(own, problem=replace(own.problem, op=op, case=case(width)), own_lengths=(n, 1, n // 11, 5))
     *layouts, decode = WIDE_LAYOUTS
-    tokens, parts = np.arange(n)[None], (slice(n - 2), slice(n - 2, n - 1), slice(n - 1, n))
-    calls = [*(Call(tokens[:, at]) for at in parts), *(Call(x[None]) for x in spans(s.lengths)[1:])]
-    rows = judge.invariance(s, only=layouts) + s.attempt(
-        "invariance",
-        decode,
-        lambda: compare(s.compute(calls), s.layout("packed")),
-        against="one call",
-        inputs=SHARPEST,
-        rows=sum(s.lengths),
-        detail=shapes_launched(calls),
-    )
+    calls = [*parts(n, 2, 1), *(Call(x[None]) for x in spans(s.lengths)[1:])]
+    rows = judge.invariance(s, only=layouts)
+    rows += against_one_call(s, decode, calls, lambda: s.layout("packed"))
     step = Step(s, SHARPEST, s.lengths)
     whole = cache(lambda: step.gradients(step.layouts["packed"]))
     for name in WIDE_GRADIENTS:
         made, said = lambda: step.gradients(step.layouts[name]), {"inputs": SHARPEST, "rows": step.count}
         rows += gradients.compared(s, gradients.INVARIANCE, name, made, whole, against="packed", **said)
-    rows += s.attempt("accuracy", "rows", lambda: judge.accuracy(s, "normal"), against="fp64")
-    return rows + s.attempt(
-        gradients.ACCURACY, "rows", lambda: gradients.gradient_accuracy(s, "normal"), against="fp64"
-    )
+    accuracies = ("accuracy", judge.accuracy), (gradients.ACCURACY, gradients.gradient_accuracy)
+    for relation, measure in accuracies:
+        rows += s.attempt(relation, "rows", lambda: measure(s, "normal"), against="fp64")
+    return rows
 
 
 def captured(session, number: int) -> list[Row]:
@@ -163,19 +156,13 @@ def captured(session, number: int) -> list[Row]:
     q, k, v = s.inputs(SHARPEST, n)[0].values()
     whole = bi_kernels.attention(q[None], k[None], v[None])
     for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
-        at, lengths = slice(length - queries, length), torch.ones(1, dtype=torch.int32, device=s.problem.device)
+        at, lengths = slice(length - queries, length), torch.full((1,), queries, device=q.device, dtype=torch.int32)
         given = [torch.zeros_like(t)[None] for t in (q[at], k, v)]
-        bi_kernels.attention(*given, lengths_k=lengths.fill_(queries))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = bi_kernels.attention(*given, lengths_k=lengths)
-        for into, t in zip(given, (q[at], k, v)):  # the graph must read what is there when it runs
-            into.copy_(t[None])
-        lengths.fill_(length)
-        graph.replay()
+        attention = lambda: bi_kernels.attention(*given, lengths_k=lengths)
+        out = replayed(attention, [*zip(given, (q[at], k, v)), (lengths, length)])
         expected = tuple(t[:, at] for t in whole)
-        said = {"against": "eager, one call", "inputs": SHARPEST, "rows": queries}
-        said["detail"] = f"{queries} of {length} queries, in a cache of {n}"
+        detail = f"{queries} of {length} queries, in a cache of {n}"
+        said = {"against": "eager, one call", "inputs": SHARPEST, "rows": queries, "detail": detail}
         rows += s.attempt("invariance", "cuda_graph", lambda: compare(tuple(out), expected), **said)
         with torch._dynamo.config.patch(recompile_limit=64):
             made = lambda: compare(tuple(compiled(*given, lengths)), expected)

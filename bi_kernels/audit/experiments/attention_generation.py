@@ -1,9 +1,9 @@
 """Judges long and uneven sequences in several calls: generation against a cache, uneven samples, places to begin."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 
 from bi_kernels import contract, reference
 from bi_kernels.audit.broken import attention as controls
-from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import is_ours
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, shapes_launched, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
@@ -33,52 +34,48 @@ STARTS = {True: range(1, 65), False: (1, 31, 62, 63, 64)}  # of the queries; a b
 FROM = {True: 1100, False: 40}  # queries, enough for prefill
 # for the interpreter: its short sequences have several splits and are prefill, in programs that are few
 SMALL = replace(SCHEDULE, split=64, few=4, decode=Tiling(128, 64, 4, 4), merge_rows=256)
-
-
-def _own_schedule(session):
-    return SCHEDULE if session.on_gpu else SMALL
+SCHEDULES = {True: SCHEDULE, False: SMALL}
 
 
 def scheduled(session, s: Subject, **changed) -> Subject:
     """Returns the subject in another schedule, if it is this package's, on the interpreter one of small splits."""
-    if session.candidate.spec != "bi_kernels":
-        return s
-    return replace(s, function=controls.in_schedule(replace(_own_schedule(session), **changed)))
+    schedule = replace(SCHEDULES[session.on_gpu], **changed)
+    return replace(s, function=controls.in_schedule(schedule)) if is_ours(session) else s
 
 
 class Way(NamedTuple):
     """Names a way to compute a long sequence."""
 
+    name: str
     tokens: int
     tail: int  # tokens that are not in the first call
     size: int  # of the chunks that these are in
-    page: int  # keys of a page, or 0
-    changed: dict  # of the schedule
-    name: str
+    page: int = 0  # keys of a page, or 0
+    changed: Mapping = {}  # of the schedule
 
 
 def ways(session, s: Subject) -> list[Way]:
     """Returns the ways to compute the long sequences; of the op with a window, at the first length, decode and the
     longest chunks alone."""
-    ours, found = session.candidate.spec == "bi_kernels", []
-    for n, tail, sizes in GENERATED[session.on_gpu][: 1 if s.problem.op.constants else None]:
+    found, windowed = [], bool(s.problem.op.constants)
+    for n, tail, sizes in GENERATED[session.on_gpu][: 1 if windowed else None]:
         if s.problem.dtype == torch.float32 and n > 10_000:  # no tensor core: it would take minutes
             continue
-        for size in (sizes[0], sizes[-1]) if s.problem.op.constants else sizes:
+        ends = sizes[0], sizes[-1]
+        for size in ends if windowed else sizes:
             name, last = "decode" if size == 1 else f"chunked:{size}", min(n - 1, max(tail, 4 * size))
-            found.append(Way(n, last, size, 0, {}, f"{name}, cache of {n}"))
-            if ours and size in (sizes[0], sizes[-1]):
-                found.append(Way(n, last, size, PAGE, {}, f"{name}, pages of {PAGE} of {n}"))
-        if ours:
-            found.append(Way(n, LAST, 1, 0, {"most": 0}, f"decode, splits in one program, cache of {n}"))
+            found.append(Way(f"{name}, cache of {n}", n, last, size))
+            if is_ours(session) and size in ends:
+                found.append(Way(f"{name}, pages of {PAGE} of {n}", n, last, size, PAGE))
+        if is_ours(session):
+            found.append(Way(f"decode, splits in one program, cache of {n}", n, LAST, 1, changed={"most": 0}))
     return found
 
 
-def _parts(way: Way) -> list[Call]:
+def parts(n: int, tail: int, size: int) -> list[Call]:
     """Returns a sequence's calls: all but its tail in one, and then the chunks."""
-    every, n = np.arange(way.tokens)[None], way.tokens
-    rest = range(n - way.tail, n, way.size)
-    return [Call(every[:, : n - way.tail])] + [Call(every[:, at : min(at + way.size, n)]) for at in rest]
+    starts = range(n - tail, n, size)
+    return [Call(np.arange(*at)[None]) for at in pairwise([0, *starts, n])]
 
 
 def generation(session, number: int) -> list[Row]:
@@ -89,20 +86,17 @@ def generation(session, number: int) -> list[Row]:
         s = scheduled(session, replace(subject, own_lengths=(n,), memo={}))
         whole = cache(lambda: s.compute([pack(spans((n,)))]))
         for way in mine:
-            other, calls = scheduled(session, s, **way.changed), _parts(way)
-            rows += _against_one_call(
-                other, way.name, calls, lambda: compare(other.compute(calls, page=way.page), whole())
-            )
+            other = scheduled(session, s, **way.changed)
+            rows += against_one_call(other, way.name, parts(n, way.tail, way.size), whole, page=way.page)
         rows += last_queries(s)
     return rows
 
 
 def later_splits(session, _) -> list[Row]:
     """Judges the control whose later splits weigh more."""
-    lengths, schedule = GENERATED[session.on_gpu][-1][:1], _own_schedule(session)
-    function = lambda *qkv, **told: controls.later_splits_weigh_more(*qkv, schedule=schedule, **told)
+    function = partial(controls.later_splits_weigh_more, schedule=SCHEDULES[session.on_gpu])
     s = session.subject("attention", session.dtypes[0], function, "later splits weigh more")
-    return [as_control(last_queries(replace(s, own_lengths=lengths)))]
+    return [as_control(last_queries(replace(s, own_lengths=GENERATED[session.on_gpu][-1][:1])))]
 
 
 def last_of(tokens: int, suffix: str) -> str:
@@ -112,47 +106,38 @@ def last_of(tokens: int, suffix: str) -> str:
 
 def last_queries(s: Subject) -> list[Row]:
     """Judges the last queries of a long sequence, of several splits, in one call: against fp64, and ten times."""
-    (n,), p, rows = s.lengths, s.problem, []
+    (n,), constants, rows = s.lengths, s.problem.op.constants, []
     q, k, v = s.inputs("normal", n)[0].values()
     for suffix, large in SCORES.items():
         last, layout, runs = q[n - LAST :] * large, last_of(n, suffix), contract.SWEEP["runs"]
 
         def judged() -> list[Row]:
-            ours = lambda: s.called(last[None], k[None], v[None], **p.op.constants)
-            found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **p.op.constants)
+            ours = lambda: s.called(last[None], k[None], v[None], **constants)
+            found, exact = ours(), reference.attention(last, k, v, lengths=[(LAST, n)], **constants)
             again = (compare(ours(), found) for _ in range(runs - 1))
             drift = next((d for d in again if d.mismatches), compare(found, found))
             row = s.row("determinism", layout, drift, "itself", "normal", LAST, detail=f"{runs} runs")
             return [*bounded_outputs(s, [y[0] for y in found], exact, layout), row]
 
-        rows += s.attempt("accuracy", layout, judged, against="fp64", inputs="normal", rows=LAST)
+        rows += s.attempt("accuracy", layout, judged, against="fp64", rows=LAST)
     return rows
 
 
 def bounded_outputs(s: Subject, found: Iterable[torch.Tensor], exact: Iterable[tuple], layout: str) -> list[Row]:
     """Returns a row for each output, held against its (y64, S)."""
     outputs = zip(s.problem.returned.items(), found, exact, strict=True)
-    return [bounded(s, y, *e, dtype=dtype, layout=layout, tensor=name) for (name, dtype), y, e in outputs]
+    return [bounded(s, y, e, dtype, layout, name) for (name, dtype), y, e in outputs]
 
 
 def bounded(
-    s: Subject,
-    y: torch.Tensor,
-    exact: torch.Tensor,
-    magnitude: torch.Tensor,
-    n: int | None = None,
-    *,
-    dtype: torch.dtype,
-    layout: str,
-    tensor: str,
-    of: str | None = None,
+    s: Subject, y: torch.Tensor, exact: tuple, dtype: torch.dtype, layout: str, tensor: str, of: str | None = None
 ) -> Row:
-    """Returns the row that holds y against (y64, S); of: the input whose gradient y is."""
-    limit = contract.bound(
-        "attention", dtype, exact, magnitude, n or s.problem.reduction, gradient=of, inputs=s.problem.dtype
-    )
-    relation = gradients.ACCURACY if of else "accuracy"
-    return replace(against_bound(s, relation, y, exact, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
+    """Returns the row that holds y against (y64, S), and the length of the sum where it is not the op's; of: the input
+    whose gradient y is."""
+    y64, magnitude, *n = exact
+    p, relation = s.problem, gradients.ACCURACY if of else "accuracy"
+    limit = contract.bound("attention", dtype, y64, magnitude, *(n or [p.reduction]), gradient=of, inputs=p.dtype)
+    return replace(against_bound(s, relation, y, y64, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
 
 
 def as_control(rows: list[Row]) -> Row:
@@ -173,13 +158,16 @@ def uneven(session, number: int) -> list[Row]:
     for kind in (SHARPEST, "nonfinite"):
         alone = cache(lambda: s.compute([Call(x[None]) for x in samples], kind))
         for name, call in zip(uneven_layouts(session), every):
-            rows += _against_one_call(s, name, [call], lambda: compare(s.compute([call], kind), alone()), kind)
+            rows += against_one_call(s, name, [call], alone, kind)
     return rows
 
 
-def _against_one_call(s: Subject, name: str, calls: list[Call], drift, kind: str = SHARPEST) -> list[Row]:
+def against_one_call(
+    s: Subject, name: str, calls: list[Call], expected: Callable[[], Tensors], kind: str = SHARPEST, page: int = 0
+) -> list[Row]:
+    """Compares what calls give with what is expected; page: of a cache in pages."""
     said = {"against": "one call", "inputs": kind, "rows": sum(s.lengths), "detail": shapes_launched(calls)}
-    return s.attempt("invariance", name, drift, **said)
+    return s.attempt("invariance", name, lambda: compare(s.compute(calls, kind, page=page), expected()), **said)
 
 
 def places(session) -> str:

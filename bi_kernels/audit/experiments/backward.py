@@ -1,5 +1,6 @@
 """The experiments of the backward audit: drift by split, training runs, the first op that drifts, and speed."""
 
+import contextlib
 from functools import partial
 
 import torch
@@ -8,12 +9,13 @@ import torch.nn.functional as F
 import bi_kernels
 from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
+from bi_kernels.audit.experiments.common import Counts, Found, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
-from bi_kernels.audit.relations.gradient import LAYOUTS
+from bi_kernels.audit.relations.gradient import INVARIANCE, LAYOUTS
 from bi_kernels.audit.relations.step import Step
-from bi_kernels.contract import CONTRACT, EPS, SHAPES, linears
+from bi_kernels.contract import CONTRACT, EPS, linears
 from bi_kernels.ops import embedding as embed
 from bi_kernels.ops import norm
 from bi_kernels.ops.gemm import product
@@ -39,13 +41,13 @@ class _AtEveryToken(torch.autograd.Function):
 def foreign(op: str) -> dict:
     """Returns {name: function} of others' implementations that are installed here."""
     found = {"torch": getattr(stock, op)}
-    try:
+    with contextlib.suppress(ImportError):  # they may be installed
         if op == "rms_norm":
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415  (may be installed)
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415
 
             found["Liger"] = lambda x, weight, eps=EPS: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         if op == "lm_head_logprob":
-            import liger_kernel.ops.fused_linear_cross_entropy as liger_loss  # noqa: PLC0415  (may be installed)
+            from liger_kernel.ops import fused_linear_cross_entropy as liger_loss  # noqa: PLC0415
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
                 rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
@@ -54,95 +56,72 @@ def foreign(op: str) -> dict:
                 return _AtEveryToken.apply(-loss, targets.shape), torch.zeros(targets.shape, device=hidden.device)
 
             found["Liger"] = liger
-    except ImportError:
-        pass
     return found
 
 
-def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> dict[str, dict[str, float]]:
+def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> Counts:
     """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it
     raised."""
-    out: dict[str, dict[str, float]] = {}
+    out: Counts = {}
     for op in ops:
         for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
             s = session.subject(op, dtype, function, name)
-            step, line = Step(s, "normal", s.lengths), {}
+            step, line = Step(s, "normal", s.lengths), dict.fromkeys(LAYOUTS[1:], float("nan"))
             if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
-                step.dy = [
-                    torch.ones(step.count, device=session.device),
-                    torch.zeros(step.count, device=session.device),
-                ]
+                step.dy = [torch.full((step.count,), value, device=session.device) for value in (1.0, 0.0)]
             try:
                 whole = step.gradients(step.layouts["packed"])
             except Exception as error:
-                out[f"{name} {op} ({type(error).__name__})"] = dict.fromkeys(LAYOUTS[1:], float("nan"))
+                out[f"{name} {op} ({type(error).__name__})"] = line
                 continue
-            for layout in LAYOUTS[1:]:
-                try:
+            for layout in line:
+                with contextlib.suppress(Exception):
                     found = step.gradients(step.layouts[layout])
                     line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
-                except Exception:
-                    line[layout] = float("nan")
             out[f"{name} {op}"] = line
-            s.forget()
             del step, whole
     return out
 
 
-def trained(session) -> tuple[list[Row], list[dict]]:
+def trained(session) -> Found:
     """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it
     began; with a dW that depends on the split, the control, it must not."""
     steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
     s = session.subject("linear")
 
     def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights") -> Row:
-        return s.row(
-            "gradient invariance",
-            f"{steps} AdamW steps, {line['layout']}",
-            Drift(differ, of, line["max abs"]),
-            against,
-            "normal",
-            tensor=tensor,
-            detail=line["SHA-256"],
-        )
+        drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
+        return s.row(INVARIANCE, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 
     lines = training.hashes(session, "bi_kernels", steps)
     first, *others = lines
-    rows = [row(line, first["layout"], line["weights that differ"], line["of"]) for line in others]
+    *_, split = training.hashes(session, training.CONTROL, steps, splits=("packed", "micro_batches:ragged"))
+    *rows, control = (row(x, first["layout"], x["weights that differ"], x["of"]) for x in (*others, split))
     rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
-    split = training.hashes(session, training.CONTROL, steps, splits=("packed", "micro_batches:ragged"))[-1]
-    control = row(split, first["layout"], split["weights that differ"], split["of"])
-    control.candidate, control.control, control.caught = training.CONTROL, True, control.verdict == NEEDS_FIX
+    control.candidate = training.CONTROL
     lines += [split, *training.hashes(session, "torch", steps)]
-    return [*rows, control], lines
+    return [*rows, control.as_control()], lines
 
 
 def hash_table(lines: list[dict]) -> list[dict]:
+    counts = "weights that differ", "of"
     return [
-        line
-        | {
-            "SHA-256": line["SHA-256"][:16] + "…",
-            "weights that differ": f"{line['weights that differ']:,}",
-            "of": f"{line['of']:,}",
-            "max abs": f"{line['max abs']:.3g}",
-        }
-        for line in lines
+        x | {"SHA-256": x["SHA-256"][:16] + "…", "max abs": f"{x['max abs']:.3g}"} | {k: f"{x[k]:,}" for k in counts}
+        for x in lines
     ]
 
 
 def first_failing(session) -> list[dict]:
     """One step packed against one sample a call: where each candidate's forward and backward first part."""
-    out = []
-    for candidate in ("bi_kernels", "torch"):
-        found = training.first_difference(session, candidate)
-        line = {"candidate": candidate}
-        for part in ("forward", "backward", "parameters"):
-            name, drift = found[part]
-            line[f"first in {part}"] = (
-                f"{name}: {drift.mismatches} of {drift.elements}, {drift.max_ulp} ULP" if name else "none"
-            )
-        out.append(line)
-    return out
+
+    def told(name: str, drift: Drift | None) -> str:
+        return f"{name}: {drift.mismatches} of {drift.elements}, {drift.max_ulp} ULP" if name else "none"
+
+    return [
+        {"candidate": candidate}
+        | {f"first in {part}": told(*found) for part, found in training.first_difference(session, candidate).items()}
+        for candidate in ("bi_kernels", "torch")
+    ]
 
 
 def gemm_speed(session) -> list[dict]:
@@ -153,8 +132,7 @@ def gemm_speed(session) -> list[dict]:
         if case == "lm_head":
             continue
         for tokens in (4096, 16384):
-            make = lambda *shape: torch.randn(*shape, device=session.device, dtype=torch.bfloat16)
-            x, w, dy = make(tokens, k), make(n, k), make(tokens, n)
+            x, w, dy = normal(session, tokens, k), normal(session, n, k), normal(session, tokens, n)
             buffer = torch.zeros(n, k, device=session.device)
             cublas_dx, dx, into_torch, into, cublas_dw, dw = times_ms(
                 lambda: dy @ w,
@@ -164,31 +142,25 @@ def gemm_speed(session) -> list[dict]:
                 lambda: dy.t() @ x,
                 lambda: product(dy.t(), x.t()),
             )
-            out.append(
-                {
-                    "shape": case,
-                    "N": n,
-                    "K": k,
-                    "tokens": tokens,
-                    "dX": cublas_dx / dx,
-                    "dW": cublas_dw / dw,
-                    "dW into main_grad, to torch's way": into_torch / into,
-                    "the same, to cuBLAS's bf16 dW": cublas_dw / into,
-                    "TFLOP/s into main_grad": 2 * tokens * n * k / into / 1e9,
-                }
-            )
+            ratios = {
+                "dX": cublas_dx / dx,
+                "dW": cublas_dw / dw,
+                "dW into main_grad, to torch's way": into_torch / into,
+            }
+            flops = 2 * tokens * n * k / 1e9
+            rest = {"the same, to cuBLAS's bf16 dW": cublas_dw / into, "TFLOP/s into main_grad": flops / into}
+            out.append({"shape": case, "N": n, "K": k, "tokens": tokens} | ratios | rest)
     return out
 
 
 def norm_speed(session) -> list[dict]:
     """RMSNorm and QK-norm, 16384 tokens, bf16: TB/s of what must be read and written."""
-    size, out = SHAPES[session.parameters["shapes"]], []
+    sizes, out = size(session), []
     for op, shape, heads in (
-        ("rms_norm", (16384, size["hidden"]), 1),
-        ("qk_norm", (16384, size["heads"], size["head_dim"]), size["heads"]),
+        ("rms_norm", (16384, sizes["hidden"]), 1),
+        ("qk_norm", (16384, sizes["heads"], sizes["head_dim"]), sizes["heads"]),
     ):
-        make = lambda *dims: torch.randn(*dims, device=session.device, dtype=torch.bfloat16)
-        x, w, dy = make(*shape), make(shape[-1]), make(*shape)
+        x, w, dy = normal(session, *shape), normal(session, shape[-1]), normal(session, *shape)
         w.main_grad = torch.zeros(shape[-1], device=session.device)
         layout = layout_for(op, shape[:1])
         _, rstd = norm._launch(x, None, w, EPS)
@@ -199,36 +171,25 @@ def norm_speed(session) -> list[dict]:
             )
         }
         for name, function in foreign("rms_norm").items():
-            leaf, weight = x.clone().requires_grad_(), torch.nn.Parameter(w.detach().clone())
-            y = function(leaf, weight)
-            calls[name] = (
-                lambda function=function, weight=weight: function(x, weight.detach()),
-                lambda y=y, leaf=leaf, weight=weight: torch.autograd.grad(y, (leaf, weight), dy, retain_graph=True),
-            )
-        for name, (forward, backward) in calls.items():
+            leaves = [t.clone().requires_grad_() for t in (x, w)]
+            backward = partial(torch.autograd.grad, function(*leaves), leaves, dy, retain_graph=True)
+            calls[name] = partial(function, x, w), backward
+        for name, pair in calls.items():
             try:
-                f, b = times_ms(forward, backward)
+                f, b = times_ms(*pair)
+                speeds = 2 * x.nbytes / f / 1e9, 3 * x.nbytes / b / 1e9
             except Exception as error:  # an implementation that cannot do it twice, or not this shape
-                out.append({"op": op, "candidate": name, "forward TB/s": type(error).__name__, "backward TB/s": "–"})
-                continue
-            out.append(
-                {
-                    "op": op,
-                    "candidate": name,
-                    "forward TB/s": 2 * x.nbytes / f / 1e9,
-                    "backward TB/s": 3 * x.nbytes / b / 1e9,
-                }
-            )
+                speeds = type(error).__name__, "–"
+            out.append({"op": op, "candidate": name} | dict(zip(("forward TB/s", "backward TB/s"), speeds)))
     return out
 
 
 def embedding_speed(session) -> list[dict]:
     """Embedding backward, 16384 tokens, bf16: times of torch's, by how the ids repeat; into main_grad and as .grad."""
-    size, out = SHAPES[session.parameters["shapes"]], []
-    tokens, vocab, device = 16384, size["vocab"], session.device
-    weight = torch.nn.Parameter(torch.randn(vocab, size["hidden"], device=device, dtype=torch.bfloat16))
-    dy = torch.randn(tokens, size["hidden"], device=device, dtype=torch.bfloat16)
+    tokens, vocab, hidden, device = 16384, size(session)["vocab"], size(session)["hidden"], session.device
+    weight, dy = normal(session, vocab, hidden).requires_grad_(), normal(session, tokens, hidden)
     buffer, layout = torch.zeros_like(weight, dtype=torch.float32), layout_for("embedding", (tokens,))
+    out = []
     for name, ids in (
         ("uniform", torch.randint(0, vocab, (tokens,), device=device)),
         ("skewed", (torch.rand(tokens, device=device) ** 6 * vocab).long()),
@@ -240,60 +201,49 @@ def embedding_speed(session) -> list[dict]:
             lambda: embed._fold_rows(dy, ids, weight, None, layout, None),
             lambda: embed._fold_rows(dy, ids, weight, buffer, layout, None),
         )
-        out.append(
-            {
-                "ids": name,
-                "torch ms": theirs,
-                ".grad ms": grad,
-                "main_grad ms": into,
-                ".grad / torch": grad / theirs,
-                "main_grad / torch": into / theirs,
-            }
-        )
+        times = {"torch ms": theirs, ".grad ms": grad, "main_grad ms": into}
+        out.append({"ids": name} | times | {".grad / torch": grad / theirs, "main_grad / torch": into / theirs})
     return out
 
 
 def lm_head_speed(session, tokens: int = 4096) -> list[dict]:
     """LM head and selected logprob, forward and backward, counted as 6 · tokens · vocabulary · hidden, calls taking
     turns, and peak memory beyond inputs and gradients."""
-    size, device, out, failed = SHAPES[session.parameters["shapes"]], session.device, [], []
-    hidden, vocab = size["hidden"], size["vocab"]
-    h = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    weight = torch.nn.Parameter(torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16) * 0.02)
-    targets = torch.randint(0, vocab, (tokens,), device=device)
-    upstream = torch.randn(tokens, device=device)
-
+    hidden, vocab, out, failed = size(session)["hidden"], size(session)["vocab"], [], []
+    h, weight = normal(session, tokens, hidden), normal(session, vocab, hidden).mul_(0.02).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=session.device)
+    upstream = torch.randn(tokens, device=session.device)
     buffer = torch.zeros_like(weight, dtype=torch.float32)
 
-    def step(call, main_grad=None) -> None:
+    def step(call, main_grad=None, **more) -> None:
         leaf = h.detach().requires_grad_()
         weight.grad, weight.main_grad = None, main_grad
-        call(leaf).backward(upstream)
+        call(leaf, weight, targets, **more)[0].backward(upstream)
 
-    kept = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets, keep_bytes=2e9)[0]
-    nothing = lambda leaf: bi_kernels.lm_head_logprob(leaf, weight, targets)[0]
-    ways = {
-        "logits kept": (kept,),
-        "nothing kept": (nothing,),
-        "torch": (lambda leaf: -F.cross_entropy(F.linear(leaf, weight).float(), targets, reduction="none"),),
-        "logits kept, into main_grad": (kept, buffer),
-        "nothing kept, into main_grad": (nothing, buffer),
+    plain = lambda h, w, targets: [-F.cross_entropy(F.linear(h, w).float(), targets, reduction="none")]
+    ours = bi_kernels.lm_head_logprob
+    calls = {
+        "logits kept": partial(step, ours, keep_bytes=2e9),
+        "nothing kept": partial(step, ours),
+        "torch": partial(step, plain),
+        "logits kept, into main_grad": partial(step, ours, buffer, keep_bytes=2e9),
+        "nothing kept, into main_grad": partial(step, ours, buffer),
     }
-    if "Liger" in foreign("lm_head_logprob"):
-        ways["Liger"] = (lambda leaf: foreign("lm_head_logprob")["Liger"](leaf, weight, targets)[0],)
-    for name, way in list(ways.items()):
+    if liger := foreign("lm_head_logprob").get("Liger"):
+        calls["Liger"] = partial(step, liger)
+    for name, call in list(calls.items()):
         try:
-            step(*way)
+            call()
             gradients = torch.cuda.memory_allocated() + h.nbytes
             torch.cuda.reset_peak_memory_stats()
-            step(*way)
+            call()
             out.append({"candidate": name, "extra GiB": (torch.cuda.max_memory_allocated() - gradients) / 2**30})
         except Exception as error:  # a peer's, such as too little memory
-            if way[0] in (kept, nothing):
+            if "kept" in name:
                 raise
             failed.append({"candidate": name, "extra GiB": type(error).__name__, "ms": "–", "TFLOP/s": "–"})
-            del ways[name]
-    for line, ms in zip(out, times_ms(*(partial(step, *way) for way in ways.values()))):
+            del calls[name]
+    for line, ms in zip(out, times_ms(*calls.values())):
         line |= {"ms": ms, "TFLOP/s": 6 * tokens * vocab * hidden / ms / 1e9}
     weight.main_grad = weight.grad = None
     torch.cuda.empty_cache()

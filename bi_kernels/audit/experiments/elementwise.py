@@ -1,5 +1,7 @@
 """The experiments of the elementwise and RoPE audit."""
 
+from functools import partial
+
 import torch
 
 import bi_kernels
@@ -8,25 +10,23 @@ from bi_kernels.audit import stock
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import Counts, Found, differing, normal, size
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.contract import DTYPES, SHAPES
+from bi_kernels.audit.problem.subject import SHARPEST
 
 
-def layout_map(session, rows: list[Row], dtype: str) -> dict[str, dict[str, float]]:
+def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     """{op: {layout: elements that differ}} of the candidate, and of two broken ops for contrast."""
-    names = list(layouts(SHAPES[session.parameters["shapes"]]["lengths"]))
-    seen: dict[str, dict[str, float]] = {}
+    names = list(layouts(size(session)["lengths"]))
+    seen: Counts = {}
     for r in rows:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:
             line = seen.setdefault(r.op, dict.fromkeys(names, 0))
-            line[r.layout] += float("nan") if r.mismatches is None else r.mismatches
-    for op, function in (("rope", rope_by_row), ("silu", leaks_nan_neighbour)):
-        s = Subject(Problem(OPS[op], "", DTYPES[dtype], session.parameters["shapes"], session.device), function, "", "")
-        kind = "nonfinite" if op == "silu" else SHARPEST
+            line[r.layout] += differing(r)
+    for op, function, kind in (("rope", rope_by_row, SHARPEST), ("silu", leaks_nan_neighbour, "nonfinite")):
+        s = session.subject(op, dtype, function)
         seen[f"broken: {function.__name__}"] = {
             n: compare(s.layout(n, kind), s.layout("singles" if n == "packed" else "packed", kind)).mismatches
             for n in names
@@ -34,54 +34,43 @@ def layout_map(session, rows: list[Row], dtype: str) -> dict[str, dict[str, floa
     return seen
 
 
+def _rope_inputs(session, tokens: int) -> tuple[torch.Tensor, bi_kernels.RopeTable]:
+    heads, dim = size(session)["heads"], size(session)["head_dim"]
+    g = torch.Generator().manual_seed(session.parameters["seed"])
+    x = torch.randn(tokens, heads, dim, generator=g).bfloat16().to(session.device)
+    return x, bi_kernels.rope_table(4096, dim, device=session.device)
+
+
 def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     """(positions, {variant: largest error of a token at that position against fp64, relative to the token's norm})."""
-    heads, dim = SHAPES[session.parameters["shapes"]]["heads"], SHAPES[session.parameters["shapes"]]["head_dim"]
     positions = [1, *(2**e + 1 for e in range(12)), 4095]  # one more than a power of two is where bf16 rounds first
-    g = torch.Generator().manual_seed(session.parameters["seed"])
-    x = torch.randn(len(positions), heads, dim, generator=g).bfloat16().to(session.device)
+    x, table = _rope_inputs(session, len(positions))
     at = torch.tensor(positions, device=session.device)
-    table = bi_kernels.rope_table(4096, dim, device=session.device)
     exact, _ = reference.rope(x, table, at)
-    out = {}
-    for name, fn in (
-        ("bi_kernels: fp32 table from fp64", bi_kernels.rope),
-        (
-            "cos and sin rounded to bf16",
-            lambda x, t, p: bi_kernels.rope(x, bi_kernels.RopeTable(*(part.bfloat16().float() for part in t)), p),
-        ),
-        ("positions rounded to bf16", rope_bf16_positions),
-    ):
-        error = (fn(x, table, at).double() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
-        out[name] = error.tolist()
-    return positions, out
+    rounded = bi_kernels.RopeTable(*(part.bfloat16().float() for part in table))
+    variants = {
+        "bi_kernels: fp32 table from fp64": bi_kernels.rope(x, table, at),
+        "cos and sin rounded to bf16": bi_kernels.rope(x, rounded, at),
+        "positions rounded to bf16": rope_bf16_positions(x, table, at),
+    }
+    norm = lambda t: t.flatten(1).norm(dim=1)
+    return positions, {name: (norm(y.double() - exact) / norm(exact)).tolist() for name, y in variants.items()}
 
 
-def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[list[Row], list[dict]]:
+def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> Found:
     """Returns the same sequences packed: positions from cu_seqlens, positions given, and positions that never reset.
     The first two must give the bits of each sequence alone; they are the rows."""
-    heads, dim = SHAPES[session.parameters["shapes"]]["heads"], SHAPES[session.parameters["shapes"]]["head_dim"]
-    g = torch.Generator().manual_seed(session.parameters["seed"])
-    x = torch.randn(sum(lengths), heads, dim, generator=g).bfloat16().to(session.device)
-    table = bi_kernels.rope_table(4096, dim, device=session.device)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(session.device)
-    alone = torch.cat(
-        [bi_kernels.rope(part, table, torch.arange(len(part), device=session.device)) for part in x.split(lengths)]
-    )
-    given = torch.cat([torch.arange(n) for n in lengths]).to(session.device)
+    x, table = _rope_inputs(session, sum(lengths))
+    count = lambda n: torch.arange(n, device=session.device)
+    ends = torch.tensor([0, *lengths], device=session.device).cumsum(0)
+    alone = torch.cat([bi_kernels.rope(part, table, count(len(part))) for part in x.split(lengths)])
     ways = {
         "cu_seqlens": bi_kernels.rope(x, table, cu_seqlens=ends),
-        "positions": bi_kernels.rope(x, table, given),
-        "one running count, for contrast": bi_kernels.rope(x, table, torch.arange(len(x), device=session.device)),
+        "positions": bi_kernels.rope(x, table, torch.cat([*map(count, lengths)])),
+        "one running count, for contrast": bi_kernels.rope(x, table, count(len(x))),
     }
-    s = Subject(
-        Problem(OPS["rope"], "", torch.bfloat16, session.parameters["shapes"], session.device),
-        bi_kernels.rope,
-        "bi_kernels",
-        session.device_label,
-        session.command,
-    )
     drifts = {name: compare(y, alone) for name, y in ways.items()}
+    s = session.subject("rope")
     rows = [
         s.row("parity", "packed=alone", drifts[name], "each sequence alone", "normal", sum(lengths), detail=name)
         for name in ("cu_seqlens", "positions")
@@ -91,31 +80,28 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> tuple[lis
 
 def bandwidth(session) -> list[dict]:
     """Bytes read and written over time, as a share of a device copy in the same run, against stock torch. GPU only."""
-    size = SHAPES[session.parameters["shapes"]]
-    rows = 16384
-    make = lambda *shape: torch.randn(*shape, device=session.device, dtype=torch.bfloat16)
-    g, u, q = make(rows, size["mlp"]), make(rows, size["mlp"]), make(rows, size["heads"], size["head_dim"])
-    b, at = make(size["mlp"]), torch.arange(rows, device=session.device)
-    table, mask = bi_kernels.rope_table(rows, size["head_dim"], device=session.device), g > 0
+    sizes, make = size(session), partial(normal, session, 16384)
+    g, u, b = make(sizes["mlp"]), make(sizes["mlp"]), normal(session, sizes["mlp"])
+    at = torch.arange(len(g), device=session.device)
+    table = bi_kernels.rope_table(len(g), sizes["head_dim"], device=session.device)
+    rope = make(sizes["heads"], sizes["head_dim"]), table, at
     cases = {
-        "silu": (lambda m: m.silu(g), 2 * g.nbytes),
-        "gelu": (lambda m: m.gelu(g), 2 * g.nbytes),
-        "gelu_tanh": (lambda m: m.gelu(g, approximate="tanh"), 2 * g.nbytes),
-        "swiglu": (lambda m: m.swiglu(g, u), 3 * g.nbytes),
-        "add": (lambda m: m.add(g, u), 3 * g.nbytes),
-        "scale": (lambda m: m.scale(g, 0.5), 2 * g.nbytes),
-        "bias_add": (lambda m: m.bias_add(g, b), 2 * g.nbytes),
-        "mask_fill": (lambda m: m.mask_fill(g, mask, -1.0), 2 * g.nbytes + mask.nbytes),
-        "cast": (lambda m: m.cast(g, torch.float32), 3 * g.nbytes),
-        "rope": (lambda m: m.rope(q, table, at), 2 * q.nbytes),
-        "rope_interleaved": (lambda m: m.rope(q, table, at, interleaved=True), 2 * q.nbytes),
+        **dict.fromkeys(("silu", "gelu", "gelu_tanh"), (g,)),
+        **dict.fromkeys(("swiglu", "add"), (g, u)),
+        "scale": (g,),
+        "bias_add": (g, b),
+        "mask_fill": (g, g > 0),
+        "cast": (g, torch.float32),
+        "rope": rope,
+        "rope_interleaved": rope,
     }
     copied = torch.empty_like(g)
     copy = 2 * g.nbytes / times_ms(lambda: copied.copy_(g))[0]
     out = []
-    for name, (call, moved) in cases.items():
+    for name, given in cases.items():
+        call = lambda module: getattr(module, OPS[name].function or name)(*given, **OPS[name].constants)
+        read = sum(t.nbytes for t in given if isinstance(t, torch.Tensor) and t.dim() > 1)
         ours, theirs = times_ms(lambda: call(bi_kernels), lambda: call(stock))
-        out.append(
-            {"op": name, "TB/s": moved / ours / 1e9, "of a copy": moved / ours / copy, "times torch": theirs / ours}
-        )
+        speed = (read + call(stock).nbytes) / ours
+        out.append({"op": name, "TB/s": speed / 1e9, "of a copy": speed / copy, "times torch": theirs / ours})
     return out

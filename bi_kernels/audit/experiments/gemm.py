@@ -1,22 +1,23 @@
 """The experiments of the GEMM audit."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import Counts, Found, normal, replayed
 from bi_kernels.audit.experiments.timing import launch_us, times_ms
-from bi_kernels.audit.problem.problem import Problem
-from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.contract import CONTRACT, DTYPES, linears
+from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.ops.gemm_kernel import tiles as table_tiles
 
@@ -44,7 +45,7 @@ def _fixed_kernel(x, w, y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=rows & (n < N)[None, :])
 
 
-def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def fixed_tile(x: Tensor, w: Tensor) -> Tensor:
     """Returns the usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
     (M, K), N = x.shape, w.shape[0]
     y = x.new_empty(M, N)
@@ -54,16 +55,8 @@ def fixed_tile(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _problem(session, case: str, dtype: str) -> Problem:
-    return Problem(
-        OPS["linear"], case, DTYPES[dtype], session.parameters["shapes"], session.device, session.parameters["seed"]
-    )
-
-
-def _ours(session, case: str, dtype: str) -> Subject:
-    return Subject(
-        _problem(session, case, dtype), bi_kernels.linear, "bi_kernels", session.device_label, session.command
-    )
+def _subject(session, case: str, dtype: str) -> Subject:
+    return replace(session.subject("linear", dtype), problem=session.problem("linear", case, dtype))
 
 
 def _name(tile: Tile) -> str:
@@ -76,7 +69,7 @@ def _name(tile: Tile) -> str:
     )
 
 
-def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, float]]]:
+def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
     """Returns every tile of the table at every row count against one fixed tile at the largest; and a split-K for
     contrast.
 
@@ -85,96 +78,77 @@ def tiles(session, case: str = "o") -> tuple[list[Row], dict[str, dict[str, floa
     """
     rows, seen = [], {}
     for dtype in session.dtypes:
-        subject = _ours(session, case, dtype)
-        tokens, shared = subject.inputs(SHARPEST, subject.largest)
-        x, w = tokens["x"], shared["weight"]
-        bias = x[0, :1] * torch.ones_like(w[:, 0])
-        stored_transposed = lambda t: t.t().contiguous().t()
+        subject = _subject(session, case, dtype)
+        x, w = subject.problem.arguments(*subject.inputs(SHARPEST, subject.largest))
+        transposed = [t.t().contiguous().t() for t in (x, w)]
         variants = {
             "": (x, w, None),
-            ", bias, both operands transposed": (stored_transposed(x), stored_transposed(w), bias),
+            ", bias, both operands transposed": (*transposed, x[0, :1] * torch.ones_like(w[:, 0])),
         }
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
         for tile in table_tiles(DTYPES[dtype]):
-            line = seen.setdefault(f"{_name(tile)} ({dtype})", {})
-            for m in _tile_rows(subject):
-                drifts = {
-                    name: compare(launch(a[:m], v, b, tile), whole[name][:m]) for name, (a, v, b) in variants.items()
-                }
-                line[str(m)] = sum(d.mismatches for d in drifts.values())
-                rows += [
-                    subject.row("invariance", "tiles", d, _name(fixed), SHARPEST, m, detail=_name(tile) + name)
-                    for name, d in drifts.items()
-                ]
-        half = x.shape[1] // 2
-        line = seen.setdefault(f"split-K of two, for contrast ({dtype})", {})
-        for m in _tile_rows(subject):
-            parts = [
-                launch(x[:m, s].float(), w[:, s].float(), None, FP32_TILE) for s in (slice(half), slice(half, None))
-            ]
-            whole32 = launch(x[:m].float(), w.float(), None, FP32_TILE)
-            line[str(m)] = compare((parts[0] + parts[1]).to(x.dtype), whole32.to(x.dtype)).mismatches
+            line = seen[f"{_name(tile)} ({dtype})"] = {}
+            for m in _tile_rows(session):
+                found = []
+                for name, (a, v, b) in variants.items():
+                    drift = compare(launch(a[:m], v, b, tile), whole[name][:m])
+                    said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": _name(tile) + name}
+                    found.append(subject.row("invariance", "tiles", drift, **said))
+                line[str(m)] = sum(r.mismatches for r in found)
+                rows += found
+        line = seen[f"split-K of two, for contrast ({dtype})"] = {}
+        summed = lambda a, v: launch(a.float(), v.float(), None, FP32_TILE)
+        for m in _tile_rows(session):
+            first, second = map(summed, x[:m].chunk(2, 1), w.chunk(2, 1))
+            line[str(m)] = compare((first + second).to(x.dtype), summed(x[:m], w).to(x.dtype)).mismatches
     return rows, seen
 
 
-def _tile_rows(subject: Subject) -> list[int]:
-    on_gpu = subject.problem.device.type == "cuda"
-    return contract.rows(subject.largest) if on_gpu else [17]  # the interpreter's tl.dot knows no tile
+def _tile_rows(session) -> list[int]:
+    return SWEEP["rows"] if session.on_gpu else [17]  # the interpreter's tl.dot knows no tile
 
 
-def slabs(session) -> tuple[list[Row], list[dict]]:
+def slabs(session) -> Found:
     """Returns what moves the bits of a sum over K: orders of the same products. The first three must not; they are the
     rows."""
-    m, n, k = 64, 64, 256
+    m, k = 64, 256
     g = torch.Generator().manual_seed(session.parameters["seed"])
-    x, w = (torch.randn(rows, k, generator=g).bfloat16().to(session.device) for rows in (m, n))
-    tile = Tile(64, 64, 64, 4, 3)
-    fp32 = lambda a, b: launch(a, b, None, tile, torch.float32)
+    x, w = (torch.randn(m, k, generator=g).bfloat16().to(session.device) for _ in range(2))
+    fp32 = lambda a, b: launch(a, b, None, Tile(64, 64, 64, 4, 3), torch.float32)
     whole = fp32(x, w)
-    index = torch.arange(k).reshape(-1, 16)
-    inside = torch.stack([row[torch.randperm(16, generator=g)] for row in index]).flatten()
-    swapped = index[torch.arange(k // 16).reshape(-1, 2).flip(1).flatten()].flatten()
-    shifted = torch.roll(torch.arange(k), 8)
-    zeros = lambda t, at, width: torch.cat((t[:, :at], t.new_zeros(t.shape[0], width), t[:, at:]), 1)
+    inside = torch.cat([row[torch.randperm(16, generator=g)] for row in torch.arange(k).split(16)])
+    swapped = torch.arange(k).reshape(-1, 2, 16).flip(1).flatten()
+    zeros = lambda t, width: torch.cat((t[:, :64], t.new_zeros(m, width), t[:, 64:]), 1)
     orders = {
-        "the same order again": (x, w),
-        "permuted inside each slab of 16": (x[:, inside], w[:, inside]),
-        "a slab of zeros put in at k = 64": (zeros(x, 64, 16), zeros(w, 64, 16)),
-        "neighbouring slabs exchanged": (x[:, swapped], w[:, swapped]),
-        "rotated by 8: every slab cut in two": (x[:, shifted], w[:, shifted]),
-        "8 zeros put in at k = 64": (zeros(x, 64, 8), zeros(w, 64, 8)),
-        "reversed": (x.flip(1), w.flip(1)),
+        "the same order again": lambda t: t,
+        "permuted inside each slab of 16": lambda t: t[:, inside],
+        "a slab of zeros put in at k = 64": lambda t: zeros(t, 16),
+        "neighbouring slabs exchanged": lambda t: t[:, swapped],
+        "rotated by 8: every slab cut in two": lambda t: t.roll(8, 1),
+        "8 zeros put in at k = 64": lambda t: zeros(t, 8),
+        "reversed": lambda t: t.flip(1),
     }
-    subject = _ours(session, "o", "bf16")
+    subject = _subject(session, "o", "bf16")
     rows, out = [], []
-    for name, (a, b) in orders.items():
-        drift = compare(fp32(a.contiguous(), b.contiguous()), whole)
+    for name, change in orders.items():
+        drift = compare(fp32(change(x).contiguous(), change(w).contiguous()), whole)
         if len(rows) < 3:
             rows.append(subject.row("invariance", "slabs", drift, "ascending k", "normal", m, detail=name))
-        out.append(
-            {
-                "order of k": name,
-                "fp32 results that differ": f"{drift.mismatches} of {drift.elements}",
-                "max ULP": drift.max_ulp,
-            }
-        )
+        differ = f"{drift.mismatches} of {drift.elements}"
+        out.append({"order of k": name, "fp32 results that differ": differ, "max ULP": drift.max_ulp})
     return rows, out
 
 
-def stock_drift(session, dtype: str = "bf16") -> dict[str, dict[str, float]]:
+def stock_drift(session, dtype: str = "bf16") -> Counts:
     """torch's own linear: {shape: {M: elements of the M rows that differ from the same rows in the largest call}}."""
     out = {}
     for case, (n, k) in linears(session.parameters["shapes"]).items():
-        s = Subject(_problem(session, case, dtype), F.linear, "torch", session.device_label)
-        largest = 8192 if session.on_gpu else s.largest
-        tokens, shared = s.inputs("normal", largest)
-        x, w = tokens["x"], shared["weight"]
+        s = _subject(session, case, dtype)
+        x, w = s.problem.arguments(*s.inputs("normal", 8192 if session.on_gpu else s.largest))
         whole = F.linear(x, w)
-        out[f"{case} {k}→{n}"] = {
-            str(m): compare(F.linear(x[:m], w), whole[:m]).mismatches for m in contract.rows(s.largest)
-        }
-        s.forget()
+        differ = lambda m: compare(F.linear(x[:m], w), whole[:m]).mismatches
+        out[f"{case} {k}→{n}"] = {str(m): differ(m) for m in contract.rows(s.largest)}
     return out
 
 
@@ -188,35 +162,19 @@ def captured(session) -> list[Row]:
     torch._dynamo.config.recompile_limit = 64
     static = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=False)
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
-    for dtype in session.dtypes:
-        for case in linears(session.parameters["shapes"]):
-            s = _ours(session, case, dtype)
-            tokens, shared = s.inputs(SHARPEST, s.largest)
-            x, w = tokens["x"], shared["weight"]
-            whole = bi_kernels.linear(x, w)
-            for number, m in enumerate(contract.rows(s.largest)):
-                part = torch.zeros_like(x[:m])
-                bi_kernels.linear(part, w)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = bi_kernels.linear(part, w)
-                part.copy_(x[:m])  # the graph must read what is there when it runs
-                graph.replay()
-                found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
-                if number % 8 == 0:
-                    found["torch.compile:static"] = static(part, w)
-                rows += [
-                    s.row(
-                        "invariance",
-                        name,
-                        compare(y, whole[:m]),
-                        f"{s.largest} rows, eager",
-                        SHARPEST,
-                        m,
-                        detail=_name(tile_for(m, len(w), x.dtype)),
-                    )
-                    for name, y in found.items()
-                ]
+    for dtype, case in product(session.dtypes, linears(session.parameters["shapes"])):
+        s = _subject(session, case, dtype)
+        x, w = s.problem.arguments(*s.inputs(SHARPEST, s.largest))
+        whole = bi_kernels.linear(x, w)
+        for number, m in enumerate(contract.rows(s.largest)):
+            part = torch.zeros_like(x[:m])
+            out = replayed(lambda: bi_kernels.linear(part, w), [(part, x[:m])])
+            found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
+            if number % 8 == 0:
+                found["torch.compile:static"] = static(part, w)
+            said = {"against": f"{s.largest} rows, eager", "inputs": SHARPEST, "rows": m}
+            said["detail"] = _name(tile_for(m, len(w), x.dtype))
+            rows += [s.row("invariance", name, compare(y, whole[:m]), **said) for name, y in found.items()]
     return rows
 
 
@@ -225,21 +183,21 @@ def missing(session) -> list[Row]:
     not run."""
     found = []
     for dtype, (case, (n, _)) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
-        s = _ours(session, case, dtype)
-        row = lambda layout, m, tile: dict(
-            relation="invariance", layout=layout, inputs=SHARPEST, rows=m, detail=_name(tile)
-        )
-        required = [row("tiles", m, tile) for m in _tile_rows(s) for tile in table_tiles(DTYPES[dtype]) if case == "o"]
+        s = _subject(session, case, dtype)
+        every = product(_tile_rows(session), table_tiles(DTYPES[dtype])) if case == "o" else ()
+        required = [("tiles", m, tile) for m, tile in every]
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
-            required += [row(layout, m, tile_for(m, n, DTYPES[dtype])) for m in contract.rows(s.largest)]
-        found += coverage.missing(session.rows, s, required)
+            required += [(layout, m, tile_for(m, n, DTYPES[dtype])) for m in contract.rows(s.largest)]
+        said = {"relation": "invariance", "inputs": SHARPEST}
+        wanted = [said | {"layout": layout, "rows": m, "detail": _name(tile)} for layout, m, tile in required]
+        found += coverage.missing(session.rows, s, wanted)
     return found
 
 
 def launches(session) -> dict[str, float]:
     """launch_us of an eager linear of one row, by who makes it."""
     n, k = linears(session.parameters["shapes"])["o"]
-    w, x = (torch.randn(rows, k, device=session.device, dtype=torch.bfloat16) for rows in (n, 1))
+    w, x = normal(session, n, k), normal(session, 1, k)
     return {"bi_kernels": launch_us(lambda: bi_kernels.linear(x, w)), "torch": launch_us(lambda: F.linear(x, w))}
 
 
@@ -247,9 +205,9 @@ def benchmark(session) -> list[dict]:
     """linear against cuBLAS (F.linear) and against one fixed tile, bf16, in one run: milliseconds and ratios."""
     out = []
     for case, (n, k) in linears(session.parameters["shapes"]).items():
-        w = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+        w = normal(session, n, k)
         for m in CONTRACT["benchmark"]["rows"]:
-            x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
+            x = normal(session, m, k)
             cublas, ours, fixed, again = times_ms(
                 lambda: F.linear(x, w),
                 lambda: bi_kernels.linear(x, w),
@@ -257,18 +215,7 @@ def benchmark(session) -> list[dict]:
                 lambda: F.linear(x, w),
             )
             cublas, spread = (cublas + again) / 2, cublas / again
-            out.append(
-                {
-                    "shape": case,
-                    "N": n,
-                    "K": k,
-                    "M": m,
-                    "cuBLAS ms": cublas,
-                    "ours ms": ours,
-                    "ratio": cublas / ours,
-                    "fixed tile": cublas / fixed,
-                    "cuBLAS against itself": spread,
-                    "TFLOP/s": 2 * m * n * k / ours / 1e9,
-                }
-            )
+            times = {"cuBLAS ms": cublas, "ours ms": ours, "ratio": cublas / ours, "fixed tile": cublas / fixed}
+            rest = {"cuBLAS against itself": spread, "TFLOP/s": 2 * m * n * k / ours / 1e9}
+            out.append({"shape": case, "N": n, "K": k, "M": m} | times | rest)
     return out

@@ -12,6 +12,7 @@ from types import ModuleType
 from bi_kernels.audit.broken.attention import changed
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import sixteen_bits
 from bi_kernels.audit.problem.call_layouts import pack, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
@@ -25,12 +26,8 @@ LENGTHS = (2049, 300)
 
 def applies(session) -> bool:
     """Returns whether these kernels run: heads of the tiny shapes are too narrow for them."""
-    return (
-        session.on_gpu
-        and is_hopper(session.device)
-        and session.parameters["shapes"] != "tiny"
-        and bool({"bf16", "fp16"} & {*session.dtypes})
-    )
+    wide = session.on_gpu and session.parameters["shapes"] != "tiny"
+    return wide and is_hopper(session.device) and session.dtypes != ["fp32"]
 
 
 def late(session, number: int) -> list[Row]:
@@ -40,8 +37,7 @@ def late(session, number: int) -> list[Row]:
 
 def unwaited(session, _) -> list[Row]:
     """Judges the control that does not wait for K."""
-    dtype = "bf16" if "bf16" in session.dtypes else session.dtypes[0]
-    s = session.subject("attention", dtype, candidate="K not waited for")
+    s = session.subject("attention", sixteen_bits(session), candidate="K not waited for")
     return [_against_late(s, hopper_prefill=without_wait().prefill)[0].as_control()]
 
 
@@ -54,13 +50,8 @@ def _against_late(s: Subject, **schedule) -> list[Row]:
 
     def judged() -> list[Row]:
         (out, grads), (late_out, late_grads) = computed(), computed(pause=NANOSECONDS)
-        return [
-            s.row("invariance", LAYOUT, compare(late_out, out), **said),
-            *(
-                s.row(gradients.INVARIANCE, LAYOUT, compare(late_grads[k], grads[k]), tensor=f"d{k}", **said)
-                for k in grads
-            ),
-        ]
+        row = s.row("invariance", LAYOUT, compare(late_out, out), **said)
+        return [row, *gradients.compared(s, gradients.INVARIANCE, LAYOUT, lambda: late_grads, lambda: grads, **said)]
 
     return s.attempt("invariance", LAYOUT, judged, **said)
 

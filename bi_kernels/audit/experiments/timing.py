@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import math
 import statistics
 import tempfile
 import time
@@ -50,7 +49,7 @@ def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
     flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda")
 
     def median(call: Callable, runs: int) -> float:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for start, end in pairs:
             flush.zero_()
             start.record()
@@ -63,6 +62,11 @@ def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
         runs = [max(5, min(200, int(TURN_MS / median(call, 5)))) for call in calls]
         turns = [[median(call, n) for call, n in zip(calls, runs)] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*turns)]
+
+
+def timed(calls: dict[str, Callable]) -> dict[str, float]:
+    """Returns `times_ms` by name."""
+    return dict(zip(calls, times_ms(*calls.values())))
 
 
 def launch_us(call: Callable, runs: int = 300) -> float:
@@ -78,5 +82,4 @@ def launch_us(call: Callable, runs: int = 300) -> float:
     return took
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+geometric_mean = statistics.geometric_mean

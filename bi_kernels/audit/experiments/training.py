@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import bi_kernels
 from bi_kernels.audit import stock
@@ -34,9 +35,7 @@ class Network(torch.nn.Module):
         hidden, width = size["hidden"], size["heads"] * size["head_dim"]
         g = generator(device, seed, "network")
         self.weights = torch.nn.ParameterDict()
-        self.table = bi_kernels.rope_table(
-            max(size.get("gradient_lengths", size["lengths"])), self.head_dim, device=device
-        )
+        self.table = bi_kernels.rope_table(max(training_lengths(shapes)), self.head_dim, device=device)
 
         def add(name: str, *shape: int) -> None:
             w = torch.randn(shape, generator=g, device=device) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
@@ -60,93 +59,87 @@ class Network(torch.nn.Module):
         if not tied:
             add("lm_head", self.vocab, hidden)
         self.layers = layers
-        self.trace: Callable | None = None
+        self.trace: Callable | None = None  # is given the name of every result, and the result, which it returns
+        self.call: Call | None = None  # that is computed
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         ops, w, seen = self.ops, self.weights, self.trace or (lambda name, y: y)
         x = seen("embedding", ops.embedding(ids, w["embedding"]))
         h = residual = x
         for i in range(self.layers):
-            h = seen(f"layer {i} rms_norm", ops.rms_norm(residual, w[f"norm_{i}"]))
-            q = seen(f"layer {i} linear q", ops.linear(h, w[f"q_{i}"], w[f"q_bias_{i}"]))
-            q = q.unflatten(-1, (self.heads, self.head_dim))
-            q = seen(f"layer {i} qk_norm", ops.qk_norm(q, w[f"q_norm_{i}"]))
-            q = seen(f"layer {i} rope", ops.rope(q, self.table, positions)).flatten(-2)
-            o = seen(f"layer {i} linear o", ops.linear(q, w[f"o_{i}"]))
-            h, residual = ops.add_rms_norm(o, residual, w[f"mlp_norm_{i}"])
-            h = seen(f"layer {i} add_rms_norm", h)
-            gate = seen(f"layer {i} linear gate", ops.linear(h, w[f"gate_{i}"]))
-            up = seen(f"layer {i} linear up", ops.linear(h, w[f"up_{i}"]))
-            h = seen(f"layer {i} swiglu", ops.swiglu(gate, up))
-            residual = seen(f"layer {i} add", ops.add(ops.linear(h, w[f"down_{i}"]), residual))
+            own = lambda name: w[f"{name}_{i}"]
+            within = lambda op, y: seen(f"layer {i} {op}", y)
+            linear = lambda name, x, *bias: within(f"linear {name}", ops.linear(x, own(name), *bias))
+            h = within("rms_norm", ops.rms_norm(residual, own("norm")))
+            q = linear("q", h, own("q_bias")).unflatten(-1, (self.heads, self.head_dim))
+            q = within("qk_norm", ops.qk_norm(q, own("q_norm")))
+            q = within("rope", ops.rope(q, self.table, positions)).flatten(-2)
+            h, residual = ops.add_rms_norm(linear("o", q), residual, own("mlp_norm"))
+            h = within("add_rms_norm", h)
+            h = within("swiglu", ops.swiglu(linear("gate", h), linear("up", h)))
+            residual = within("add", ops.add(ops.linear(h, own("down")), residual))
         h = seen("last rms_norm", ops.rms_norm(residual, w["last_norm"]))
         return seen("lm_head_logprob", ops.lm_head_logprob(h, w["embedding" if self.tied else "lm_head"], targets)[0])
 
 
-def _ops(candidate: str):
-    ours = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
-    return {"bi_kernels": bi_kernels, "torch": stock, CONTROL: SimpleNamespace(**ours | {"linear": dw_separate})}[
-        candidate
-    ]
+class Run:
+    """A network of a candidate's ops that is trained under one layout."""
+
+    def __init__(self, session, candidate: str, layout: str, tied: bool):
+        shapes, self.device, self.seed = session.parameters["shapes"], session.device, session.parameters["seed"]
+        ours = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
+        separate = SimpleNamespace(**ours | {"linear": dw_separate})
+        ops = {"bi_kernels": bi_kernels, "torch": stock, CONTROL: separate}[candidate]
+        self.network = Network(shapes, ops, self.device, self.seed, tied)
+        self.grads = MainGrads(self.network.parameters(), tied=[self.network.weights["embedding"]] if tied else [])
+        self.lengths = training_lengths(shapes)
+        self.calls = layouts(self.lengths, self.seed)[layout]
+
+    def batches(self, steps: int) -> Iterator[tuple]:
+        """(ids, targets, advantages) of each step's logical tokens; the first quarter of a sample is a prompt, not
+        scored."""
+        count, vocab, device = sum(self.lengths), self.network.vocab, self.device
+        g = generator(device, self.seed, "batches")
+        prompt = torch.cat([torch.arange(n) < n // 4 for n in self.lengths]).to(device)
+        for _ in range(steps):
+            # a square skews the ids towards the low ones, so that many repeat
+            ids = ((torch.rand(count, generator=g, device=device) ** 2) * vocab).long()
+            targets = torch.randint(0, vocab, ids.shape, generator=g, device=device).masked_fill_(prompt, -100)
+            yield ids, targets, torch.randn(ids.shape, generator=g, device=device)
+
+    def step(self, ids: Tensor, targets: Tensor, advantages: Tensor) -> None:
+        """Forward and backward of every call. The denominator is the step's, not the call's."""
+        active = (targets >= 0).sum()
+        at = torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
+        for call in self.calls:
+            self.network.call = call
+            index = on(self.device, call.index)
+            padding, rows = index < 0, index.clamp(min=0)
+            with token_layout(call, self.lengths):
+                wanted = targets[rows].masked_fill(padding, -100)
+                logprob = self.network(ids[rows].masked_fill(padding, 0), wanted, at[rows])
+            (-(logprob * advantages[rows].masked_fill(padding, 0)).sum() / active).backward()
+            self.grads.collect()
+        self.grads.join()
 
 
-def batches(lengths: list[int], vocab: int, steps: int, device: torch.device, seed: int) -> Iterator[tuple]:
-    """(ids, targets, advantages) of each step's logical tokens; the first quarter of a sample is a prompt, not
-    scored."""
-    g = generator(device, seed, "batches")
-    prompt = torch.cat([torch.arange(n) < n // 4 for n in lengths]).to(device)
-    for _ in range(steps):
-        # a square skews the ids towards the low ones, so that many repeat
-        ids = ((torch.rand(sum(lengths), generator=g, device=device) ** 2) * vocab).long()
-        targets = torch.randint(0, vocab, ids.shape, generator=g, device=device).masked_fill_(prompt, -100)
-        yield ids, targets, torch.randn(ids.shape, generator=g, device=device)
-
-
-def run_step(
-    network: Network, calls: list[Call], lengths: list[int], ids, targets, advantages, each=lambda: None
-) -> torch.Tensor:
-    """Forward and backward of every call; logprobs in logical order. The denominator is the step's, not the call's."""
-    device = ids.device
-    active = (targets >= 0).sum()
-    at = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)
-    logprobs = torch.zeros(len(ids), device=device)
-    for call in calls:
-        index = on(device, call.index)
-        real, rows = index >= 0, index.clamp(min=0)
-        with token_layout(call, lengths):
-            logprob = network(ids[rows].masked_fill(~real, 0), targets[rows].masked_fill(~real, -100), at[rows])
-        loss = -(logprob * advantages[rows].masked_fill(~real, 0)).sum() / active
-        loss.backward()
-        logprobs[rows[real]] = logprob.detach()[real]
-        each()
-    return logprobs
-
-
-def train(
-    session, candidate: str, layout: str, steps: int, tied: bool = True, tick=lambda: None
-) -> dict[str, torch.Tensor]:
+def train(session, candidate: str, layout: str, steps: int, tied: bool = True) -> dict[str, Tensor]:
     """Returns the weights (fp32 masters) after `steps` AdamW steps of the network under one layout; without weight
     decay, which moves weights that no gradient reached."""
-    shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
-    network = Network(shapes, _ops(candidate), device, seed, tied)
-    lengths = training_lengths(shapes)
-    grads = MainGrads(network.parameters(), tied=[network.weights["embedding"]] if tied else [])
-    optimizer = torch.optim.AdamW(grads.masters, lr=CONTRACT["training"]["learning_rate"], weight_decay=0.0)
-    calls = layouts(lengths, seed)[layout]
-    for ids, targets, advantages in batches(lengths, network.vocab, steps, device, seed):
-        run_step(network, calls, lengths, ids, targets, advantages, grads.collect)
-        grads.join()
+    run = Run(session, candidate, layout, tied)
+    optimizer = torch.optim.AdamW(run.grads.masters, lr=CONTRACT["training"]["learning_rate"], weight_decay=0.0)
+    for batch in run.batches(steps):
+        run.step(*batch)
         optimizer.step()
-        grads.finish()
-        tick()
-    return {name: master.detach() for (name, _), master in zip(network.weights.items(), grads.masters)}
+        run.grads.finish()
+    return {name: master.detach() for name, master in zip(run.network.weights, run.grads.masters)}
 
 
 def training_lengths(shapes: str) -> list[int]:
     return SHAPES[shapes].get("gradient_lengths", SHAPES[shapes]["lengths"])
 
 
-def digest(weights: dict[str, torch.Tensor]) -> str:
+def digest(weights: dict[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, w in weights.items():
         sha.update(name.encode())
@@ -160,9 +153,9 @@ def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS
     first, out, begin = None, [], train(session, candidate, splits[0], 0, tied)
     for split in splits:
         weights = train(session, candidate, split, steps, tied)
-        first = weights if first is None else first
+        first = first or weights
         drift = [compare(w, first[name]) for name, w in weights.items()]
-        worst = max(((weights[name] - first[name]).abs().max().item(), name) for name in weights)
+        worst, where = max(((w - first[name]).abs().max().item(), name) for name, w in weights.items())
         out.append(
             {
                 "candidate": candidate,
@@ -172,8 +165,8 @@ def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS
                 "of": sum(d.elements for d in drift),
                 "tensors": len(weights),
                 "unmoved": sum(torch.equal(w, begin[name]) for name, w in weights.items()),
-                "max abs": worst[0],
-                "largest in": worst[1] if worst[0] else "",
+                "max abs": worst,
+                "largest in": where if worst else "",
             }
         )
     return out
@@ -182,38 +175,27 @@ def hashes(session, candidate: str, steps: int, tied: bool = True, splits=SPLITS
 def first_difference(session, candidate: str, a: str = "packed", b: str = "micro_batches:each") -> dict:
     """One step under two layouts: the first op whose result differs, and the first (backward) whose incoming gradient
     does, each with its drift; then the parameters whose gradients differ."""
-    shapes, device, seed = session.parameters["shapes"], session.device, session.parameters["seed"]
-    lengths, seen = training_lengths(shapes), []
-    for layout in (a, b):
-        network = Network(shapes, _ops(candidate), device, seed, tied=False)
-        grads = MainGrads(network.parameters())
-        calls = layouts(lengths, seed)[layout]
-        forward, backward, now = {}, {}, {}
 
-        def put(store: dict, name: str, t: torch.Tensor) -> None:
-            index = on(device, now["call"].index.reshape(-1))
+    def parts(layout: str) -> tuple[dict[str, Tensor], ...]:
+        run = Run(session, candidate, layout, tied=False)
+        forward, backward = {}, {}
+
+        def put(store: dict, name: str, t: Tensor) -> None:
+            index = torch.from_numpy(run.network.call.index.reshape(-1)).to(run.device)
             t = t.detach().reshape(len(index), -1)
-            store.setdefault(name, t.new_zeros(sum(lengths), t.shape[1]))[index[index >= 0]] = t[index >= 0]
+            store.setdefault(name, t.new_zeros(sum(run.lengths), t.shape[1]))[index[index >= 0]] = t[index >= 0]
 
-        def trace(name: str, y: torch.Tensor) -> torch.Tensor:
+        def trace(name: str, y: Tensor) -> Tensor:
             put(forward, name, y)
             y.register_hook(lambda g: put(backward, name, g))
             return y
 
-        network.trace = trace
-        data = next(batches(lengths, network.vocab, 1, device, seed))
-        remaining = iter(calls)
-        now["call"] = next(remaining)
+        run.network.trace = trace
+        run.step(*next(run.batches(1)))
+        return forward, backward, {k: p.main_grad for k, p in run.network.weights.items()}
 
-        def each() -> None:
-            grads.collect()
-            now["call"] = next(remaining, None)
-
-        run_step(network, calls, lengths, *data, each)
-        grads.join()
-        seen.append((forward, backward, {k: p.main_grad for k, p in network.weights.items()}))
     result = {}
-    for part, one, other in zip(("forward", "backward", "parameters"), *seen):
-        drifts = {name: compare(t, other[name]) for name, t in one.items()}
-        result[part] = next(((name, d) for name, d in drifts.items() if d.mismatches), ("", None))
+    for part, one, other in zip(("forward", "backward", "parameters"), parts(a), parts(b)):
+        drifts = ((name, compare(t, other[name])) for name, t in one.items())
+        result[part] = next((found for found in drifts if found[1].mismatches), ("", None))
     return result

@@ -1,12 +1,15 @@
 """The experiments of the embedding and LM-head audit."""
 
+from functools import partial
+
 import torch
 
 import bi_kernels
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
-from bi_kernels.audit.problem.call_layouts import layouts
+from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.common import Found
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
@@ -14,57 +17,46 @@ from bi_kernels.grads import MainGrads
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 
-def gathered(session, dtype: str) -> tuple[list[Row], list[dict]]:
+def gathered(session, dtype: str) -> Found:
     """Returns every token that holds an id gets the bits of that id's row of the table, wherever it stands."""
     s = session.subject("embedding", dtype)
-    rows, lines = [], []
+    count, rows, lines = sum(s.lengths), [], []
+    tokens, shared = s.inputs("normal", count)
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
-        tokens, shared = s.inputs("normal", sum(s.lengths))
-        drift = compare(
-            s.compute(layouts(s.lengths, session.parameters["seed"])[name], "normal"), shared["weight"][tokens["ids"]]
-        )
-        rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", sum(s.lengths)))
-        lines.append(
-            {
-                "layout": name,
-                "tokens": sum(s.lengths),
-                "different ids": len(tokens["ids"].unique()),
-                "against the table's rows": str(drift),
-            }
-        )
+        drift = compare(s.layout(name, "normal"), shared["weight"][tokens["ids"]])
+        rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", count))
+        lines.append({"layout": name, "tokens": count, "different ids": len(tokens["ids"].unique())})
+        lines[-1]["against the table's rows"] = str(drift)
     return rows, lines
 
 
-def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[list[Row], list[dict]]:
+def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> Found:
     """lm_head_logprob against the ops that it fuses, and with its logits kept or not: the same bits, gradients too.
 
     A vocabulary of several blocks, whatever the shapes are.
     """
     s = session.subject("lm_head_logprob", dtype)
-    device, hidden_size = session.device, 64
-    g = generator(device, session.parameters["seed"], "handoff", dtype)
-    make = lambda *shape: torch.randn(shape, generator=g, device=device)
-    hidden, weight = make(tokens, hidden_size).to(DTYPES[dtype]), make(vocab, hidden_size).to(DTYPES[dtype])
-    targets = torch.randint(0, vocab, (tokens,), generator=g, device=device)
+    g = generator(session.device, session.parameters["seed"], "handoff", dtype)
+    make = lambda *shape: torch.randn(shape, generator=g, device=session.device)
+    hidden, weight = (make(rows, 64).to(DTYPES[dtype]) for rows in (tokens, vocab))
+    targets = torch.randint(0, vocab, (tokens,), generator=g, device=session.device)
     targets[::7] = -100
-    d_logprob, d_entropy = make(tokens), make(tokens)
+    upstream = make(tokens), make(tokens)
 
     def results(call) -> list[torch.Tensor]:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         w.main_grad = torch.zeros_like(w, dtype=torch.float32)
         outputs = call(h, w)
-        torch.autograd.backward(outputs, (d_logprob, d_entropy))
+        torch.autograd.backward(outputs, upstream)
         return [*(y.detach() for y in outputs), h.grad, w.main_grad]
 
-    fused = results(lambda h, w: bi_kernels.lm_head_logprob(h, w, targets, temperature=0.7))
+    said = {"targets": targets, "temperature": 0.7}
+    ours = partial(bi_kernels.lm_head_logprob, **said)
+    fused = results(ours)
     ways = {
-        "logits kept": lambda h, w: bi_kernels.lm_head_logprob(h, w, targets, temperature=0.7, keep_bytes=1e9),
-        "4096 columns kept": lambda h, w: bi_kernels.lm_head_logprob(
-            h, w, targets, temperature=0.7, keep_bytes=4096 * tokens * hidden.element_size()
-        ),
-        "linear, then token_logprob": lambda h, w: bi_kernels.token_logprob(
-            bi_kernels.linear(h, w), targets, temperature=0.7
-        ),
+        "logits kept": partial(ours, keep_bytes=1e9),
+        "4096 columns kept": partial(ours, keep_bytes=4096 * tokens * hidden.element_size()),
+        "linear, then token_logprob": lambda h, w: bi_kernels.token_logprob(bi_kernels.linear(h, w), **said),
     }
     rows, lines = [], []
     for name, call in ways.items():
@@ -77,10 +69,10 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> tuple[l
     return rows, lines
 
 
-def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: bool = True) -> torch.Tensor:
-    """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout."""
-    s = session.subject("embedding", dtype)
-    step = Step(s, "normal")
+def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head"), two: bool = True) -> torch.Tensor:
+    """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout; paths:
+    those of the two that train it."""
+    step = Step(session.subject("embedding", dtype), "normal")
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
     g = generator(session.device, session.parameters["seed"], "tied")
@@ -92,55 +84,36 @@ def _tied_gradients(session, layout: str, dtype: str, path: str = "both", two: b
         index = torch.from_numpy(call.index).to(session.device)
         real, at = index >= 0, index.clamp(min=0)
         with token_layout(call, step.lengths):
-            x = bi_kernels.embedding(ids[at], table if path != "head" else table.detach())
-            logprob, _ = bi_kernels.lm_head_logprob(
-                x,
-                table if path != "embedding" else table.detach(),
-                targets[at].masked_fill(~real, -100),
-                temperature=hidden**0.5,
-            )
+            embedding, head = (table if path in paths else table.detach() for path in ("embedding", "head"))
+            x, wanted = bi_kernels.embedding(ids[at], embedding), targets[at].masked_fill(~real, -100)
+            logprob, _ = bi_kernels.lm_head_logprob(x, head, wanted, temperature=hidden**0.5)
         if logprob.requires_grad:
             logprob.backward(upstream[at].masked_fill(~real, 0))
     grads.join()
     return table.main_grad
 
 
-def tied(session, dtype: str = "bf16") -> tuple[list[Row], list[dict]]:
+def tied(session, dtype: str = "bf16") -> Found:
     """Returns a tied table: equal bits for every split, and each path's fold that of an untied table. One accumulator
     for both paths, for contrast, is the control of the last row."""
     s = session.subject("embedding", dtype)
-    whole = _tied_gradients(session, "packed", dtype)
-    apart = _tied_gradients(session, "packed", dtype, "head") + _tied_gradients(session, "packed", dtype, "embedding")
-    one = _tied_gradients(session, "packed", dtype, two=False)
-    rows = [
-        s.row(
-            "gradient invariance",
-            "tied=untied",
-            compare(whole, apart),
-            "each path untied, added once",
-            "normal",
-            tensor="dweight",
-        )
-    ]
-    lines = [
-        {
-            "layout": "each path untied, added once",
-            "two accumulators": str(compare(whole, apart)),
-            "one, for contrast": "–",
-        }
-    ]
-    caught = None
+    gradient = partial(_tied_gradient, session, dtype)
+    whole, one = gradient("packed"), gradient("packed", two=False)
+    apart = gradient("packed", ["head"]) + gradient("packed", ["embedding"])
+
+    def row(layout: str, drift: Drift, against: str = "packed") -> Row:
+        return s.row(INVARIANCE, layout, drift, against, tensor="dweight")
+
+    untied, drift = "each path untied, added once", compare(whole, apart)
+    rows = [row("tied=untied", drift, untied)]
+    lines = [{"layout": untied, "two accumulators": str(drift), "one, for contrast": "–"}]
+    control = row("tied", compare(one, one))
     for name in SPLITS[1:]:
-        drift = compare(_tied_gradients(session, name, dtype), whole)
-        contrast = compare(_tied_gradients(session, name, dtype, two=False), one)
-        rows.append(s.row("gradient invariance", f"tied {name}", drift, "packed", "normal", tensor="dweight"))
+        drift = compare(gradient(name), whole)
+        contrast = compare(gradient(name, two=False), one)
+        rows.append(row(f"tied {name}", drift))
         lines.append({"layout": name, "two accumulators": str(drift), "one, for contrast": str(contrast)})
-        if contrast.mismatches and caught is None:
-            caught = s.row("gradient invariance", f"tied {name}", contrast, "packed", "normal", tensor="dweight")
-    control = caught or s.row("gradient invariance", "tied", compare(one, one), "packed", "normal", tensor="dweight")
-    control.candidate, control.control, control.caught = (
-        "tied weight with one accumulator",
-        True,
-        control.verdict == NEEDS_FIX,
-    )
-    return [*rows, control], lines
+        if contrast.mismatches and not control.mismatches:
+            control = row(f"tied {name}", contrast)
+    control.candidate = "tied weight with one accumulator"
+    return [*rows, control.as_control()], lines
