@@ -103,7 +103,9 @@ def audit(
         if reference is not None:
             steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
         steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
-        steps.append((DETERMINISM, "at the end", partial(_at_the_end, t, whole["given"])))
+        said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
+        last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
+        steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
     late: dict[str, list[str]] = {}
     t.deadline = started + seconds
@@ -137,11 +139,6 @@ def _notes(t: Target, rows: list[Row]) -> list[str]:
     if uncounted:
         notes.append(f"Not judged, because nothing in them counts samples: outputs {uncounted}.")
     return notes
-
-
-def _at_the_end(t: Target, first: list[torch.Tensor]) -> list[Row]:
-    said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
-    return compared(t, DETERMINISM, "at the end", t.whole(), first, **said)
 
 
 def _backward_steps(t: Target) -> list[tuple[str, str, Callable]]:
