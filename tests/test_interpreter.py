@@ -393,7 +393,7 @@ def test_a_bf16_tile_is_shown_as_its_numbers(capsys):
 def _operands() -> dict[str, object]:
     """Tensors of every dtype and shape that an operator may meet, made inside a kernel's language, and numbers."""
     rng, made = np.random.default_rng(0), {}
-    hard = [0.0, -0.0, np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45]
+    hard = [0.0, -0.0, np.nan, np.inf, -np.inf, 3e38, -3e38, 2.0**-149]
     for dtype in (tl.float32, tl.float16, tl.bfloat16, tl.int1, tl.int32, tl.int64, tl.uint8):
         for shape in ((), (8,), (1,), (8, 1), (1, 8), (8, 8)):
             n = int(np.prod(shape)) or 1
@@ -412,7 +412,7 @@ def _operands() -> dict[str, object]:
     kind = tl.pointer_type(tl.float32)
     made["pointers"] = tl.tensor(TensorHandle(pointers, kind), tl.block_type(kind, [8]))
     made["pointer"] = tl.tensor(TensorHandle(pointers[:1], kind), kind)
-    return made | {repr(x): x for x in (0, 3, -1, 2**31, 0.0, -0.0, 0.1, 1e-42, 1e300, float("nan"), True, False)}
+    return made | {repr(x): x for x in (0, 3, -1, 2**31, 0.0, -0.0, 0.1, 2.0**-140, 2.0**900, float("nan"), True, False)}
 
 
 def _told(operator, *operands):

@@ -7,7 +7,7 @@ it. The relations are the audits' own.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
 from bi_kernels.audit.static.finding import UNREADABLE
@@ -34,6 +34,17 @@ TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbo
 EACH = 64  # samples up to which each is a micro-batch of its own
 
 
+@contextlib.contextmanager
+def _many_shapes() -> Iterator[None]:
+    """Has a compiled function compiled anew for every shape: beyond dynamo's own limit it would run in eager mode."""
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            config = torch._dynamo.config
+            stack.enter_context(config.patch(recompile_limit=max(RECOMPILES, config.recompile_limit)))
+        yield
+
+
+@_many_shapes()
 def audit(
     fn: Callable,
     *inputs,
@@ -65,49 +76,36 @@ def audit(
     """
     if not callable(fn):
         raise TypeError(f"fn is {fn!r:.80}, expected a callable")
-    if "torch._dynamo" in sys.modules and torch._dynamo.config.recompile_limit < RECOMPILES:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILES):  # beyond it a compiled function runs in eager mode
-            return audit(
-                fn,
-                *inputs,
-                batch=batch,
-                shared=shared,
-                outputs=outputs,
-                reference=reference,
-                backward=backward,
-                seconds=seconds,
-                seed=seed,
-                name=name,
-                names=names,
-                candidate=candidate,
-                imports=imports,
-                folder=folder,
-                **constants,
-            )
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
-    rows, notes, every = determinism(t, 2), [], [list(range(t.count))]
+    rows, notes = determinism(t, 2), []
     one_call = (time.monotonic() - started) / max(t.calls, 1)
-    steady = all(r.verdict == PASS for r in rows)
+    steady = not needs_fix(rows)
     steps: list[tuple[str, str, Callable]] = []  # (relation, layout, what judges it)
     if steady:
-        whole = {"given": t.compute(every)[1]}
+        whole = {"given": t.whole()}
         with contextlib.suppress(Exception):  # sharper inputs may be none that the callable takes
-            found = t.compute(every, kind="spread")[1]
-            if any(bool(y.isfinite().all()) for y in found if y.is_floating_point()):
+            found = t.whole("spread")
+            if any(y.isfinite().all() for y in found if y.is_floating_point()):
                 whole["spread"] = found
         steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
         for layout, (calls, filler) in plan(t.count, seed).items():
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         if backward is not False:
-            found, refused, why = _backward_steps(t, demanded=backward is True)
-            steps, rows, notes = steps + found, rows + refused, notes + why
+            try:
+                steps += _backward_steps(t)
+            except Exception as error:
+                if missing := isinstance(error, NoBackward):
+                    notes.append(f"Its backward was not judged: {error}.")
+                if backward or not missing:
+                    rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:
             steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
-    steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
-    if steady:
-        steps.append((DETERMINISM, "at the end", partial(_at_the_end, t, whole["given"])))
+        steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
+        said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
+        last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
+        steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
     late: dict[str, list[str]] = {}
     t.deadline = started + seconds
@@ -122,7 +120,7 @@ def audit(
         rows.append(t.row(relation, "not run", detail=f"{listed}: {spent}"))
     t.deadline = float("inf")
     report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
-    if folder is not None and any(r.verdict == NEEDS_FIX and r.mismatches for r in rows):
+    if folder is not None and any(r.mismatches for r in rows):
         report.repro = export(t, rows, candidate, imports, Path(folder))
     return report
 
@@ -143,42 +141,31 @@ def _notes(t: Target, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _at_the_end(t: Target, first: list[torch.Tensor]) -> list[Row]:
-    said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
-    return compared(t, DETERMINISM, "at the end", t.compute([list(range(t.count))])[1], first, **said)
-
-
-def _backward_steps(t: Target, demanded: bool) -> tuple[list, list[Row], list[str]]:
-    """Returns what judges the backward under each layout, or the rows and notes that say why nothing does."""
-    step, every = Step(t), [list(range(t.count))]
-    try:
-        whole = step.gradients(every)
-    except NoBackward as error:
-        row = t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}")
-        return [], [row] if demanded else [], [f"Its backward was not judged: {error}."]
-    except Exception as error:
-        return [], [t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}")], []
+def _backward_steps(t: Target) -> list[tuple[str, str, Callable]]:
+    """Returns what judges the backward under each layout; raises what its backward raises."""
+    step = Step(t)
+    whole = step.gradients([t.every])
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
-        layouts["micro_batches:each"] = [[i] for i in range(t.count)], "stale"
-    steps: list = []
+        layouts["micro_batches:each"] = [[i] for i in t.every], "stale"
+    steps = []
     for layout, (calls, filler) in layouts.items():
         calls = calls[:1] if filler == "nonfinite" else calls
         steps.append((INVARIANCE, layout, partial(gradients, t, step, layout, calls, filler, whole)))
 
     def again() -> list[Row]:
-        found, said = step.gradients(every), {"against": "itself", "rows": t.count}
+        found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}
         return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, **said) for k in whole]
 
-    return [*steps, (DETERMINISM, "backward", again)], [], []
+    return [*steps, (DETERMINISM, "backward", again)]
 
 
 def _static(t: Target) -> list[Row]:
     """Examines source, PTX and SASS of what one call, and its backward, launch."""
     with recorded() as launches:
         try:
-            t.call(list(range(t.count)))
-            Step(t).gradients([list(range(t.count))])
+            t.call(t.every)
+            Step(t).gradients([t.every])
         except Exception:  # it is a row of its own
             pass
         finally:

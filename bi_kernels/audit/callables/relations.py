@@ -1,13 +1,14 @@
 """The relations of any callable, between calls on parts of its batch, in layouts that need no knowledge of the op."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.callables.step import Step
-from bi_kernels.audit.callables.target import Layout, Target
+from bi_kernels.audit.callables.target import Layout, Target, tensors
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.relations.forward import against_bound
@@ -22,79 +23,79 @@ UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
 def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
     """Returns {layout: (calls, what fills a place without a sample)} over `count` samples."""
     every = list(range(count))
-    some = sorted({round(i * (count - 1) / max(1, min(count, SINGLES) - 1)) for i in range(min(count, SINGLES))})
+    some = torch.linspace(0, count - 1, min(count, SINGLES), dtype=torch.float64).round().int().tolist()
     third, pad = max(1, count // 3), -count % 16 or 16
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     order = order if order != every else every[::-1]
-    split = [every[:third], every[third:]]
     beside = [[i if i % 2 == parity else -1 for i in every] for parity in (0, 1)]
-    return {  # those that tell most come first, should the time run out
-        "singles": ([[i] for i in some], "stale"),
-        "permuted": ([order], "stale"),
-        "padded": ([every + [-1] * pad], "stale"),
-        "left_padded": ([[-1] * pad + every], "stale"),
-        "micro_batches:ragged": (split, "stale"),
-        "neighbours": (beside, "stale"),
-        "neighbours:nonfinite": (beside, "nonfinite"),
-        **{f"rows:{m}": ([every[:m]], "stale") for m in contract.rows(count) if m < count},
+    layouts = {  # those that tell most come first, should the time run out
+        "singles": [[i] for i in some],
+        "permuted": [order],
+        "padded": [every + [-1] * pad],
+        "left_padded": [[-1] * pad + every],
+        "micro_batches:ragged": [every[:third], every[third:]],
+        "neighbours": beside,
+        "neighbours:nonfinite": beside,
+        **{f"rows:{m}": [every[:m]] for m in contract.rows(count) if m < count},
     }
+    filler = lambda layout: "nonfinite" if layout == "neighbours:nonfinite" else "stale"
+    return {layout: (calls, filler(layout)) for layout, calls in layouts.items()}
+
+
+def samples_of(layout: Layout) -> list[int]:
+    """Returns the samples of a layout, in their order: it may leave some out."""
+    return sorted(i for call in layout for i in call if i >= 0)
 
 
 def output_names(t: Target) -> list[str]:
     """Returns the names of the outputs that are judged."""
-    judged = [i for i, d in enumerate(t.dims) if d is not None]
-    return [t.outputs[i] if t.outputs else "out" if len(t.dims) == 1 else f"out[{i}]" for i in judged]
+    return [t.outputs[i] if t.outputs else "out" if len(t.dims) == 1 else f"out[{i}]" for i in t.judged]
 
 
 def compared(
     t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
 ) -> list[Row]:
     """Compares outputs one by one."""
-    return [
-        t.row(relation, layout, compare(a, b), tensor=name, **said)
-        for name, a, b in zip(output_names(t), found, wanted)
-    ]
+    named = zip(output_names(t), found, wanted)
+    return [t.row(relation, layout, compare(a, b), tensor=name, **said) for name, a, b in named]
 
 
 def determinism(t: Target, runs: int) -> list[Row]:
     """Repeats the same call; where it differs, finds out whether a seed makes it the same."""
-    every = [list(range(t.count))]
-    first = t.compute(every)[1]
+    first = t.whole()
     said = {"against": "itself", "rows": t.count, "detail": f"{runs} runs"}
     for _ in range(runs - 1):
-        rows = compared(t, DETERMINISM, "whole batch", t.compute(every)[1], first, **said)
+        rows = compared(t, DETERMINISM, "whole batch", t.whole(), first, **said)
         if needs_fix(rows):
             seeded = []
             for _ in range(2):
                 torch.manual_seed(t.seed)
-                seeded.append(t.compute(every)[1])
-            random = all(not compare(a, b).mismatches for a, b in zip(*seeded))
-            for r in rows:
-                r.detail = RANDOM if random else UNSTEADY
+                seeded.append(tuple(t.whole()))
+            why = UNSTEADY if compare(*seeded).mismatches else RANDOM
+            rows = [replace(r, detail=why) for r in rows]
             break
     return rows
 
 
 def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """Compares every sample's bits under a layout with those of the whole batch."""
+    samples = samples_of(layout)
     sizes = ", ".join(map(str, sorted({len(call) for call in layout})))
     said = {"rows": max(map(len, layout)), "detail": f"{len(layout)} call{'s' * (len(layout) > 1)} of {sizes}"}
 
     def rows(kind: str) -> list[Row]:
-        samples, found = t.compute(layout, filler, kind)
         wanted = [w[samples] for w in whole[kind]]
-        return compared(t, "invariance", name, found, wanted, inputs=kind, **said)
+        return compared(t, "invariance", name, t.compute(layout, filler, kind), wanted, inputs=kind, **said)
 
     return [row for kind in whole for row in t.attempt("invariance", name, lambda: rows(kind), inputs=kind, **said)]
 
 
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """Compares what backward left under a layout with what it left for the whole batch."""
-    said = {"rows": max(map(len, layout))}
+    said, samples = {"rows": max(map(len, layout))}, samples_of(layout)
 
     def rows() -> list[Row]:
         found, out = step.gradients(layout, filler), []
-        samples = sorted(i for call in layout for i in call if i >= 0)  # a layout may leave some out
         for k, expected in whole.items():
             batched = k.removeprefix("d") in t.batched
             if filler == "nonfinite" and not batched:
@@ -111,18 +112,17 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
     """Measures the error against `reference` in fp64: at most twice that of the reference itself in the inputs' dtype,
     and one rounding (the criterion of FlashAttention's tests)."""
 
-    def judged(values: dict) -> list[torch.Tensor]:
+    def expected(values: dict) -> list[torch.Tensor]:
         found = tree_leaves(t.returned(reference, values))
         if len(found) != len(t.dims):
             raise ValueError(f"the reference returned {len(found)} tensors, expected {len(t.dims)}, as {t.name} does")
-        return [y for y, d in zip(found, t.dims) if d is not None]
+        return found
 
-    raised = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in t.values.items()
-    }
-    ours = [y for y, d in zip(t.call(range(t.count)), t.dims) if d is not None]
+    raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
     rows = []
-    for name, y, low, exact in zip(output_names(t), ours, judged(t.values), judged(raised)):
+    every = t.call(t.every), expected(t.values), expected(raised)
+    for i, name in zip(t.judged, output_names(t)):
+        y, low, exact = (found[i] for found in every)
         u, tiny = contract.rounding(y.dtype)
         limit = CONTRACT["any"]["accuracy"] * (low.double() - exact).abs().max() + u * exact.abs() + tiny
         said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name

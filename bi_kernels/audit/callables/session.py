@@ -3,16 +3,17 @@
 import ast
 import copy
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
+from bi_kernels import contract
 from bi_kernels.audit.callables import relations
 from bi_kernels.audit.callables.audit import audit as audit_callable
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.callables.target import first_and_batch
+from bi_kernels.audit.callables.target import first_and_batch, tensors
 from bi_kernels.audit.evidence.drift import raw
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
 from bi_kernels.audit.session import Session
@@ -20,7 +21,7 @@ from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES = contract.DTYPES | {"fp64": torch.float64}
 
 
 def start(audit: str, given: dict) -> "AnySession | ZooSession":
@@ -41,7 +42,7 @@ def start(audit: str, given: dict) -> "AnySession | ZooSession":
 
 def named(text: str) -> tuple[str, ...]:
     """Returns the names in a parameter, between commas or spaces."""
-    return tuple(x for x in re.split(r"[,\s]+", str(text)) if x)
+    return tuple(str(text).replace(",", " ").split())
 
 
 def read_inputs(spec: str, device, seed: int) -> dict:
@@ -52,9 +53,9 @@ def read_inputs(spec: str, device, seed: int) -> dict:
     """
     if "[" not in spec:
         found = load(spec)()
-        found = found if isinstance(found, dict) else dict(zip((f"input{i}" for i in range(len(found))), found))
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
-    g, out = torch.Generator(device).manual_seed(seed), {}
+        found = found if isinstance(found, dict) else {f"input{i}": v for i, v in enumerate(found)}
+        return found | {k: t.to(device) for k, t in tensors(found).items()}
+    there, out = {"generator": torch.Generator(device).manual_seed(seed), "device": device}, {}
     for part in re.findall(r"\w+:\s*(?:\w+\[[^\]]*\](?:<\d+)?|\S+)", spec):
         name, _, text = (x.strip() for x in part.partition(":"))
         tensor = TENSOR.fullmatch(text)
@@ -64,18 +65,18 @@ def read_inputs(spec: str, device, seed: int) -> dict:
             except (ValueError, SyntaxError):
                 raise ValueError(f"inputs: {part!r} is neither name:dtype[shape] nor name:literal") from None
             continue
-        dtype = getattr(torch, DTYPES.get(tensor["dtype"], tensor["dtype"]), None)
+        dtype = DTYPES.get(tensor["dtype"], getattr(torch, tensor["dtype"], None))
         if not isinstance(dtype, torch.dtype):
             raise ValueError(
                 f"inputs: {part!r} has dtype {tensor['dtype']!r}, expected one of torch's, or {', '.join(DTYPES)}"
             )
         shape = tuple(int(n) for n in tensor["shape"].split(",") if n.strip())
         if dtype == torch.bool:
-            out[name] = torch.rand(shape, generator=g, device=device) < 0.5
+            out[name] = torch.rand(shape, **there) < 0.5
         elif dtype.is_floating_point:
-            out[name] = torch.randn(shape, generator=g, device=device).to(dtype)
+            out[name] = torch.randn(shape, **there).to(dtype)
         else:
-            out[name] = torch.randint(0, int(tensor["below"] or 2), shape, generator=g, device=device).to(dtype)
+            out[name] = torch.randint(0, int(tensor["below"] or 2), shape, **there).to(dtype)
     if not out:
         raise ValueError(f"inputs is {spec!r}, expected 'name:dtype[shape] …' or path/to/file.py:function")
     return out
@@ -91,14 +92,11 @@ class AnySession(Session):
             self.candidate.functions["fn"],
             *self.inputs.values(),
             names=tuple(self.inputs),
-            batch=p["batch"],
             shared=named(p["shared"]),
             outputs=named(p["outputs"]),
             reference=load(p["reference"]) if p["reference"] else None,
-            seconds=p["seconds"],
-            seed=p["seed"],
-            candidate=p["candidate"],
-            folder=self.out / "repro" if self.out else None,
+            folder=self.out and self.out / "repro",
+            **{k: p[k] for k in ("batch", "seconds", "seed", "candidate")},
         )
         self.add(self.report.rows)
         return self.report
@@ -109,20 +107,19 @@ class AnySession(Session):
         for name, relation, change in CONTROLS:
             t = copy.copy(self.report.target)
             t.dims, t.outputs = [t.batch], []
-            t.results = lambda arguments, change=change, t=t: [change(2.0 * arguments[t.first], arguments[t.first], t)]
+            t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t)]
             if relation == relations.DETERMINISM:
                 found = relations.determinism(t, 3)
             else:
-                whole = {"given": t.compute([list(range(t.count))])[1]}
+                whole = {"given": t.whole()}
                 found = [
                     r
                     for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
                     if not layout.startswith("rows:")
                     for r in relations.invariance(t, layout, calls, filler, whole)
                 ]
-            row = next((r for r in found if r.verdict == NEEDS_FIX), found[0])
-            row.candidate = name
-            rows.append(row.as_control())
+            row = (needs_fix(found) or found)[0]
+            rows.append(replace(row, candidate=name).as_control())
         self.add(rows)
         return rows
 
@@ -151,7 +148,7 @@ class ZooSession(AnySession):
 
     def judge(self) -> list[dict]:
         """Returns a line a callable; the rows say whether the auditor was right about it."""
-        p, folder = self.parameters, self.out / "repro" if self.out else None
+        p, folder = self.parameters, self.out and self.out / "repro"
         lines = zoo.judge(self.device, self.size, folder, p["seconds"], self.chosen(), p["seed"])
         self.add(zoo.rows(lines, self.device_label))
         return lines

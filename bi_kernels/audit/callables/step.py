@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from bi_kernels.audit.callables.target import Layout, Target, by_sample
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.callables.target import Layout, Target, by_sample, in_order, tensors
+from bi_kernels.audit.problem.inputs import generator, powers
 
 
 class NoBackward(ValueError):
@@ -30,71 +30,57 @@ class Step:
 
     def __init__(self, t: Target):
         self.t, self.upstream = t, []
-        self.floating = [
-            k
-            for k, v in t.values.items()
-            if isinstance(v, torch.Tensor) and v.is_floating_point() and k not in t.outputs
-        ]
+        self.floating = [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
 
     def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
         """Returns {name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all
         calls."""
-        t, shared = self.t, {}
-        for k in self.floating:
-            if k not in t.batched:
-                shared[k] = t.values[k].detach().clone().requires_grad_()
-        parameters = dict(t.module.named_parameters()) if t.module else {}
+        t = self.t
+        shared = {k: t.values[k].detach().clone().requires_grad_() for k in self.floating if k not in t.batched}
+        trained = shared | (dict(t.module.named_parameters()) if t.module else {})
         with gradients_kept(t.module):
-            for p in (shared | parameters).values():
+            for p in trained.values():
                 p.grad = None
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-            parts, samples = self._backward(layout, filler, shared)
-            return self._left(parts, samples, shared | parameters)
+            parts = self._backward(layout, filler, shared)
+            found = {f"d{k}": in_order(layout, part) for k, part in parts.items() if part}
+            for k, p in trained.items():
+                if p.grad is not None or p.main_grad.any():
+                    found[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
+        return found
 
-    def _backward(self, layout: Layout, filler: str, shared: dict) -> tuple[dict, list[int]]:
-        """Returns the gradients of batched inputs, by call, and the samples that they belong to."""
+    def _backward(self, layout: Layout, filler: str, shared: dict) -> dict[str, list[torch.Tensor]]:
+        """Returns the gradients of batched inputs, by call, a row a sample."""
         t = self.t
-        samples, parts = [], {k: [] for k in self.floating if k in t.batched}
+        parts = {k: [] for k in self.floating if k in t.batched}
         for call in layout:
             arguments = t.take(call, filler) | shared
             leaves = {k: arguments[k].detach().requires_grad_() for k in parts}
-            real = [at for at, i in enumerate(call) if i >= 0]
             with torch.enable_grad(), t.layout(call):
                 own = {k: leaf.clone() for k, leaf in leaves.items()}  # so that it may work in place
                 found = t.results(arguments | own)
             outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
             if not outputs:
                 raise NoBackward("no output requires a gradient")
-            self._draw(outputs, len(call))
+            if not self.upstream:
+                self._draw(outputs, len(call))
             index = torch.tensor(call, device=t.device)
             given = []
             for (_, d), dy in zip(outputs, self.upstream):
-                own = dy[index.clamp(min=0)].clone()
+                own = dy[index.clamp(min=0)]
                 own[index < 0] = 0
                 given.append(own.movedim(0, d).flatten(d, d + 1))
             torch.autograd.backward([y for y, _ in outputs], given)
-            samples += [call[at] for at in real]
             for k, leaf in leaves.items():
                 if leaf.grad is not None:
-                    parts[k].append(leaf.grad.movedim(t.batch, 0)[real])
-        return parts, samples
-
-    def _left(self, parts: dict, samples: list[int], leaves: dict) -> dict[str, torch.Tensor]:
-        order = sorted(range(len(samples)), key=samples.__getitem__)
-        out = {f"d{k}": torch.cat(p)[order] for k, p in parts.items() if p}
-        for k, p in leaves.items():
-            used = bool(p.main_grad.any())
-            if p.grad is not None or used:
-                out[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
-        return out
+                    parts[k].append(leaf.grad.movedim(t.batch, 0))
+        return parts
 
     def _draw(self, outputs: list, count: int) -> None:
         """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples."""
-        if self.upstream:
-            return
         for number, (y, d) in enumerate(outputs):
             shape = by_sample(y, d, count).shape[1:]
             g = generator(y.device, self.t.seed, "upstream", number)
             dy = torch.randn(self.t.count, *shape, generator=g, device=y.device)
-            powers = torch.randint(-6, 7, (self.t.count, *[1] * len(shape)), generator=g, device=y.device)
-            self.upstream.append((dy * torch.exp2(powers.float())).to(y.dtype))
+            dy *= powers((self.t.count, *[1] * len(shape)), -6, 7, g)
+            self.upstream.append(dy.to(y.dtype))

@@ -110,7 +110,7 @@ class Run:
     def step(self, ids: Tensor, targets: Tensor, advantages: Tensor) -> None:
         """Forward and backward of every call. The denominator is the step's, not the call's."""
         active = (targets >= 0).sum()
-        at = torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
+        at = on(self.device, np.concatenate([np.arange(n) for n in self.lengths]))
         for call in self.calls:
             self.network.call = call
             index = on(self.device, call.index)
@@ -181,7 +181,7 @@ def first_difference(session, candidate: str, a: str = "packed", b: str = "micro
         forward, backward = {}, {}
 
         def put(store: dict, name: str, t: Tensor) -> None:
-            index = torch.from_numpy(run.network.call.index.reshape(-1)).to(run.device)
+            index = on(run.device, run.network.call.index.reshape(-1))
             t = t.detach().reshape(len(index), -1)
             store.setdefault(name, t.new_zeros(sum(run.lengths), t.shape[1]))[index[index >= 0]] = t[index >= 0]
 

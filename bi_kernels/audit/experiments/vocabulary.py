@@ -8,7 +8,7 @@ import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Found
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.problem.inputs import generator, on
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
@@ -81,7 +81,7 @@ def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head")
     ids, (vocab, hidden) = step.tokens["ids"], table.shape
     targets = (ids * 7 + 1) % vocab
     for call in step.layouts[layout]:
-        index = torch.from_numpy(call.index).to(session.device)
+        index = on(session.device, call.index)
         real, at = index >= 0, index.clamp(min=0)
         with token_layout(call, step.lengths):
             embedding, head = (table if path in paths else table.detach() for path in ("embedding", "head"))

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
 
-from bi_kernels.audit.problem.call_layouts import Call, pad
+from bi_kernels.audit.problem.call_layouts import Call, of_each_token, pad
 from bi_kernels.audit.problem.inputs import on
 
 ROOM = 16  # a cache has room for some more keys than it holds
@@ -30,9 +29,8 @@ def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
     `page` that lie in any order."""
     if call.cu_seqlens is not None or call.index.ndim == 1:
         return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
-    ends, rows = np.cumsum(lengths), [row[row >= 0] for row in call.index]
-    samples = np.searchsorted(ends, [row[0] for row in rows], side="right")
-    seen = [np.arange(ends[i] - lengths[i], row[-1] + 1) for i, row in zip(samples, rows)]
+    rows, (_, position) = [row[row >= 0] for row in call.index], of_each_token(lengths)
+    seen = [np.arange(row[0] - position[row[0]], row[-1] + 1) for row in rows]
     queries, counts = (np.array([*map(len, parts)]) for parts in (rows, seen))
     if page:
         return _paged(seen, queries, counts, page)
@@ -45,10 +43,10 @@ def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
 
 def _paged(seen: list[np.ndarray], queries: np.ndarray, counts: np.ndarray, page: int) -> Keys:
     """Returns keys in pages that lie in any order, among those of nobody."""
-    needed = [-(-len(s) // page) for s in seen]
-    places = np.random.default_rng(page).permutation(sum(needed) + 3)
-    pages, table = np.full((len(places), page), -1), np.zeros((len(seen), max(needed)), dtype=int)
-    for row, (s, n, first) in enumerate(zip(seen, needed, accumulate([0, *needed[:-1]]))):
-        table[row, :n] = places[first : first + n]
-        pages[table[row, :n]] = np.pad(s, (0, n * page - len(s)), constant_values=-1).reshape(n, page)
+    needed = -(-counts // page)
+    places = np.random.default_rng(page).permutation(needed.sum() + 3)
+    pages, table = np.full((len(places), page), -1), np.zeros((len(seen), needed.max()), dtype=int)
+    for row, s, mine in zip(table, seen, np.split(places, needed.cumsum())):
+        row[: len(mine)] = mine
+        pages[mine] = np.pad(s, (0, len(mine) * page - len(s)), constant_values=-1).reshape(-1, page)
     return Keys(pages, {"lengths_q": queries, "lengths_k": counts, "block_table": table})

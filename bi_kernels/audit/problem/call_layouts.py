@@ -44,6 +44,11 @@ def spans(lengths: Sequence[int]) -> list[np.ndarray]:
     return [np.arange(end - n, end) for n, end in zip(lengths, accumulate(lengths))]
 
 
+def of_each_token(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sample of each logical token, and its position there."""
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(n) for n in lengths])
+
+
 def pack(samples: Sequence[np.ndarray]) -> Call:
     return Call(np.concatenate(samples), (0, *accumulate(len(s) for s in samples)))
 

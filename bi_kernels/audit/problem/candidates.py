@@ -27,10 +27,11 @@ def load(spec: str, what: str = "candidate") -> Callable:
             f"{what} is {spec!r}, expected one of {', '.join(REGISTERED)}, package.module:function or "
             "path/to/file.py:function"
         )
-    if module.endswith(".py") and not Path(module).is_file():
+    in_file = module.endswith(".py")
+    if in_file and not Path(module).is_file():
         raise ValueError(f"{what} {spec!r}: no file {module}")
     try:
-        if module.endswith(".py"):
+        if in_file:
             found = importlib.util.spec_from_file_location(f"candidate_{Path(module).stem}", module)
             loaded = importlib.util.module_from_spec(found)
             sys.modules[found.name] = loaded  # Triton and inspect look a kernel's module up by name
@@ -40,7 +41,7 @@ def load(spec: str, what: str = "candidate") -> Callable:
                 sys.path.insert(0, "")
             loaded = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        said = str(error).splitlines()[0] if str(error) else ""
+        said = str(error).partition("\n")[0]
         raise ValueError(f"{what} {spec!r}: cannot import {module} ({type(error).__name__}: {said})") from None
     function = getattr(loaded, name, None)
     if not callable(function):
@@ -59,19 +60,19 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
     A single function stands for the op named by `op`, else for the op of the function's own name, else for `linear` in
     the GEMM audit. Raises ValueError with one sentence if that leaves nothing.
     """
-    ops = audited(audit)
-    if op and op not in [o.name for o in ops]:
-        raise ValueError(f"op is {op!r}, expected one of {', '.join(o.name for o in ops)} in the {audit} audit")
+    ops = {o.name: o.function or o.name for o in audited(audit)}
+    if op and op not in ops:
+        raise ValueError(f"op is {op!r}, expected one of {', '.join(ops)} in the {audit} audit")
     if spec in REGISTERED:
         source = stock if spec == "torch" else bi_kernels
-        return Candidate(spec, {o.name: getattr(source, o.function or o.name) for o in ops if op in ("", o.name)})
+        return Candidate(spec, {k: getattr(source, name) for k, name in ops.items() if op in ("", k)})
     function = load(spec)
     name = op or spec.rpartition(":")[2]
-    if name not in [o.name for o in ops]:
+    if name not in ops:
         if audit != "gemm":
             raise ValueError(
                 f"candidate {spec!r}: which op it is must be said with -p op NAME; the {audit} audit has "
-                f"{', '.join(o.name for o in ops)}"
+                f"{', '.join(ops)}"
             )
         name = "linear"
     return Candidate(spec, {name: function})

@@ -1,5 +1,7 @@
 """Inputs that can reveal a reordering: drawn at random in families, one family a name of the contract's sweep."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -24,6 +26,11 @@ def on(device: torch.device, array: np.ndarray) -> torch.Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
+def powers(shape: Sequence[int], low: int, high: int, g: torch.Generator) -> torch.Tensor:
+    """Returns powers of two, fp32, their exponents from `low` to below `high`."""
+    return torch.exp2(torch.randint(low, high, shape, generator=g, device=g.device).float())
+
+
 def draw(
     kind: str,
     shape: tuple[int, ...],
@@ -40,14 +47,15 @@ def draw(
     tokens in `poisoned` hold NaN, Inf and −Inf). shared: a weight, which cancelling repeats instead of negating and
     the last two kinds leave normal.
     """
-    x = torch.randn(shape, generator=g, device=g.device)
+    there = {"generator": g, "device": g.device}
+    x = torch.randn(shape, **there)
     small = dtype == torch.float16
     if kind == "wide":
-        x *= torch.exp2(torch.randint(*((-10, 5) if small else (-20, 21)), shape, generator=g, device=g.device))
+        x *= powers(shape, *((-10, 5) if small else (-20, 21)), g)
     elif kind == "cancelling":
         cancel(x, shared)
     elif kind == "signed_zeros":
-        x = torch.where(torch.rand(shape, generator=g, device=g.device) < 0.5, 0.0 * x, x)
+        x = torch.where(torch.rand(shape, **there) < 0.5, 0.0 * x, x)
     elif kind == "subnormal" and not shared:
         x *= 2.0 ** (-17 if small else -128)
     x = x.to(dtype)
@@ -55,7 +63,7 @@ def draw(
         rows = poisoned.nonzero().flatten()
         for offset, value in enumerate(POISON):
             x[rows[offset :: len(POISON)]] = value if dtype.is_floating_point else 1
-        spared = torch.rand(x.shape, generator=g, device=g.device) < 0.25  # a poisoned token keeps some numbers
+        spared = torch.rand(shape, **there) < 0.25  # a poisoned token keeps some numbers
         x[spared & poisoned.reshape(-1, *[1] * (x.dim() - 1))] = 1.0
     return x
 
@@ -67,10 +75,8 @@ def cancel(x: torch.Tensor, shared: bool = False) -> None:
         x[..., half : 2 * half] = x[..., :half]
     else:
         x[..., 7::8] *= 2.0**-12
-        kept = torch.arange(half, device=x.device) % 8 != 7
-        x[..., half : 2 * half] = torch.where(
-            kept & (torch.arange(half, 2 * half, device=x.device) % 8 != 7), -x[..., :half], x[..., half : 2 * half]
-        )
+        kept = (torch.arange(2 * half, device=x.device).view(2, half) % 8 != 7).all(0)
+        x[..., half : 2 * half] = torch.where(kept, -x[..., :half], x[..., half : 2 * half])
 
 
 def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) -> torch.Tensor:
@@ -78,10 +84,6 @@ def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) 
     (signed_zeros)."""
     if kind == "signed_zeros":
         return torch.full(shape, min(7, vocab - 1), device=g.device)
-    few = torch.randint(0, min(vocab, 11), shape, generator=g, device=g.device)
-    anywhere = torch.randint(0, vocab, shape, generator=g, device=g.device)
-    return (
-        anywhere
-        if kind == "wide"
-        else torch.where(torch.rand(shape, generator=g, device=g.device) < 0.7, few, anywhere)
-    )
+    there = {"generator": g, "device": g.device}
+    few, anywhere = (torch.randint(0, below, shape, **there) for below in (min(vocab, 11), vocab))
+    return anywhere if kind == "wide" else torch.where(torch.rand(shape, **there) < 0.7, few, anywhere)

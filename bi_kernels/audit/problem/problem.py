@@ -26,8 +26,7 @@ class Problem:
 
     @property
     def dims(self) -> dict[str, int]:
-        numbers = {k: v for k, v in SHAPES[self.shapes].items() if k != "lengths"}
-        return numbers | self.op.cases(self.shapes)[self.case]
+        return SHAPES[self.shapes] | self.op.cases(self.shapes)[self.case]
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -47,37 +46,31 @@ class Problem:
     def reduction(self) -> int:
         return int(evaluate(self.op.reduction, **self.dims))
 
-    def _generator(self, kind: str) -> torch.Generator:
-        return generator(self.device, self.seed, self.op.name, self.case, self.dtype, kind)
-
     def _shape(self, dims: str) -> tuple[int, ...]:
         return tuple(int(evaluate(d, **self.dims)) for d in dims.split(":")[0].split(","))
 
     def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         """(per-token inputs of `tokens` rows, shared inputs), of one family."""
-        g = self._generator(kind)
+        g = generator(self.device, self.seed, self.op.name, self.case, self.dtype, kind)
 
         def make(dims: str, *lead: int, kind: str = kind) -> torch.Tensor:
             shape = lead + self._shape(dims)
             if dims.endswith(":bool"):
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
             if dims.endswith(":id"):
-                return draw_ids(kind, lead, int(evaluate(dims.split(":")[0], **self.dims)), g)
+                return draw_ids(kind, lead, *self._shape(dims), g)
             x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
-            if not lead and self.op.scale != "1":
+            if not lead:
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x
 
-        values = self.op.cache[-1:]  # of attention: with wide scores every weight is 0 or 1, and the bounds say nothing
-        given = {
-            k: make(v, tokens, kind="normal" if values and kind == "wide" and k not in values else kind)
-            for k, v in self.op.tokens.items()
-        }
+        *keys, values = self.op.cache or ("",)
+        # of attention: with wide scores every weight is 0 or 1, and the bounds say nothing
+        tame = "normal" if values and kind == "wide" else kind
+        given = {k: make(v, tokens, kind=kind if k == values else tame) for k, v in self.op.tokens.items()}
         if kind == "cancelling":
             for k in self.op.cache:  # tokens weigh what those 32 before them do, and take from the sum what those added
-                cancel(
-                    given[k][: tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k != self.op.cache[-1]
-                )
+                cancel(given[k][: tokens // 64 * 64].unflatten(0, (-1, 64)).movedim(1, -1), shared=k in keys)
         return given, {k: make(v) for k, v in self.op.shared.items()}
 
     def arguments(self, tokens: dict, shared: dict) -> list[torch.Tensor]:
@@ -88,9 +81,8 @@ class Problem:
     def constants(self, longest: int) -> dict:
         constants = dict(self.op.constants)
         if self.op.positions:
-            constants["table"] = bi_kernels.rope_table(
-                max(longest, max(SWEEP["rows"])), self.dims["head_dim"], device=self.device
-            )
+            longest = max(longest, *SWEEP["rows"])
+            constants["table"] = bi_kernels.rope_table(longest, self.dims["head_dim"], device=self.device)
         if self.op.casts:
             constants["dtype"] = self.dtype
         return constants

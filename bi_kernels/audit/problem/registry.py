@@ -19,14 +19,13 @@ class Op:
     tokens: dict[str, str]
     shared: dict[str, str] = field(default_factory=dict)  # weights, likewise; ":t" where the op takes the transpose
     order: tuple[str, ...] = ()  # the positional order of both, where it is not tokens and then shared
-    out: str = ""  # the output's dtype, where it is not the op's
     scale: str = "1"  # of the shared inputs, a power of two
     constants: dict = field(default_factory=dict)  # further keyword arguments
     function: str = ""  # the public function, where it is not `name`
     row: str = ""  # its row of the contract, likewise
     positions: bool = False  # takes `positions`, or `cu_seqlens` where a call packs whole sequences
     cache: tuple[str, ...] = ()  # token inputs that a call is given of the tokens before its own, too
-    outputs: tuple[str, ...] = ("out",)  # their names, and their dtype where it is another: "lse:fp32"
+    outputs: tuple[str, ...] = ("out",)  # their names, and their dtype where it is not the op's: "lse:fp32"
     reduction: str = "1"  # the length of its sum
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}  # shape set -> {case: extra dimensions}
     ieee: bool = False  # IEEE operations only, so a CPU must give the bits of a GPU
@@ -34,11 +33,22 @@ class Op:
 
     def returned(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the dtype of each output by name, where that of the op is `dtype`."""
-        return {name.partition(":")[0]: DTYPES.get(name.partition(":")[2] or self.out, dtype) for name in self.outputs}
+        return {name: DTYPES.get(own, dtype) for name, _, own in (out.partition(":") for out in self.outputs)}
 
 
-_ATTENTION = {"q": "heads, head_dim", "k": "kv_heads, head_dim", "v": "kv_heads, head_dim"}
-_ATTENDS = {"cache": ("k", "v"), "outputs": ("out", "lse:fp32"), "reduction": "head_dim"}
+# what several ops share
+_ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True}
+_LINEAR = {"row": "linear", "reduction": "K"}
+_NORM = {"constants": {"eps": EPS}, "reduction": "hidden"}
+_LOGPROB = {"outputs": ("out:fp32",), "constants": {"temperature": 0.7, "ignore_index": 3}}
+_ATTENTION = {
+    "tokens": {"q": "heads, head_dim", "k": "kv_heads, head_dim", "v": "kv_heads, head_dim"},
+    "cache": ("k", "v"),
+    "outputs": ("out", "lse:fp32"),
+    "reduction": "head_dim",
+    "function": "attention",
+    "row": "attention",
+}
 
 
 def _groups(shapes: str) -> dict[str, dict]:
@@ -59,46 +69,28 @@ _EVERY = (
     Op("bias_add", "elementwise", {"x": "hidden"}, {"bias": "hidden"}, ieee=True),
     Op("mask_fill", "elementwise", {"x": "hidden", "mask": "hidden:bool"}, constants={"value": -1e4}, ieee=True),
     Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
-    Op("rope", "elementwise", {"x": "heads, head_dim"}, positions=True, ieee=True),
-    Op(
-        "rope_interleaved",
-        "elementwise",
-        {"x": "heads, head_dim"},
-        constants={"interleaved": True},
-        function="rope",
-        row="rope",
-        positions=True,
-        ieee=True,
-    ),
-    Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), reduction="K"),
+    Op("rope", "elementwise", {"x": "heads, head_dim"}, **_ROPE),
+    Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, **_ROPE),
+    Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), **_LINEAR),
     Op(
         "linear_bias",
         "gemm",
         {"x": "K"},
         {"weight": "N, K", "bias": "N"},
         function="linear",
-        row="linear",
         cases=_linears("qkv"),
-        reduction="K",
+        **_LINEAR,
     ),
-    Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, constants={"eps": EPS}, reduction="hidden"),
+    Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
         "qk_norm",
         "rms_norm",
         {"x": "heads, head_dim"},
         {"weight": "head_dim"},
-        constants={"eps": EPS},
         row="rms_norm",
-        reduction="head_dim",
+        **_NORM | {"reduction": "head_dim"},
     ),
-    Op(
-        "add_rms_norm",
-        "rms_norm",
-        {"x": "hidden", "residual": "hidden"},
-        {"weight": "hidden"},
-        constants={"eps": EPS},
-        reduction="hidden",
-    ),
+    Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
     Op(
         "lm_head_logprob",
@@ -106,31 +98,15 @@ _EVERY = (
         {"hidden": "hidden", "targets": "vocab:id"},
         {"weight": "vocab, hidden"},
         order=("hidden", "weight", "targets"),
-        out="fp32",
         scale="hidden ** -0.5",
-        constants={"temperature": 0.7, "ignore_index": 3},
         reduction="hidden",
+        **_LOGPROB,
     ),
-    Op(
-        "token_logprob",
-        "vocabulary",
-        {"logits": "vocab", "targets": "vocab:id"},
-        out="fp32",
-        constants={"temperature": 0.7, "ignore_index": 3},
-        reduction="vocab",
-    ),
-    Op("log_softmax", "vocabulary", {"logits": "vocab"}, out="fp32", reduction="vocab"),
-    Op("attention", "attention", _ATTENTION, cases=_groups, **_ATTENDS),
-    Op(
-        "attention_window",
-        "attention",
-        _ATTENTION,
-        constants={"window": 33},
-        function="attention",
-        row="attention",
-        **_ATTENDS,
-    ),
-    Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, row="linear", cases=_linears("o"), reduction="K"),
+    Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, reduction="vocab", **_LOGPROB),
+    Op("log_softmax", "vocabulary", {"logits": "vocab"}, outputs=("out:fp32",), reduction="vocab"),
+    Op("attention", "attention", cases=_groups, **_ATTENTION),
+    Op("attention_window", "attention", constants={"window": 33}, **_ATTENTION),
+    Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, cases=_linears("o"), **_LINEAR),
 )
 OPS = {op.name: op for op in _EVERY}
 

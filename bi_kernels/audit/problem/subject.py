@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
-from bi_kernels.audit.problem.call_layouts import Call, layouts
+from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
 from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
@@ -19,8 +20,35 @@ from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
 
 
+class Named(Judged):
+    """A candidate whose rows begin with whose they are."""
+
+    whose: tuple[str, ...]  # audit, op, case, candidate, dtype and device
+    command = ""  # that judged it
+    parts: Sequence[str] = ("out",)  # the names of its outputs
+
+    def row(
+        self,
+        relation: str,
+        layout: str,
+        drift: Drift | None = None,
+        against: str = "",
+        inputs: str = "normal",
+        rows: int = 0,
+        verdict: str = "",
+        **more,
+    ) -> Row:
+        """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no
+        drift."""
+        said = {"tensor": self.parts[drift.part if drift else 0]} | (drift.json() if drift else {}) | more
+        verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
+        if verdict == NEEDS_FIX:
+            said |= {"first_failing_op": self.whose[1], "repro": self.command}
+        return Row(*self.whose, relation, layout, against, inputs, rows, verdict, **said)
+
+
 @dataclass
-class Subject(Judged):
+class Subject(Named):
     """A candidate's function for one problem, with what was computed of it."""
 
     problem: Problem
@@ -40,78 +68,49 @@ class Subject(Judged):
     def largest(self) -> int:
         return SWEEP["interpreter_rows"] if self.problem.device.type == "cpu" else max(SWEEP["rows"])
 
-    def row(
-        self,
-        relation: str,
-        layout: str,
-        drift: Drift | None = None,
-        against: str = "",
-        inputs: str = "normal",
-        rows: int = 0,
-        verdict: str = "",
-        **more,
-    ) -> Row:
-        """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no
-        drift."""
+    @property
+    def whose(self) -> tuple[str, ...]:
         p = self.problem
-        verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
-        evidence = {} if drift is None else drift.json()
-        more = {"tensor": [*p.returned][drift.part if drift else 0]} | more
-        return Row(
-            p.op.audit,
-            p.op.name,
-            p.case,
-            self.candidate,
-            dtype_name(p.dtype),
-            self.device,
-            relation,
-            layout,
-            against,
-            inputs,
-            rows,
-            verdict,
-            first_failing_op=p.op.name if verdict == NEEDS_FIX else None,
-            repro=self.command if verdict == NEEDS_FIX else "",
-            **evidence,
-            **more,
-        )
+        return p.op.audit, p.op.name, p.case, self.candidate, dtype_name(p.dtype), self.device
+
+    @property
+    def parts(self) -> list[str]:
+        return list(self.problem.returned)
+
+    def once(self, key, make: Callable):
+        """Returns what `make` made for this key when it was first asked for."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
 
     def inputs(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         key = ("inputs", kind, count, None if poisoned is None else tuple(poisoned.nonzero().flatten().tolist()))
-        if key not in self.memo:
-            self.memo[key] = self.problem.inputs(kind, count, poisoned)
-        return self.memo[key]
+        return self.once(key, lambda: self.problem.inputs(kind, count, poisoned))
 
     def constants(self) -> dict:
-        if "constants" not in self.memo:
-            self.memo["constants"] = self.problem.constants(max(*self.lengths, self.largest))
-        return self.memo["constants"]
+        return self.once("constants", lambda: self.problem.constants(max(*self.lengths, self.largest)))
 
-    def call(
-        self,
-        tokens: dict,
-        shared: dict,
-        lead: tuple[int, ...],
-        positions: torch.Tensor | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-        cached: Keys | None = None,
-    ) -> Tensors:
-        """Returns what the candidate makes of tokens of the leading shape `lead`, a row a token.
+    def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], *where) -> Tensors:
+        """Returns what the candidate makes of tokens, a row a token; `where` they are, as in `forward`.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
         leaves unwritten differs from call to call.
         """
         tokens = {k: t.clone() for k, t in tokens.items()}
-        out = self.forward(tokens, shared, lead, positions, cu_seqlens, cached)
-        returned, expected = out if isinstance(out, (tuple, list)) else [out], list(self.problem.returned)
-        if len(expected) > 1 and len(returned) != len(expected):
-            raise ValueError(f"the candidate returned {len(returned)} of the outputs {', '.join(expected)}")
-        for t in returned:
+        out = self.forward(tokens, shared, lead, *where)
+        for t in self.outputs(out):
             if not isinstance(t, torch.Tensor) or tuple(t.shape[: len(lead)]) != tuple(lead):
                 got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
                 raise ValueError(f"the candidate returned {got}, expected a tensor of shape {tuple(lead)} + …")
         return each(lambda t: t.reshape(-1, *t.shape[len(lead) :]), joined(out))
+
+    def outputs(self, out) -> Sequence:
+        """Returns what the candidate returned, one by one. Raises ValueError where some of several are missing."""
+        found = out if isinstance(out, (tuple, list)) else (out,)
+        if 1 < len(self.parts) != len(found):
+            raise ValueError(f"the candidate returned {len(found)} of the outputs {', '.join(self.parts)}")
+        return found
 
     def forward(
         self,
@@ -137,39 +136,31 @@ class Subject(Judged):
     def called(self, *tensors: torch.Tensor, **told):
         """Calls the candidate where fresh memory holds ones and zeros by turns."""
         self.calls += 1
-        with poisoned_memory(0xFF if self.calls % 2 else 0x00):
+        with poisoned_memory(self.calls):
             return self.function(*tensors, **told)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
         """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in
         pages."""
-        device, lengths, nonfinite = self.problem.device, self.lengths, kind == "nonfinite"
-        sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        device, lengths = self.problem.device, self.lengths
+        sample, position = (on(device, at) for at in of_each_token(lengths))
         tokens, shared = self.inputs(kind, sum(lengths), sample == poisoned_sample)
-        position = np.concatenate([np.arange(n) for n in lengths])
         result = None
         for call in calls:
-            flat = call.index.reshape(-1)
-            place = np.flatnonzero(flat >= 0)  # known on the host, so that no device is waited for
             cached = keys(call, lengths, page) if self.problem.op.cache else None
-            gathered = {
-                k: gather(t, cached.index if k in self.problem.op.cache else call.index, nonfinite)
-                for k, t in tokens.items()
-            }
-            at = on(device, position[flat.clip(min=0)])
+            lies = lambda k: cached.index if k in self.problem.op.cache else call.index
+            gathered = {k: gather(t, lies(k), kind == "nonfinite") for k, t in tokens.items()}
+            at = position[on(device, call.index.reshape(-1).clip(min=0))]
             out = self.call(gathered, shared, call.index.shape, at, call.cu_seqlens, cached)
             if result is None:
                 result = each(lambda y: y.new_zeros(sum(lengths), *y.shape[1:]), out)
-            to, whole = on(device, flat[place]), len(place) == len(flat)
-            taken = None if whole else on(device, place)
-            each(lambda into, y, to=to, taken=taken: fill(into, to, y, taken), result, out)
+            to, taken = places(call, device)
+            each(lambda into, y: fill(into, to, y, taken), result, out)
         return result
 
     def layout(self, name: str, kind: str = SHARPEST) -> Tensors:
-        key = ("layout", name, kind)
-        if key not in self.memo:
-            self.memo[key] = self.compute(layouts(self.lengths, self.problem.seed)[name], kind)
-        return self.memo[key]
+        calls = layouts(self.lengths, self.problem.seed)[name]
+        return self.once(("layout", name, kind), lambda: self.compute(calls, kind))
 
     def forget(self) -> None:
         self.memo.clear()
@@ -190,6 +181,15 @@ def gather(t: torch.Tensor, index: np.ndarray, nonfinite: bool) -> torch.Tensor:
     return found
 
 
+def places(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the tokens of a call and their rows in it, None for all; found on the host, so that no device is waited
+    for."""
+    flat = call.index.reshape(-1)
+    rows = np.flatnonzero(flat >= 0)
+    taken = None if len(rows) == len(flat) else on(device, rows)
+    return on(device, flat[rows]), taken
+
+
 def fill(result: torch.Tensor, to: torch.Tensor, out: torch.Tensor, taken: torch.Tensor | None) -> None:
     """Writes rows of `out`, those `taken` or all, to rows of the result."""
     if (out.dtype, out.shape[1:]) != (result.dtype, result.shape[1:]):
@@ -201,27 +201,23 @@ def fill(result: torch.Tensor, to: torch.Tensor, out: torch.Tensor, taken: torch
 
 
 @contextlib.contextmanager
-def poisoned_memory(byte: int) -> Iterator[None]:
-    """Fills what torch.empty, empty_like and new_empty return, so that an element left unwritten is seen."""
+def poisoned_memory(call: int) -> Iterator[None]:
+    """Fills what torch.empty, empty_like and new_empty return, with ones in a call of odd number and zeros in another,
+    so that an element left unwritten is seen."""
 
     def wrap(make):
         def filled(*args, **kwargs):
             t = make(*args, **kwargs)
             if t.device.type != "meta" and t.is_contiguous():
-                t.view(-1).view(torch.uint8).fill_(byte)
+                t.view(-1).view(torch.uint8).fill_(0xFF if call % 2 else 0x00)
             return t
 
         return filled
 
-    places = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
-    originals = [getattr(owner, name) for owner, name in places]
-    for (owner, name), original in zip(places, originals):
-        setattr(owner, name, wrap(original))
-    try:
+    with contextlib.ExitStack() as replaced:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            replaced.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
-    finally:
-        for (owner, name), original in zip(places, originals):
-            setattr(owner, name, original)
 
 
 def refusal(subject: Subject, error: Exception) -> str:

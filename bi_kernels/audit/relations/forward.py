@@ -1,6 +1,6 @@
 """The four relations of a forward op, each judged on its own: invariance, determinism, accuracy, parity."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,12 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
-from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, random_layout, shapes_launched
+from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.problem import joined
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
-from bi_kernels.contract import SWEEP, dtype_name
+from bi_kernels.audit.static.verdict import STATIC
+from bi_kernels.contract import SWEEP
 
 PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
 ACCURATE_ROWS = 512  # tokens that are held against fp64
@@ -59,7 +60,7 @@ def by_layout(subject: Subject, only: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
-    sample = np.repeat(np.arange(len(lengths)), lengths)
+    sample, _ = of_each_token(lengths)
     return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
 
 
@@ -77,12 +78,11 @@ def by_row_count(subject: Subject) -> Iterator[Row]:
     def drift(m: int, kind: str) -> Drift:
         leaky = kind == "nonfinite"
         tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
-        key = ("all rows", kind, m if leaky else 0)
-        if key not in subject.memo:
-            apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
-            subject.memo[key] = each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
+        apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
+        whole = lambda: each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
+        expected = subject.once(("all rows", kind, m if leaky else 0), whole)
         part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
-        return compare(part, each(lambda t: t[:m], subject.memo[key]))
+        return compare(part, each(lambda t: t[:m], expected))
 
     for number, m in enumerate(contract.rows(n)):
         for kind in sorted(always | {KINDS[number % len(KINDS)]}):
@@ -134,11 +134,12 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
     try:
         same_bits()
+        drift, said["detail"] = Drift(0, sum(seen)), f"{len(seen)} layouts"
     except _Drifted:
-        return subject.row("invariance", "random", worst["drift"], detail=shapes_launched(worst["calls"]), **said)
+        drift, said["detail"] = worst["drift"], shapes_launched(worst["calls"])
     except Exception as error:
-        return subject.row("invariance", "random", None, detail=sentence(error), **said)
-    return subject.row("invariance", "random", Drift(0, sum(seen)), detail=f"{len(seen)} layouts", **said)
+        drift, said["detail"] = None, sentence(error)
+    return subject.row("invariance", "random", drift, **said)
 
 
 def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
@@ -195,26 +196,20 @@ def against_bound(
         detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
         drift = Drift(exact.numel(), exact.numel(), float("inf"))
         return subject.row(relation, "rows", drift, detail=detail, **said)
-    share = (y.double() - exact).abs() / limit
+    gap = (y.double() - exact).abs()
     # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
     infinite = (exact.abs() + limit >= torch.finfo(dtype).max) & (y.double() == exact.sign() * torch.inf)
     right = torch.where(exact.isnan(), y.isnan(), infinite)
     finite = exact.isfinite() & y.isfinite()
-    share = torch.where(right, 0.0, torch.where(finite, share, torch.inf))
-    over = int((share > 1).sum())
-    worst = float(share.max()) if share.numel() else 0.0
-    gap = (y.double() - exact).abs()[finite]
-    drift = Drift(over, share.numel(), float(gap.max()) if gap.numel() else 0.0)
-    row = subject.row(relation, "rows", drift, detail=detail, **said)
-    relative = gap / exact[finite].abs().clamp(min=torch.finfo(torch.float64).tiny)
-    row.max_rel = float(relative.max()) if relative.numel() else 0.0
-    row.max_ulp = None
-    row.threshold_share = worst if worst != float("inf") else "inf"
-    if over:
-        at = tuple(int(i) for i in torch.unravel_index((share > 1).flatten().to(torch.uint8).argmax(), share.shape))
-        row.first_index = list(at)
-        row.detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
-    return row
+    share = torch.where(right, 0.0, torch.where(finite, gap / limit, torch.inf))
+    relative = gap / exact.abs().clamp(min=torch.finfo(torch.float64).tiny)
+    wrong, most = share > 1, lambda t: float(t.max()) if t.numel() else 0.0
+    at = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else None
+    drift = Drift(int(wrong.sum()), share.numel(), most(gap[finite]), most(relative[finite]), first_index=at)
+    if at is not None:
+        detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
+    worst = "inf" if most(share) == float("inf") else most(share)
+    return subject.row(relation, "rows", drift, detail=detail, max_ulp=None, threshold_share=worst, **said)
 
 
 def parity(subject: Subject) -> list[Row]:
@@ -231,8 +226,7 @@ def parity(subject: Subject) -> list[Row]:
 
 def judge(subject: Subject, examples: int = 5) -> list[Row]:
     """Judges every relation that a forward op is held to."""
-    refused = supported(subject)
-    if refused:
+    if refused := supported(subject):
         return [refused]
     rows = invariance(subject) + parity(subject)
     rows += [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
@@ -245,20 +239,6 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     return rows
 
 
-def missing(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
-    """Returns a row that needs a fix for everything that the contract requires of a forward op and that was not run."""
-    found = []
-    for s in subjects:
-        if not _refused(rows, s):
-            found += coverage.missing(rows, s, _required(s))
-    return found
-
-
-def _refused(rows: Sequence[Row], s: Subject) -> bool:
-    mine = s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype)
-    return any(r.verdict == UNSUPPORTED and (r.op, r.case, r.dtype) == mine for r in rows if not r.control)
-
-
 def _required(s: Subject) -> Iterator[dict]:
     names = layouts(s.lengths, s.problem.seed)
     assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
@@ -268,3 +248,13 @@ def _required(s: Subject) -> Iterator[dict]:
     yield from (row(relation, "rows", inputs=kind) for relation in ("invariance", "accuracy") for kind in KINDS)
     yield row("determinism", "packed")
     yield from (row("parity", f"{a}={b}") for a, b in PARITIES)
+
+
+def missing(
+    rows: Sequence[Row], subjects: Sequence[Subject], required: Callable[[Subject], Iterable[dict]] = _required
+) -> list[Row]:
+    """Returns a row that needs a fix for everything that the contract requires of a forward op and that was not run."""
+    whose = lambda row: (row.op, row.case, row.dtype)
+    refused = {whose(r) for r in rows if r.verdict == UNSUPPORTED and r.relation != STATIC and not r.control}
+    judged = [s for s in subjects if whose(s.row("", "")) not in refused]
+    return [row for s in judged for row in coverage.missing(rows, s, required(s))]

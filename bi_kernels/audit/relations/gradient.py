@@ -1,14 +1,16 @@
 """The relations of gradients: the same bits over layouts and micro-batch splits, and fp64's values."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import numpy as np
 
 from bi_kernels import contract
-from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
-from bi_kernels.audit.relations.forward import against_bound
+from bi_kernels.audit.relations import forward
 from bi_kernels.audit.relations.step import NAN_PADDING, Step, gradient_lengths
 from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import SWEEP, dtype_name
@@ -34,37 +36,37 @@ def by_split(subject: Subject) -> Iterator[Row]:
     """Judges invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
     kinds = {SHARPEST: LAYOUTS, "nonfinite": BESIDE} | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})
     for kind, names in kinds.items():
-        refused = yield from _over_layouts(Step(subject, kind), names)
-        if refused:
+        step = Step(subject, kind)
+        said = {"inputs": kind, "rows": step.count}
+        try:
+            base = step.gradients()
+        except Exception as error:
+            said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
+            yield subject.row(INVARIANCE, "packed", None, "singles", **said)
             return
+        for name, made, expected, more in _asked(step, names, base):
+            yield from compared(subject, INVARIANCE, name, made, expected, **said | more)
+        if kind == SHARPEST:
+            yield from _again(step, base, said)
 
 
-def _over_layouts(step: Step, names: Sequence[str]) -> Iterator[Row]:
-    """Judges a step of one family of inputs under some layouts; returns whether the candidate could not compute it."""
-    subject, said = step.subject, {"inputs": step.kind, "rows": step.count}
-    try:
-        base = step.gradients(step.layouts["packed"])
-    except Exception as error:
-        said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
-        yield subject.row(INVARIANCE, "packed", None, "singles", **said)
-        return True
+def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[str, Callable, Callable, dict]]:
+    """Yields what invariance asks: a layout or view, what makes its gradients, what they are to be, and what is
+    said."""
     for name in names:
-        expected = lambda: base if name != "packed" else step.gradients(step.layouts["singles"])
-        yield from compared(
-            subject,
-            INVARIANCE,
-            name,
-            lambda: _judged(step, step.gradients(step.layouts[name])),
-            lambda: _judged(step, expected()),
-            against="singles" if name == "packed" else "packed",
-            detail=shapes_launched(step.layouts[name]),
-            **said,
-        )
-    if step.kind == SHARPEST:
-        yield from _by_view(step, base, said)
-        yield from _without_main_grad(step, said)
-        yield from _again(step, base, said)
-    return False
+        against = "singles" if name == "packed" else "packed"
+        made = lambda: _judged(step, step.gradients(name))
+        expected = lambda: _judged(step, base if against == "packed" else step.gradients(against))
+        yield name, made, expected, {"against": against, "detail": shapes_launched(step.layouts[name])}
+    if step.kind != SHARPEST:
+        return
+    for name, view in VIEWS.items():
+        said = {"against": "packed", "detail": "tokens and upstream gradient"}
+        yield name, lambda: step.gradients(view=view), lambda: base, said
+    alone = cache(lambda: step.gradients(main_grad=False))
+    for name in ALONE if step.shared else ():
+        said = {"against": "packed", "detail": "without main_grad", "left_in": ".grad"}
+        yield name, lambda: step.gradients(name, main_grad=False), alone, said
 
 
 def _judged(step: Step, gradients: Gradients) -> Gradients:
@@ -74,29 +76,12 @@ def _judged(step: Step, gradients: Gradients) -> Gradients:
     return {k: t[~step.poisoned] for k, t in gradients.items() if k in step.tokens}
 
 
-def _by_view(step: Step, base: Gradients, said: dict) -> Iterator[Row]:
-    for name, view in VIEWS.items():
-        made = lambda: step.gradients(step.layouts["packed"], view=view)
-        detail = "tokens and upstream gradient"
-        yield from compared(step.subject, INVARIANCE, name, made, lambda: base, against="packed", detail=detail, **said)
-
-
-def _without_main_grad(step: Step, said: dict) -> Iterator[Row]:
-    own: Gradients = {}
-    alone = lambda: own or own.update(step.gradients(step.layouts["packed"], main_grad=False)) or own
-    for name in ALONE if step.subject.problem.op.shared else ():
-        made = lambda: step.gradients(step.layouts[name], main_grad=False)
-        more = said | {"against": "packed", "detail": "without main_grad"}
-        yield from compared(step.subject, INVARIANCE, name, made, alone, left_in=".grad", **more)
-
-
 def _again(step: Step, base: Gradients, said: dict) -> list[Row]:
     runs = SWEEP["interpreter_gradient_runs" if step.subject.problem.device.type == "cpu" else "runs"]
-    made = lambda: step.gradients(step.layouts["packed"])
     more = said | {"against": "itself", "detail": f"backward, {runs} runs"}
     for _ in range(runs - 1):
-        found = compared(step.subject, DETERMINISM, "packed", made, lambda: base, **more)
-        if any(r.verdict == NEEDS_FIX for r in found):
+        found = compared(step.subject, DETERMINISM, "packed", step.gradients, lambda: base, **more)
+        if needs_fix(found):
             break
     return found
 
@@ -135,16 +120,12 @@ def judge_gradient_accuracy(subject: Subject) -> list[Row]:
 def gradient_accuracy(subject: Subject, kind: str) -> list[Row]:
     """Measures every gradient's error against fp64 as a share of the contract's bound: of tokens in their dtype, of
     parameters in fp32; of `normal` inputs also what a parameter without main_grad has in `.grad`."""
-    lengths, left = [], ACCURATE_TOKENS
-    for n in gradient_lengths(subject):
-        lengths.append(min(n, left))
-        left -= lengths[-1]
-        if not left:
-            break
+    ends = np.minimum(np.cumsum([0, *gradient_lengths(subject)]), ACCURATE_TOKENS)
+    lengths = [n for n in np.diff(ends).tolist() if n]
     step = Step(subject, kind, lengths)
-    found = {f"d{k}": (k, y) for k, y in step.gradients(step.layouts["packed"]).items()}
+    found = {f"d{k}": (k, y) for k, y in step.gradients().items()}
     if kind == "normal" and step.shared:
-        own = step.gradients(step.layouts["packed"], main_grad=False)
+        own = step.gradients(main_grad=False)
         found |= {f"d{k}.grad": (k, own[k]) for k in step.shared}
     p = subject.problem
     constants = dict(subject.constants()) | ({"positions": step.at} if p.op.positions else {})
@@ -153,33 +134,18 @@ def gradient_accuracy(subject: Subject, kind: str) -> list[Row]:
     for tensor, (k, y) in found.items():
         e, dtype = exact[k], y.dtype
         limit = contract.bound(p.contract_row, dtype, e.exact, e.magnitude, e.n, gradient=k, inputs=p.dtype)
-        detail = dtype_name(dtype)
-        rows.append(against_bound(subject, ACCURACY, y, e.exact, limit, dtype, kind, step.count, detail, tensor))
+        said = dtype, kind, step.count, dtype_name(dtype), tensor
+        rows.append(forward.against_bound(subject, ACCURACY, y, e.exact, limit, *said))
     return rows
 
 
 def missing(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
     """Returns a row that needs a fix for every gradient, layout and relation that is required and was not run."""
-    found = []
-    for s in subjects:
-        if not _refused(rows, s):
-            found += coverage.missing(rows, s, _required(s))
-    return found
-
-
-def _refused(rows: Sequence[Row], s: Subject) -> bool:
-    mine = s.problem.op.name, s.problem.case, dtype_name(s.problem.dtype)
-    refusals = (r for r in rows if r.verdict == UNSUPPORTED and r.relation != STATIC and not r.control)
-    return any((r.op, r.case, r.dtype) == mine for r in refusals)
+    return forward.missing(rows, subjects, _required)
 
 
 def _required(s: Subject) -> Iterator[dict]:
-    row = lambda relation, layout, tensor, inputs: {
-        "relation": relation,
-        "layout": layout,
-        "tensor": tensor,
-        "inputs": inputs,
-    }
+    row = lambda *values: dict(zip(("relation", "layout", "tensor", "inputs"), values))
     op = s.problem.op
     yield row(STATIC, LEVELS, "out", "")
     for k, dims in (op.tokens | op.shared).items():

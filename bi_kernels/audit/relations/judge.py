@@ -44,8 +44,8 @@ def judge(
         if launches is not None:
             launched.append((subject, launches))
         if session.out:
-            export(subject, session.candidate, rows, session.out / "repro")
-            export_gradient(subject, session.candidate, rows, session.out / "repro")
+            for write in (export, export_gradient):
+                write(subject, session.candidate, rows, session.out / "repro")
         subject.forget()
         session.add(rows)
         added += rows

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.problem.attention_keys import keys
-from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.inputs import draw, generator, on
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, poisoned_memory
+from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
+from bi_kernels.audit.problem.inputs import draw, generator, on, powers
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, places, poisoned_memory
 from bi_kernels.contract import SHAPES
 from bi_kernels.tokens import TokenLayout
 
@@ -22,13 +22,11 @@ NAN_PADDING = "normal, NaN in padding"
 
 def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
     """Returns the token layout of a call's whole sequences."""
-    sample = np.repeat(np.arange(len(lengths)), lengths)
     flat = call.index.reshape(-1)
-    mine = np.where(flat >= 0, sample[flat], -1)
-    found = {s: np.flatnonzero(mine == s) for s in np.unique(mine[mine >= 0])}
-    found = dict(sorted(found.items(), key=lambda item: item[1][0]))  # as they lie in memory
-    starts = [int(at[0]) for at in found.values()]
-    return TokenLayout(starts, [len(at) for at in found.values()], flat.size, [int(s) for s in found])
+    sample, _ = of_each_token(lengths)
+    found = np.unique(np.where(flat >= 0, sample[flat], -1), return_index=True, return_counts=True)
+    samples, starts, counts = (part[found[0] >= 0] for part in found)
+    return TokenLayout(starts, counts, flat.size, samples)
 
 
 def gradient_lengths(subject: Subject) -> list[int]:
@@ -46,13 +44,11 @@ class Step:
         self.lengths = list(lengths) or gradient_lengths(subject)
         self.count = sum(self.lengths)
         p = subject.problem
-        sample = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(p.device)
-        self.poisoned = (sample == 3) if kind == "nonfinite" else torch.zeros_like(sample, dtype=torch.bool)
-        self.at = torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(p.device)
+        sample, self.at = (on(p.device, at) for at in of_each_token(self.lengths))
+        self.poisoned = (sample == 3) & (kind == "nonfinite")
         self.tokens, self.shared = p.inputs(kind, self.count, self.poisoned)
         if "ignore_index" in p.op.constants:  # every sample has a token to train on
-            starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0).to(p.device)
-            self.tokens["targets"][starts] = p.op.constants["ignore_index"] + 1
+            self.tokens["targets"][self.at == 0] = p.op.constants["ignore_index"] + 1
         self.layouts = layouts(self.lengths, p.seed)
         self.dy: list[torch.Tensor] = []
 
@@ -69,23 +65,25 @@ class Step:
             dy = draw(kind if y.dim() > lead else "normal", (self.count, *y.shape[lead:]), y.dtype, g)
             if self.kind == SHARPEST:  # else the sum of a few bf16 numbers is exact in fp32, in any order
                 most, shape = 6 if y.dtype == torch.float16 else 12, (self.count, *[1] * (dy.dim() - 1))
-                exponents = torch.randint(-most, most + 1, shape, generator=g, device=p.device)
-                dy *= torch.exp2(exponents.float()).to(dy.dtype)
+                dy *= powers(shape, -most, most + 1, g).to(dy.dtype)
             dy[self.poisoned] = 0
             self.dy.append(dy)
 
     def gradients(
-        self, calls: Sequence[Call], main_grad: bool = True, view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+        self,
+        calls: Sequence[Call] | str = "packed",
+        main_grad: bool = True,
+        view: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
     ) -> dict[str, torch.Tensor]:
-        """Returns {input: its gradient}, of tokens in logical order; view: in which the op is given its tokens and what
-        comes upstream. Raises ValueError for a gradient that is missing, or that stands in padding."""
+        """Returns {input: its gradient}, of tokens in logical order; calls: or the name of their layout; view: in which
+        the op is given its tokens and what comes upstream. Raises ValueError for a gradient that is missing, or that
+        stands in padding."""
         shared = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in self.shared.items()}
         trained = {k: t for k, t in shared.items() if t.is_floating_point()}
-        for t in trained.values():
-            if main_grad:
-                t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for t in trained.values() if main_grad else ():
+            t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
         out = {k: torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
-        for call in calls:
+        for call in self.layouts[calls] if isinstance(calls, str) else calls:
             self._backward(call, shared, view, out)
         for k, t in trained.items():
             out[k] = t.main_grad if t.grad is None and main_grad else t.grad
@@ -95,23 +93,16 @@ class Step:
 
     def _backward(self, call: Call, shared: dict, view: Callable, out: dict) -> None:
         """Runs one call and its backward; the gradients of its tokens go to their places in `out`."""
-        s, device, flat = self.subject, self.subject.problem.device, call.index.reshape(-1)
-        rows = on(device, flat.clip(min=0))
-        place = np.flatnonzero(flat >= 0)  # known on the host, so that no device is waited for
-        padded = len(place) < len(flat)
-        taken, to = (on(device, at) for at in (place, flat[place]))
-        padding = on(device, flat < 0)
-        tokens = {
-            k: gather(t, call.index, self.nan_in_padding).requires_grad_(t.is_floating_point())
-            for k, t in self.tokens.items()
-        }
+        s, index = self.subject, on(self.at.device, call.index.reshape(-1))
+        rows, padding = index.clamp(min=0), index < 0
+        to, taken = places(call, index.device)
+        tokens = {k: gather(t, call.index, self.nan_in_padding) for k, t in self.tokens.items()}
+        for k in out:
+            tokens[k].requires_grad_()
         cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
         with token_layout(call, self.lengths):
             viewed = {k: view(t) for k, t in tokens.items()}
-            y = s.forward(viewed, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
-        outputs, expected = y if isinstance(y, (tuple, list)) else (y,), list(s.problem.returned)
-        if len(expected) > 1 and len(outputs) != len(expected):
-            raise ValueError(f"the candidate returned {len(outputs)} of the outputs {', '.join(expected)}")
+            outputs = s.outputs(s.forward(viewed, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached))
         if not self.dy:
             self.upstream(outputs, call.index.ndim)
         upstream = [
@@ -121,12 +112,12 @@ class Step:
         ]
         if not upstream:
             raise ValueError("no output of the candidate requires a gradient")
-        with poisoned_memory(0xFF if s.calls % 2 else 0x00):
+        with poisoned_memory(s.calls):
             torch.autograd.backward(*zip(*upstream))
         for k in out:
             if tokens[k].grad is None:
                 raise ValueError(f"the candidate's backward left no gradient for {k}")
             grad = tokens[k].grad.reshape(-1, *out[k].shape[1:])
-            fill(out[k], to, grad, taken if padded else None)
-            if padded and not self.nan_in_padding and bool((grad[padding] != 0).any()):
+            fill(out[k], to, grad, taken)
+            if taken is not None and not self.nan_in_padding and bool((grad[padding] != 0).any()):
                 raise ValueError(f"the candidate's backward left a gradient of {k} in padding, which has none upstream")

@@ -5,8 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, layouts
+from bi_kernels.audit.problem.call_layouts import Call, of_each_token
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.reproduce.inputs import call
 from bi_kernels.audit.reproduce.script import Recipe, first
@@ -66,29 +65,17 @@ class OneQuery(Recipe):
 
 def _part(call: Call, token: int, lengths: list[int]) -> tuple[Part, int]:
     """Returns what of the token's sample the call holds, beside how many others; and the token's place in it."""
-    ends = np.cumsum(lengths)
-    sample = int(np.searchsorted(ends, token, side="right"))
-    start = int(ends[sample]) - lengths[sample]
+    sample, position = of_each_token(lengths)
     held = np.unique(call.index[call.index >= 0])
-    mine = held[(held >= start) & (held < ends[sample])] - start
+    mine = position[held[sample[held] == sample[token]]]
     room = call.index.shape[1] - len(mine) if call.index.ndim == 2 else 0
-    count = len(np.unique(np.searchsorted(ends, held, side="right")))
-    return Part(count, int(mine[0]), int(mine[-1]) + 1, room, call.cu_seqlens is not None), token - start
+    count = len(np.unique(sample[held]))
+    return Part(count, int(mine[0]), int(mine[-1]) + 1, room, call.cu_seqlens is not None), int(position[token])
 
 
-def shrink(s: Subject, row: Row) -> OneQuery | None:
-    """Returns a small recipe that drifts: the row's own calls, then one query against its whole sequence; or None."""
-    token, lengths = row.first_index[0], list(s.lengths)
-    if row.layout == "rows":
-        a, b, at = Part(1, 0, row.rows, packed=True), Part(1, 0, s.largest, packed=True), token
-    else:
-        every = layouts(s.lengths, s.problem.seed)
-        if row.layout not in every:
-            return None
-        (a, at), (b, _) = (
-            _part(next(c for c in every[name] if (c.index == token).any()), token, lengths)
-            for name in (row.layout, row.against)
-        )
+def shrink(s: Subject, token: int, lengths: list[int], calls: list[Call]) -> OneQuery | None:
+    """Returns a small recipe that drifts: these two calls, then one query against its whole sequence; or None."""
+    (a, at), (b, _) = (_part(c, token, lengths) for c in calls)
     longest = max(a.last, b.last, 17)
     guesses = [
         OneQuery(a, b, at),

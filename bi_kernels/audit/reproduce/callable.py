@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -10,10 +10,10 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from bi_kernels.audit.callables.relations import plan
+from bi_kernels.audit.callables.relations import plan, samples_of
 from bi_kernels.audit.callables.step import gradients_kept
-from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.inputs import Drawn
@@ -50,19 +50,15 @@ class Pair(Recipe):
         return f"sample {self.sample} in calls of {len(self.a[0])} and {len(self.b[0])}."
 
     def values(self, t: Target) -> dict:
-        arguments = {name: self._argument(t, name, value) for name, value in t.values.items()}
         taken = [f"taken[{name!r}]" for name in t.values]
         named = [f"{name}={value}" for name, value in zip(t.values, taken)]
-        leaf = self.tensor.removeprefix("d")
         return {
             "t": t,
             "device": repr(str(t.device)),
             "seeded": self.inputs in KINDS,
-            "values": arguments,
+            "values": {name: self._argument(t, name, value) for name, value in t.values.items()},
             "arguments": ", ".join(taken[: t.positional] + named[t.positional :]),
-            "dim": t.dims[self.output],
-            "leaf": leaf,
-            "own": leaf in t.values,  # else a parameter of the module
+            "leaf": self.tensor.removeprefix("d"),
             "calls": tuple(map(_python, (self.a, self.b) if self.tensor else (self.a[0], self.b[0]))),
         }
 
@@ -71,23 +67,18 @@ class Pair(Recipe):
             return repr(value)
         if self.inputs not in KINDS:
             return f"given[{name!r}]"
-        low, high, share = 0, 2, 0.0
+        drawn = Drawn(tuple(value.shape), value.dtype)
         if value.dtype == torch.bool:
-            share = float(value.double().mean())
+            drawn = replace(drawn, share=float(value.double().mean()))
         elif not value.is_floating_point():
-            low, high = int(value.min()), int(value.max()) + 1
-        drawn = Drawn(tuple(value.shape), value.dtype, low, high, share)
+            drawn = replace(drawn, low=int(value.min()), high=int(value.max()) + 1)
         return f"{drawn.line(kind=KINDS[self.inputs] if name in t.batched else 'random')}.to({str(t.device)!r})"
 
-    def given(self, t: Target) -> dict:
-        """Returns the arguments that were judged, of which the script loads the tensors unless it draws them."""
-        return t.spread() if self.inputs == "spread" else t.values
-
     def drifts(self, t: Target, given: dict | None = None) -> bool:
-        if _eager(t) is not t.function:
+        if t.compiled:
             torch.compiler.reset()  # as in a new process: what is compiled depends on the calls before
         with gradients_kept(t.module):
-            return super().drifts(t, given=given or self.given(t))
+            return super().drifts(t, given=given or t.given(self.inputs))
 
 
 def _python(calls: Calls | tuple[int, ...]) -> str:
@@ -100,15 +91,9 @@ def _python(calls: Calls | tuple[int, ...]) -> str:
     return f"list(range({calls[0]}, {calls[-1] + 1}))" if run else str(list(calls))
 
 
-def _eager(t: Target) -> Callable:
-    """Returns what torch.compile was given, or the callable itself."""
-    return getattr(t.function, "_torchdynamo_orig_callable", getattr(t.function, "_orig_mod", t.function))
-
-
 def _import(t: Target, imports: str, path: Path) -> str:
     """Returns the lines that make `fn`: by its name where it has one, else `imports`, else a pickle beside it."""
-    function = _eager(t)
-    again = "" if function is t.function else "\nfn = torch.compile(fn)"
+    function, again = t.eager, "\nfn = torch.compile(fn)" * t.compiled
     home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     for module, attribute in ((home, name), *product(("torch.nn.functional", "torch"), [name.rpartition(".")[2]])):
         with contextlib.suppress(Exception):  # what a callable says of itself need not be so
@@ -126,17 +111,15 @@ def _import(t: Target, imports: str, path: Path) -> str:
 def _pairs(t: Target, rows: list[Row]) -> Iterator[Pair]:
     """Yields the pairs that the rows say may drift, on drawn inputs and on those that were judged."""
     layouts, every = plan(t.count, t.seed), tuple(range(t.count))
-    drifting = [r for r in rows if r.verdict == NEEDS_FIX and r.mismatches and r.relation in ("invariance", INVARIANCE)]
-    drifting.sort(key=lambda r: (r.relation != "invariance", r.rows))
-    judged = [i for i, d in enumerate(t.dims) if d is not None]
-    for r in drifting[:12]:
+    drifting = (r for r in rows if r.mismatches and r.relation in ("invariance", INVARIANCE))
+    for r in sorted(drifting, key=lambda r: (r.relation != "invariance", r.rows))[:12]:
         calls, filler = layouts.get(r.layout, ([[i] for i in every], "stale"))
         calls = tuple(map(tuple, calls))
         if r.relation == INVARIANCE:
             pairs = [Pair((every,), calls, 0, filler, "", tensor=r.tensor)]
         else:
-            output = next((i for i in judged if f"[{i}]" in r.tensor), judged[0])
-            samples = sorted(i for c in calls for i in c if i >= 0)
+            output = next((i for i in t.judged if f"[{i}]" in r.tensor), t.judged[0])
+            samples = samples_of(calls)
             some = dict.fromkeys((samples[r.first_index[0]] if r.inputs == "given" else samples[0], *samples[:8]))
             pairs = [Pair((next(c for c in calls if i in c),), (every,), i, filler, "", output) for i in some]
         yield from (replace(pair, inputs=inputs) for pair, inputs in product(pairs, (*KINDS, r.inputs)))
@@ -152,13 +135,14 @@ def _smaller(t: Target, pair: Pair) -> Pair:
 
 def _cut(t: Target, pair: Pair) -> tuple[Pair, dict]:
     """Returns the pair with inputs that hold its own samples alone, if it still drifts there; else with all of them."""
-    used = sorted({i for c in pair.a + pair.b for i in c if i >= 0})
+    used = sorted(set(samples_of(pair.a + pair.b)))
     number = {-1: -1} | {i: n for n, i in enumerate(used)}
     a, b = (tuple(tuple(number[i] for i in c) for c in calls) for calls in (pair.a, pair.b))
     fewer = replace(pair, a=a, b=b, sample=number[pair.sample])
     at = torch.tensor(used, device=t.device)
-    held = {k: v.index_select(t.batch, at) if k in t.batched else v for k, v in pair.given(t).items()}
-    return (fewer, held) if fewer.drifts(t, held) else (pair, pair.given(t))
+    given = t.given(pair.inputs)
+    held = given | {k: given[k].index_select(t.batch, at) for k in t.batched}
+    return (fewer, held) if fewer.drifts(t, held) else (pair, given)
 
 
 def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
@@ -170,10 +154,10 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
     path, loads = folder / f"{''.join(c if c.isalnum() else '_' for c in t.name)}.py", {}
     pair = pair if pair.tensor else _smaller(t, pair)
     if pair.inputs not in KINDS:
-        pair, given = (pair, pair.given(t)) if pair.tensor else _cut(t, pair)
+        pair, given = (pair, t.given(pair.inputs)) if pair.tensor else _cut(t, pair)
         held = path.with_suffix(".pt")
-        torch.save({k: v for k, v in given.items() if isinstance(v, torch.Tensor)}, held)
+        torch.save(tensors(given), held)
         loads = {"load": held.name}
     fn = import_of_spec(candidate, folder) if candidate else _import(t, imports, path)
-    shown = [r for r in rows if r.verdict == NEEDS_FIX and r.mismatches]
+    shown = [r for r in rows if r.mismatches]
     return write(pair, t, f"{t.name}, along dimension {t.batch}", fn, path, shown, **loads)

@@ -12,13 +12,9 @@ from bi_kernels.audit.problem.registry import Op
 def import_of(candidate: Candidate, op: Op, folder: Path) -> str:
     """Returns the lines for a candidate's function for `op`, in a script in `folder`."""
     name = op.function or op.name
-    if candidate.spec == "bi_kernels":
-        return f"from bi_kernels import {name} as fn"
-    if candidate.spec == "torch" and name in ("silu", "gelu", "linear"):
-        return f"from torch.nn.functional import {name} as fn"
-    if candidate.spec == "torch":
-        return f"from bi_kernels.audit.stock import {name} as fn"
-    return import_of_spec(candidate.spec, folder)
+    stock = "torch.nn.functional" if name in ("silu", "gelu", "linear") else "bi_kernels.audit.stock"
+    home = {"bi_kernels": "bi_kernels", "torch": stock}.get(candidate.spec)
+    return f"from {home} import {name} as fn" if home else import_of_spec(candidate.spec, folder)
 
 
 def import_of_spec(spec: str, folder: Path) -> str:

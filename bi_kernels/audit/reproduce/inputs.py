@@ -36,19 +36,28 @@ class Drawn:
         return f"torch.randn({size}){cast}"
 
 
-def inputs(p: Problem, ids: int = 0) -> tuple[dict[str, Drawn], dict[str, Drawn]]:
-    """Returns a token's tensors and the shared ones by name; ids: token ids are below it, or below the vocabulary."""
+def inputs(p: Problem, ids: int = 0) -> dict:
+    """Returns an op, its device, a token's tensors and the shared ones by name; ids: token ids are below it, or below
+    the vocabulary."""
 
     def drawn(dims: str, dtype: torch.dtype) -> Drawn:
         if dims.endswith(":id"):
             return Drawn((), torch.int64, high=ids or p._shape(dims)[0])
         return Drawn(p._shape(dims), torch.bool if dims.endswith(":bool") else dtype)
 
-    tokens = {name: drawn(dims, p.input_dtype) for name, dims in p.op.tokens.items()}
-    return tokens, {name: drawn(dims, p.dtype) for name, dims in p.op.shared.items()}
+    return {
+        "op": p.op,
+        "device": repr(p.device.type),
+        "tokens": {name: drawn(dims, p.input_dtype) for name, dims in p.op.tokens.items()},
+        "shared": {name: drawn(dims, p.dtype) for name, dims in p.op.shared.items()},
+    }
 
 
-def call(p: Problem, tensors: dict[str, str], *more: str) -> str:
-    """Returns the arguments of `fn`: the tensors' Python in the op's order, its constants, and `more`."""
+def call(p: Problem, tensors: dict[str, str], *more: str, positions: tuple[int, str] = (0, "")) -> str:
+    """Returns the arguments of `fn`: the tensors' Python in the op's order, its constants, and `more`; positions: how
+    many its table holds, and their Python, of an op that takes them."""
     constants = [f"{name}={value!r}" for name, value in p.op.constants.items()] + [f"dtype={p.dtype}"] * p.op.casts
+    if p.op.positions:
+        table = f"rope_table({positions[0]}, {p.dims['head_dim']}, device={p.device.type!r})"
+        constants += [f"table={table}", f"positions={positions[1]}"]
     return ", ".join([*(tensors[name] for name in p.op.order or tensors), *constants, *more])

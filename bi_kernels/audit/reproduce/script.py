@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels import checks
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.problem.call_layouts import Call, layouts
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.reproduce.imports import import_of
@@ -61,6 +63,18 @@ class Recipe:
             return bool(compare(*self.results(s, **given)).mismatches)
         except Exception:
             return False
+
+
+def calls_of(s: Subject, row: Row) -> tuple[int, list[int], list[Call]] | None:
+    """Returns the row's first differing token, the lengths of the samples, and the two calls that give the token
+    different bits; None for a layout that is not among those by name."""
+    every, token = layouts(s.lengths, s.problem.seed), row.first_index[0]
+    if row.layout == "rows":
+        return token, [s.largest], [Call(np.arange(m), (0, m)) for m in (row.rows, s.largest)]
+    if row.layout not in every:
+        return None
+    names = row.layout, row.against
+    return token, list(s.lengths), [next(c for c in every[name] if (c.index == token).any()) for name in names]
 
 
 Found = TypeVar("Found", bound=Recipe)
