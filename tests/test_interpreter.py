@@ -412,7 +412,9 @@ def _operands() -> dict[str, object]:
     kind = tl.pointer_type(tl.float32)
     made["pointers"] = tl.tensor(TensorHandle(pointers, kind), tl.block_type(kind, [8]))
     made["pointer"] = tl.tensor(TensorHandle(pointers[:1], kind), kind)
-    return made | {repr(x): x for x in (0, 3, -1, 2**31, 0.0, -0.0, 0.1, 2.0**-140, 2.0**900, float("nan"), True, False)}
+    return made | {
+        repr(x): x for x in (0, 3, -1, 2**31, 0.0, -0.0, 0.1, 2.0**-140, 2.0**900, float("nan"), True, False)
+    }
 
 
 def _told(operator, *operands):
