@@ -5,8 +5,12 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.digests import golden
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import gemm
+from bi_kernels.audit.experiments.timing import Turns
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS
@@ -557,3 +562,31 @@ def test_a_part_that_runs_in_a_process_of_its_own_gives_the_same_rows():
     beside.pool = parallel.begin("elementwise", given)
     with beside.pool:
         assert [vars(r) for r in beside.judge()] == [vars(r) for r in alone.judge()] and not beside.begun
+
+
+def test_audits_that_share_a_gpu_take_turns_in_the_order_of_asking(tmp_path, monkeypatch):
+    """One that times waits for those that run, and one that begins later for it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of a test"))
+    order, runs, times, later = [], Turns(), Turns(), Turns()
+
+    def time_alone():
+        with times.alone():
+            time.sleep(0.3)
+            order.append("timed")
+
+    def begin_later():
+        later.share()
+        order.append("began")
+
+    runs.share()
+    threads = [threading.Thread(target=f, daemon=True) for f in (time_alone, begin_later)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)  # so that they ask in this order
+    assert order == []
+    for file in runs.files:  # as the end of its process closes them
+        file.close()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["timed", "began"]

@@ -18,23 +18,31 @@ class Turns:
     """Keeps a GPU to one audit while that one times: audits that run side by side share it otherwise."""
 
     def __init__(self):
-        self.file = None  # open for the life of the process
+        self.files = ()  # the lock and the queue before it, open for the life of the process
 
     def share(self) -> None:
-        """Says that this process uses the GPU from now on; waits for one that times."""
-        if self.file is None:
-            self.file = Path(tempfile.gettempdir(), f"bi-audit-{torch.cuda.get_device_properties(0).uuid}").open("w")  # noqa: SIM115
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+        """Says that this process uses the GPU from now on; waits for one that times, or is about to."""
+        self._take(fcntl.LOCK_SH)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Waits until no other audit uses the GPU; others wait meanwhile."""
-        self.share()
-        fcntl.flock(self.file, fcntl.LOCK_EX)  # gives up its share first, so two that wait do not wait for each other
+        self._take(fcntl.LOCK_EX)
         try:
             yield
         finally:
-            self.share()
+            fcntl.flock(self.files[0], fcntl.LOCK_SH)
+
+    def _take(self, how: int) -> None:
+        """Waits in the order of asking: else audits that begin later would keep out one that wants to be alone."""
+        if not self.files:
+            name = f"bi-audit-{torch.cuda.get_device_properties(0).uuid}"
+            self.files = tuple(Path(tempfile.gettempdir(), name + end).open("w") for end in ("", "-queue"))  # noqa: SIM115
+        lock, queue = self.files
+        fcntl.flock(lock, fcntl.LOCK_UN)  # two that want to be alone would wait for each other's share
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(lock, how)
+        fcntl.flock(queue, fcntl.LOCK_UN)
 
 
 GPU = Turns()
