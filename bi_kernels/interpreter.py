@@ -259,14 +259,15 @@ class Semantic(TritonSemantic):
         return input if input.dtype.name == dst_ty.scalar.name else super().cast(input, dst_ty, *rounding, **more)
 
     def _load_legacy(self, ptr, mask, other, *how):
-        element = ptr.dtype.element_ty if ptr.type.is_block() else tl.int1
-        if other is not None and ptr.type.is_block() and not other.type.is_block():  # cast before it is spread
+        if not (ptr.type.is_block() and ptr.dtype.is_ptr()):
+            return super()._load_legacy(ptr, mask, other, *how)
+        element = ptr.dtype.element_ty
+        if other is not None and not other.type.is_block():  # cast before it is spread
             other = self._spread(self.cast(other, element), ptr.type)
         if mask is None or mask.shape is not ptr.shape or element.name == "int1" or any(how[:2]):
             return super()._load_legacy(ptr, mask, other, *how)
-        found = self.builder.create_masked_load(
-            ptr.handle, mask.handle, other if other is None else other.handle, *how[2:]
-        )
+        instead = None if other is None else other.handle
+        found = self.builder.create_masked_load(ptr.handle, mask.handle, instead, *how[2:])
         return _made(found.data, element, _block(element, found.data.shape))
 
 
@@ -405,10 +406,7 @@ class Builder(InterpreterBuilder):
         return _handle(_to_fp16_toward_zero(src.data), dst)
 
     def get_block_ty(self, dtype, shape):
-        key = dtype.name, tuple(shape)
-        if key not in _BLOCK_TYPES:
-            _BLOCK_TYPES[key] = super().get_block_ty(dtype, shape)
-        return _BLOCK_TYPES[key]
+        return _block(dtype, tuple(shape))
 
     def create_splat(self, ret_ty, arg):
         if arg.data.size != 1:

@@ -447,3 +447,13 @@ def test_a_short_way_that_errs_is_seen():
     x = tl.tensor(TensorHandle(np.ones(8, np.float32), tl.float32), tl.block_type(tl.float32, [8]))
     with interpreter._language():
         assert _told(short, x, x) != _told(tl.tensor.__add__, x, x)
+
+
+@triton.jit
+def _loads_numbers(x):
+    tl.load(tl.load(x + tl.arange(0, 4)), mask=tl.arange(0, 4) < 3)
+
+
+def test_a_load_of_what_is_no_pointer_says_so():
+    with pytest.raises(InterpreterError, match="Unsupported ptr type"):
+        _loads_numbers[(1,)](torch.zeros(4))

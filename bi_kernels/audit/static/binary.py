@@ -43,7 +43,7 @@ def examined(launches: Launches, only_compiled: bool = False) -> dict:
     """
     every = lambda kind: {k: v for k, v in launches.variants.items() if isinstance(v, kind)}
     compiled, requests = every(CompiledKernel), {} if only_compiled else every(Request)
-    found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), described([*compiled.values()]))}
+    found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), read([*compiled.values()]))}
     messages = {k: r.message() for k, r in requests.items()}
     replies = iter(_elsewhere([m for m in messages.values() if m]))
     for k, r in requests.items():
@@ -66,12 +66,12 @@ def distinct(variants: Iterable[Variant]) -> list[Variant]:
     return list({(v.kernel, v.configuration, v.level): v for v in variants}.values())
 
 
-def described(kernels: Sequence[CompiledKernel]) -> list[Variant]:
+def read(kernels: Sequence[CompiledKernel]) -> list[Variant]:
     """Returns what the assembly of compiled kernels says."""
-    return [_described(*both) for both in zip(kernels, _disassembled(kernels))]
+    return [_read(*both) for both in zip(kernels, _disassembled(kernels))]
 
 
-def _described(kernel: CompiledKernel, sass: str) -> Variant:
+def _read(kernel: CompiledKernel, sass: str) -> Variant:
     built, options, ptx = kernel.src, kernel.metadata, kernel.asm.get("ptx", "")
     name, line, found = built.fn.fn.__qualname__, 0, {}
     for text in ptx.splitlines():
@@ -168,7 +168,7 @@ def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(answer, kernels, asked))
     good = [k for k in made if isinstance(k, CompiledKernel)]
-    said = _attempt(described, good)
+    said = _attempt(read, good)
     replies = iter([said] * len(good) if isinstance(said, str) else said)
     return [next(replies) if isinstance(k, CompiledKernel) else k for k in made]
 

@@ -44,7 +44,7 @@ def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
     reductions = [x for f in flow.calls.values() if f.kernel for x in f.reductions()]
     reductions.sort(key=lambda x: REDUCTIONS.index(x.kind), reverse=True)
     findings += {(x.function, x.line): x for x in reductions}.values()  # of every loop the first kind that fits
-    return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind))
+    return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind, x.code, x.level))
 
 
 def _forbidden(f: Function) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ def atomics_free(
     for _, launches in judged:
         every.variants.update(launches.variants)
     found = examined(every)
-    sources = {function: source(function) for function in {s.function: None for s, _ in judged}}
+    sources = {function: source(function) for function in {s.function for s, _ in judged}}
     rows = []
     for (subject, launches), level in product(judged, levels):
         variants = [found[key] for key in launches.variants]

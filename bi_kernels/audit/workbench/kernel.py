@@ -122,7 +122,7 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
         made = kernel.run(grid=grid, warmup=not gpu, **given | tensors)
         sass = binary._told("nvdisasm", made.asm["cubin"], "-g", "-c")
         kept = {k: t.cpu() for k, t in tensors.items()}
-        return Compiled(binary.described([made])[0], made.asm["ptx"], sass, text.splitlines(), kept)
+        return Compiled(binary.read([made])[0], made.asm["ptx"], sass, text.splitlines(), kept)
 
 
 def lines(run: Run, code: str) -> dict[str, list[str]]:
