@@ -429,7 +429,7 @@ def _told(operator, *operands):
 
 @pytest.mark.parametrize("name", [*interpreter.OPERATORS, "__getitem__"])
 def test_the_short_way_of_an_operator_answers_what_triton_does(name):
-    operands, seen = _operands(), 0
+    operands, answered = _operands(), 0
     general, short = next((out, into) for owner, n, out, into in interpreter._patches() if n == name)
     indices = ((slice(None), None), (None, slice(None)), (None,), (slice(None), slice(None)), (slice(None), None, None))
     others = {repr(i): i for i in indices} if name == "__getitem__" else operands
@@ -437,9 +437,10 @@ def test_the_short_way_of_an_operator_answers_what_triton_does(name):
         for a, x in operands.items():
             for b, y in others.items():
                 if isinstance(x, tl.tensor):
-                    assert _told(short, x, y) == _told(general, x, y), (a, name, b)
-                    seen += 1
-    assert seen > 200
+                    told = _told(short, x, y)
+                    assert told == _told(general, x, y), (a, name, b)
+                    answered += not isinstance(told, type)
+    assert answered > 100, "nearly all that was asked raised"
 
 
 def test_a_short_way_that_errs_is_seen():
