@@ -1,5 +1,9 @@
 """Computes `tl.dot` as sm_90 does: 16-bit operands bit for bit like its tensor core, fp32 as a chain of FMAs."""
 
+import math
+import threading
+from functools import cache
+
 import numpy as np
 
 FP32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
@@ -8,6 +12,7 @@ SLAB = 16
 FRACTION = 25
 LOWEST_E = -133  # found by recording: with -132, -134 or no limit, a few sums below 2^-149 come out wrong
 ZERO = -10000  # exponent of a zero: it never wins a maximum, and two of them still fit an int16
+LEAST, LEAST_BITS = -100, (127 - 100) << 23  # exponent, and the bits of its power of two, from which on fp32 will do
 BLOCK = 2**16  # products formed at a time, so that they stay in the L2 cache
 
 
@@ -47,8 +52,31 @@ def _exponents(x: np.ndarray, lowest: int) -> np.ndarray:
     return np.where(x == 0, ZERO, np.maximum(exponent, lowest)).astype(np.int16)
 
 
+@cache
+def _exponent_table(lowest: int) -> np.ndarray:
+    """Returns `_exponents` of every upper half of an fp32; in it a number of 16 bits shows its own, and whether it is
+    zero."""
+    return _exponents((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32), lowest)
+
+
 def _power_of_two(exponent: np.ndarray) -> np.ndarray:
     return ((exponent + 1023) << 52).view(np.float64)
+
+
+class _Room(threading.local):
+    """Holds memory for products from call to call: to be given it anew takes as long as to fill it."""
+
+    def __init__(self):
+        self.held: dict = {}
+
+    def of(self, size: int) -> dict:
+        """Returns at least `size` elements of each type."""
+        if not self.held or len(self.held[np.int16]) < size:
+            self.held = {t: np.empty(size, t) for t in (np.int16, np.int32, np.float32, np.float64)}
+        return self.held
+
+
+_ROOM = _Room()
 
 
 def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
@@ -59,62 +87,67 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     truncated toward zero to a multiple of 2^(e - 25), added exactly, and converted to fp32 toward zero, a zero to +0.
     No element that an H200 gave differs: tools/record_golden.py has the inputs, from normal to nonfinite.
     """
+    if b.shape[1] < len(a):  # NumPy is quick along the last dimension
+        return np.ascontiguousarray(mma(b.T, a.T, c.T, lowest).T)
     a_t, b_k = np.ascontiguousarray(a.T), np.ascontiguousarray(b)
     if a.shape[1] % SLAB:
         pad = ((0, -a.shape[1] % SLAB), (0, 0))
         a_t, b_k = np.pad(a_t, pad), np.pad(b_k, pad)
-    exponent_a, exponent_b = _exponents(a_t, lowest), _exponents(b_k, lowest)
-    highest = int(exponent_a.max()), int(exponent_b.max())
+    table = _exponent_table(lowest)
+    exponent_a, exponent_b = (table.take(x.view(np.uint32) >> 16) for x in (a_t, b_k))
+    both = exponent_a, exponent_b
+    highest, low = ([int(pick(x)) for x in both] for pick in (np.max, np.min))
     finite = max(highest) < 128
-    nonzero_a, nonzero_b = exponent_a > ZERO, exponent_b > ZERO
     out = np.add(c, np.float32(0), order="C")
-    if finite:
-        # A row of a or a column of b that is all zeros leaves c as it is: padding costs nothing.
-        rows, cols = nonzero_a.any(axis=0), nonzero_b.any(axis=0)
+    slabs = lambda x: x.reshape(-1, SLAB, x.shape[1])
+    live = slice(None)
+    if min(low) == ZERO and finite:
+        # A row of a or a column of b that is all zeros leaves c as it is, and so does a slab: padding costs nothing.
+        nonzero = [x > ZERO for x in both]
+        rows, cols = (x.any(axis=0) for x in nonzero)
         if not (rows.any() and cols.any()):
             return _canonical(out)
         if not (rows.all() and cols.all()):
             out[np.ix_(rows, cols)] = mma(a[rows], b[:, cols], c[np.ix_(rows, cols)], lowest)
             return _canonical(out)
+        live = np.logical_and(*(slabs(x).any(axis=(1, 2)) for x in nonzero))
+        low = [int(x.min(where=there, initial=128)) for x, there in zip(both, nonzero)]
     # Where no product can leave fp32's range, fp32 holds it exactly and is a third faster than fp64.
-    low = int(exponent_a.min(where=nonzero_a, initial=128)) + int(exponent_b.min(where=nonzero_b, initial=128))
-    exact = np.float32 if finite and low >= -100 and sum(highest) <= 120 else np.float64
-    a_t, b_k = a_t.astype(exact, copy=False), b_k.astype(exact, copy=False)
-    step = min(len(out), max(1, BLOCK // (SLAB * b.shape[1])))
-    shape = SLAB, step, b.shape[1]
-    scratch = np.empty(shape, np.int16), np.empty(shape, exact), np.empty(shape, np.int32)
+    exact = np.float32 if finite and sum(low) >= LEAST and sum(highest) <= 120 else np.float64
+    a_t, b_k = (slabs(x)[live].astype(exact, copy=False) for x in (a_t, b_k))
+    exponent_a, exponent_b = (slabs(x)[live] for x in both)
+    columns = b.shape[1]
+    step = min(len(out), max(1, BLOCK // (SLAB * columns)))
+    several = max(1, min(len(b_k), BLOCK // (SLAB * columns * step)))
+    room = _ROOM.of(several * SLAB * step * columns)
     for row in range(0, len(out), step):
-        rows = slice(row, row + step)
-        for k in range(0, len(b_k), SLAB):
-            ks = slice(k, k + SLAB)
-            if finite and not (nonzero_a[ks, rows].any() and nonzero_b[ks].any()):
-                continue
-            out[rows] = _mma_slab(
-                a_t[ks, rows], b_k[ks], out[rows], exponent_a[ks, rows], exponent_b[ks], finite, scratch
+        rows, total = slice(row, row + step), out[row : row + step]
+        for k in range(0, len(b_k), several):
+            ks = slice(k, k + several)
+            shape = len(b_k[ks]), SLAB, *total.shape
+            exponents, products, integers = (
+                room[t][: math.prod(shape)].reshape(shape) for t in (np.int16, exact, np.int32)
             )
+            np.add(exponent_a[ks, :, rows, None], exponent_b[ks, :, None], out=exponents)
+            np.multiply(a_t[ks, :, rows, None], b_k[ks, :, None], out=products)
+            for slab in zip(products, np.maximum.reduce(exponents, axis=1), integers):
+                total[...] = _mma_slab(*slab, total, finite)
     return _canonical(out + np.float32(0))
 
 
-def _mma_slab(a, b, c, exponent_a, exponent_b, finite, scratch):
-    """Computes one step of `mma`; a (16, M) and b (16, N) in a type in which their products are exact.
-
-    scratch: room for the exponents, the products and the products as integers, (16, M or more, N) each.
-    """
-    exponents, products, integers = (s[:, : len(c)] for s in scratch)
-    np.add(exponent_a[:, :, None], exponent_b[:, None, :], out=exponents)
-    np.multiply(a[:, :, None], b[:, None, :], out=products)
-    e = np.maximum.reduce(exponents, axis=0)
+def _mma_slab(products, e, integers, c, finite):
+    """Computes one step of `mma`; products: exact, (16, M, N), which it overwrites; e: the highest of their exponents,
+    (M, N); integers: room for the products, truncated."""
     if products.dtype == np.float32:  # every power of two within fp32's range, as nearly always
-        # Nonzero products are above 2^-100 here. Of a c below, alone in its sum, the exponent would be too high.
-        e_c = np.maximum(e, ((c.view(np.int32) >> 23) & 0xFF) - 127)
-        tiny = e_c.min() < -100 and ((e_c < -100) & (c != 0)).any()
-        if not tiny and e_c.max() < 128:
-            e_c = np.maximum(e_c, -100, out=e_c) << 23
-            scale = ((FRACTION + 127 << 23) - e_c).view(np.float32)
+        # Powers of two by their bits. Nonzero products are above 2^-100 here; a c below, alone in its sum, goes below.
+        e_c = np.maximum(np.maximum(e, LEAST).astype(np.uint32) + 127 << 23, c.view(np.uint32) & 0x7F800000)
+        tiny = e_c.min() == LEAST_BITS and ((e_c == LEAST_BITS) & (c != 0)).any()
+        if not tiny and e_c.max() < 255 << 23:
+            scale = (np.uint32(FRACTION + 254 << 23) - e_c).view(np.float32)
             products *= scale
             np.copyto(integers, products, casting="unsafe")
             total = np.add.reduce(integers, axis=0, dtype=np.int32) + np.trunc(c * scale)
-            return _to_24_bits(total).astype(np.float32) * (e_c + (127 - FRACTION << 23)).view(np.float32)
+            return _to_24_bits(total).astype(np.float32) * (e_c - np.uint32(FRACTION << 23)).view(np.float32)
     e = np.maximum(np.maximum(e, _exponents(c, -126)), LOWEST_E).astype(np.int64)
     scale = _power_of_two(FRACTION - e)
     ieee = None if finite else products.sum(axis=0) + c

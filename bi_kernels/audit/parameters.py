@@ -3,6 +3,7 @@
 `choose` turns Triton's interpreter on, which has to happen before triton is imported.
 """
 
+import gc
 import os
 import shlex
 import sys
@@ -129,4 +130,5 @@ def choose(device: str) -> torch.device:
         raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
+    gc.set_threshold(50_000)  # it makes and drops objects by the million: to look for circles costs a tenth of its time
     return torch.device("cpu")
