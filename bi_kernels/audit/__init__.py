@@ -3,13 +3,17 @@
 `start` begins the audit of a notebook, and `audit` judges a callable of yours.
 """
 
+import os
+
+from bi_kernels.audit.worker import wait_at
+
 
 def start(audit: str, **parameters) -> "Session":  # noqa: F821
     """Checks the parameters of an audit, chooses the device, and returns the session that judges, shows and records.
 
     Without a CUDA device it turns Triton's interpreter on, so it must come before triton is imported; with one, the
-    processes that judge parts of the audit begin beside this one. Raises ValueError: one sentence with the parameter,
-    its value and what is allowed.
+    processes that judge parts of the audit begin beside this one. Where bi-audit runs several audits, it returns when
+    it is this one's turn. Raises ValueError: one sentence with the parameter, its value and what is allowed.
     """
     from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
     from bi_kernels.audit.experiments.timing import GPU  # noqa: PLC0415 (likewise)
@@ -19,6 +23,8 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     pool = parallel.begin(audit, parameters) if on_gpu and audit not in OF_CALLABLES else None
     found = load(audit, parameters)
     found.pool = pool
+    if gate := os.environ.get("BI_AUDIT_GATE"):
+        wait_at(gate)
     if on_gpu:
         GPU.share()
     return found

@@ -43,13 +43,14 @@ def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     return body, resources["outputs"]
 
 
-def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Path) -> tuple[str, str, bool]:
-    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures.
+def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Path, gate: str) -> tuple[str, str, bool]:
+    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures; gate: where it waits once
+    it is loaded.
 
     Prints "cell DONE OF" as it goes. Returns the Markdown, what the notebook raised, and whether that was in its last
     cell, which asserts what the verdict above it says.
     """
-    os.environ["BI_AUDIT_OUT"] = str(folder.resolve())
+    os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
     target = folder / "notebook.ipynb"
     total = len(json.loads(notebook.read_text(encoding="utf-8"))["cells"])
     started = lambda cell, cell_index: print("cell", cell_index, total, flush=True)

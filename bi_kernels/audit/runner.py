@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
-from bi_kernels.audit.worker import Died, Worker
+from bi_kernels.audit.worker import Died, Gate, Worker
 
 # Those that take longest, which start first where nobody says in which order: two processes end sooner so.
 LONGEST = ("attention", "vocabulary", "backward", "gemm", "elementwise", "rms_norm")
@@ -160,23 +160,35 @@ class Board:
 def run(
     names: list[str], parameters: dict[str, dict], out: Path, jobs: int, console: Console, seconds: dict[str, float]
 ) -> None:
-    """Runs audits in the order named, `jobs` at a time, each in a process of its own.
+    """Runs audits in the order named, `jobs` at a time, each in a process of its own, while the next one loads.
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
     knows which did.
     """
     every, board, over = audits(), Board(names, out, console), threading.Event()
-    workers: list[Worker] = []
+    loaded: dict[str, tuple[Worker, Gate]] = {}
+    loading = threading.Lock()
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
+    def load(name: str) -> None:
+        with loading:
+            if name not in loaded and not over.is_set():
+                audit, partial = every[name], _hidden(out / name, "partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                gate, given = Gate(), (name, audit.notebook, audit.title, parameters[name], partial)
+                loaded[name] = Worker("bi_kernels.audit.documents:execute", *given, gate.path), gate
+
     def one(name: str) -> None:
-        audit, partial = every[name], _hidden(out / name, "partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        audit, following = every[name], names[names.index(name) + 1 :][:1]
+        load(name)
+        if over.is_set():
+            return
+        worker, gate = loaded[name]
         board.begin(name)
-        given = name, audit.notebook, audit.title, parameters[name], partial
-        worker = Worker("bi_kernels.audit.documents:execute", *given)
-        workers.append(worker)
+        gate.open()
+        for other in following:
+            load(other)
         try:
             body, error, finished = worker.result(lambda line: board.cell(name, line))
         except Died as died:
@@ -194,7 +206,9 @@ def run(
             list(pool.map(one, names))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
+            with loading:
+                over.set()
+            for worker, _ in loaded.values():
                 worker.stop()
             pool.shutdown()
             for name in names:

@@ -3,6 +3,8 @@
 The process reads `request` in a folder made for it, and leaves `reply` there; what it prints is its progress.
 """
 
+import contextlib
+import fcntl
 import importlib
 import pickle
 import subprocess
@@ -60,6 +62,24 @@ class Worker:
         """Sends SIGTERM, and waits for the end."""
         self.process.terminate()
         self.process.wait()
+
+
+class Gate:
+    """Holds a process up at `wait_at` until it is opened, or until who holds it ends."""
+
+    def __init__(self):
+        self.file = tempfile.NamedTemporaryFile()  # noqa: SIM115 (until it is opened)
+        self.path = self.file.name
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def open(self) -> None:
+        self.file.close()
+
+
+def wait_at(gate: str) -> None:
+    """Waits until the Gate of this path is open."""
+    with contextlib.suppress(FileNotFoundError), open(gate, encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def call(function: str, *arguments, interpreter: bool = True):

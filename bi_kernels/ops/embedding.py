@@ -19,7 +19,7 @@ LIGHT = {"BLOCK": 2048, "TOKENS": 4, "STAGES": 1, "num_warps": 4}
 HEAVY = {"BLOCK": 32, "TOKENS": 64, "STAGES": 6, "num_warps": 1}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

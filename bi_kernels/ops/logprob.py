@@ -13,7 +13,7 @@ from bi_kernels.ops.embedding import can_wait, check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _log_softmax_kernel(
     logits, lse, dy, total, out, rows, columns, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

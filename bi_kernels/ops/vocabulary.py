@@ -59,7 +59,7 @@ def _block_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -84,7 +84,7 @@ def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
     tl.store(entropy + row, value - tl.div_rn(weighted, total), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _dlogits_kernel(
     logits,
     targets,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import bi_kernels
-from bi_kernels.audit import stock
+from bi_kernels.audit import parallel, stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
@@ -20,6 +20,13 @@ from bi_kernels.ops import embedding as embed
 from bi_kernels.ops import norm
 from bi_kernels.ops.gemm import product
 from bi_kernels.tokens import layout_for
+
+SHOWN = {  # ops beside which others' implementations are shown, by audit
+    "rms_norm": ("rms_norm", "add_rms_norm"),
+    "vocabulary": ("embedding", "lm_head_logprob"),
+    "backward": ("linear", "bias_add", "swiglu"),
+}
+TRAINED = ("bi_kernels", training.CONTROL, "torch")
 
 
 class _AtEveryToken(torch.autograd.Function):
@@ -59,48 +66,60 @@ def foreign(op: str) -> dict:
     return found
 
 
-def split_drift(session, ops: tuple[str, ...], dtype: str = "bf16") -> Counts:
-    """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}}; NaN where it
-    raised."""
+def split_drift(session) -> Counts:
+    """Returns {candidate's op: {layout: elements of all gradients that differ from those of `packed`}} of the audit's
+    SHOWN, in bf16; NaN where it raised."""
+    every = parallel.each(session, _split_drift, SHOWN[session.audit])
+    return {name: line for lines in every for name, line in lines.items()}
+
+
+def begin(session) -> None:
+    """Begins `split_drift`, and `trained` where it is part of the audit, on a GPU, while the relations are judged."""
+    if session.audit == "backward":
+        parallel.ahead(session, training.hashes, TRAINED, _steps(session))
+    parallel.ahead(session, _split_drift, SHOWN[session.audit])
+
+
+def _split_drift(session, op: str) -> Counts:
     out: Counts = {}
-    for op in ops:
-        for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
-            s = session.subject(op, dtype, function, name)
-            step, line = Step(s, "normal", s.lengths), dict.fromkeys(LAYOUTS[1:], float("nan"))
-            if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
-                step.dy = [torch.full((step.count,), value, device=session.device) for value in (1.0, 0.0)]
-            try:
-                whole = step.gradients(step.layouts["packed"])
-            except Exception as error:
-                out[f"{name} {op} ({type(error).__name__})"] = line
-                continue
-            for layout in line:
-                with contextlib.suppress(Exception):
-                    found = step.gradients(step.layouts[layout])
-                    line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
-            out[f"{name} {op}"] = line
-            del step, whole
+    for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
+        s = session.subject(op, "bf16", function, name)
+        step, line = Step(s, "normal", s.lengths), dict.fromkeys(LAYOUTS[1:], float("nan"))
+        if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
+            step.dy = [torch.full((step.count,), value, device=session.device) for value in (1.0, 0.0)]
+        try:
+            whole = step.gradients(step.layouts["packed"])
+        except Exception as error:
+            out[f"{name} {op} ({type(error).__name__})"] = line
+            continue
+        for layout in line:
+            with contextlib.suppress(Exception):
+                found = step.gradients(step.layouts[layout])
+                line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
+        out[f"{name} {op}"] = line
+        del step, whole
     return out
 
 
 def trained(session) -> Found:
     """AdamW steps of a two-layer network under five layouts: ours must end in one SHA-256, and elsewhere than it
     began; with a dW that depends on the split, the control, it must not."""
-    steps = CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
-    s = session.subject("linear")
+    s, steps = session.subject("linear"), _steps(session)
 
     def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights") -> Row:
         drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
         return s.row(INVARIANCE, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 
-    lines = training.hashes(session, "bi_kernels", steps)
+    lines, (*_, split), stock = parallel.each(session, training.hashes, TRAINED, steps)
     first, *others = lines
-    *_, split = training.hashes(session, training.CONTROL, steps, splits=("packed", "micro_batches:ragged"))
     *rows, control = (row(x, first["layout"], x["weights that differ"], x["of"]) for x in (*others, split))
     rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
     control.candidate = training.CONTROL
-    lines += [split, *training.hashes(session, "torch", steps)]
-    return [*rows, control.as_control()], lines
+    return [*rows, control.as_control()], [*lines, split, *stock]
+
+
+def _steps(session) -> int:
+    return CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
 
 
 def hash_table(lines: list[dict]) -> list[dict]:

@@ -7,10 +7,13 @@ import torch
 
 import bi_kernels
 from bi_kernels import contract, reference
+from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found
+from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.relations import forward
 from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
@@ -52,6 +55,23 @@ def acceptance(session) -> Found:
             rows.append(replace(row, dtype=dtype_name(dtype)))
         lines.append(line)
     return rows, lines
+
+
+def accuracy(session) -> list[Row]:
+    """Judges every op's accuracy, on every family of inputs. Records and returns the rows."""
+    for rows in parallel.each(session, _accuracy, range(len(session.make()))):
+        session.add(rows)
+    return [r for r in session.rows if r.relation == "accuracy"]
+
+
+def _accuracy(session, number: int) -> list[Row]:
+    subject = session.make()[number]
+    return [forward.accuracy(subject, kind) for kind in KINDS]
+
+
+def begin(session) -> None:
+    """Begins `accuracy`, on a GPU, while what comes before is looked at."""
+    parallel.ahead(session, _accuracy, range(len(session.make())))
 
 
 def accumulation(session) -> dict[str, dict[int, float]]:

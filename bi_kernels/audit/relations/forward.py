@@ -20,6 +20,7 @@ from bi_kernels.contract import SWEEP
 
 PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
 ACCURATE_ROWS = 512  # tokens that are held against fp64
+PIECE = 2**27  # elements whose errors are computed at a time: a gigabyte in fp64
 VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
 
 
@@ -196,20 +197,29 @@ def against_bound(
         detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
         drift = Drift(exact.numel(), exact.numel(), float("inf"))
         return subject.row(relation, "rows", drift, detail=detail, **said)
+    pieces = zip(*(t.reshape(-1).split(PIECE) for t in (y, exact, limit)))
+    wrongs, firsts, shares, gaps, relatives = zip(*(_error(*piece) for piece in pieces))
+    at = next((i * PIECE + first for i, first in enumerate(firsts) if first is not None), None)
+    if at is not None:
+        at = tuple(map(int, torch.unravel_index(torch.tensor(at), y.shape)))
+        detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
+    drift = Drift(sum(wrongs), y.numel(), max(gaps), max(relatives), first_index=at)
+    worst = "inf" if max(shares) == float("inf") else max(shares)
+    return subject.row(relation, "rows", drift, detail=detail, max_ulp=None, threshold_share=worst, **said)
+
+
+def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
+    """(elements above the limit, the first of them, the largest share of it, largest error, largest relative one)."""
     gap = (y.double() - exact).abs()
     # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
-    infinite = (exact.abs() + limit >= torch.finfo(dtype).max) & (y.double() == exact.sign() * torch.inf)
+    infinite = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y.double() == exact.sign() * torch.inf)
     right = torch.where(exact.isnan(), y.isnan(), infinite)
     finite = exact.isfinite() & y.isfinite()
     share = torch.where(right, 0.0, torch.where(finite, gap / limit, torch.inf))
     relative = gap / exact.abs().clamp(min=torch.finfo(torch.float64).tiny)
     wrong, most = share > 1, lambda t: float(t.max()) if t.numel() else 0.0
-    at = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else None
-    drift = Drift(int(wrong.sum()), share.numel(), most(gap[finite]), most(relative[finite]), first_index=at)
-    if at is not None:
-        detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
-    worst = "inf" if most(share) == float("inf") else most(share)
-    return subject.row(relation, "rows", drift, detail=detail, max_ulp=None, threshold_share=worst, **said)
+    first = int(wrong.nonzero()[0]) if wrong.any() else None
+    return int(wrong.sum()), first, most(share), most(gap[finite]), most(relative[finite])
 
 
 def parity(subject: Subject) -> list[Row]:
