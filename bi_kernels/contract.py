@@ -68,7 +68,9 @@ def bound(
     gradient in a parameter's fp32 `main_grad` has.
     """
     u, tiny = rounding(dtype)
-    return u * reference.abs() + factor(op, inputs or dtype, n, gradient) * (magnitude + 2.0**-126) + tiny
+    limit = reference.abs().mul_(u)  # in place: of an LM head's gradient each is gigabytes
+    limit += (magnitude + 2.0**-126).mul_(factor(op, inputs or dtype, n, gradient))
+    return limit.add_(tiny)
 
 
 def linears(shapes: str) -> dict[str, tuple[int, int]]:

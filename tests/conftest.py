@@ -1,5 +1,6 @@
 """The tests run the kernels on Triton's interpreter, on a GPU machine too."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from bi_kernels.audit import cli
 from bi_kernels.audit.evidence.drift import compare
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
+gc.set_threshold(50_000)  # as in audits
 settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 

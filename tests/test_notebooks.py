@@ -97,7 +97,7 @@ def drop_output(notebook):
 
 TAMPERED = (change_verdict, change_json_verdict, raise_assert, drop_output)
 NEEDED = (
-    "run.make()",
+    "experiments.accuracy(run)",
     "run.controls()",
     "run.passed",
 )  # what a verdict comes from; one op and dtype of it take seconds

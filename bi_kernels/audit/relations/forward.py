@@ -20,7 +20,7 @@ from bi_kernels.contract import SWEEP
 
 PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
 ACCURATE_ROWS = 512  # tokens that are held against fp64
-PIECE = 2**27  # elements whose errors are computed at a time: a gigabyte in fp64
+PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
 VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
 
 
