@@ -13,6 +13,8 @@ FRACTION = 25
 LOWEST_E = -133  # found by recording: with -132, -134 or no limit, a few sums below 2^-149 come out wrong
 ZERO = -10000  # exponent of a zero: it never wins a maximum, and two of them still fit an int16
 LEAST, LEAST_BITS = -100, (127 - 100) << 23  # exponent, and the bits of its power of two, from which on fp32 will do
+EXPONENT = np.uint32(0x7F800000)  # where an fp32 has it
+FEW = 2**9  # sums of FMAs, whose rounding is looked at once they are all there
 BLOCK = 2**16  # products formed at a time, so that they stay in the L2 cache
 
 
@@ -36,11 +38,16 @@ def _to_fp32_toward_zero(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def _add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns x + y in fp64, rounded to odd: rounding that once more, to half the bits, is as good as rounding once."""
+def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x + y in fp64, and what rounding took from it."""
     total = x + y
     from_y = total - x
-    error = (x - (total - from_y)) + (y - from_y)
+    return total, (x - (total - from_y)) + (y - from_y)
+
+
+def _add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns x + y in fp64, rounded to odd: rounding that once more, to half the bits, is as good as rounding once."""
+    total, error = _two_sum(x, y)
     bits = total.view(np.int64)
     inexact_even = (np.abs(error) > 0) & ((bits & 1) == 0)
     return (bits + inexact_even * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64)
@@ -64,16 +71,18 @@ def _power_of_two(exponent: np.ndarray) -> np.ndarray:
 
 
 class _Room(threading.local):
-    """Holds memory for products from call to call: to be given it anew takes as long as to fill it."""
+    """Holds memory from call to call: to be given it anew takes as long as to fill it."""
 
     def __init__(self):
         self.held: dict = {}
 
-    def of(self, size: int) -> dict:
-        """Returns at least `size` elements of each type."""
-        if not self.held or len(self.held[np.int16]) < size:
-            self.held = {t: np.empty(size, t) for t in (np.int16, np.int32, np.float32, np.float64)}
-        return self.held
+    def of(self, shape: tuple[int, ...], *types) -> list[np.ndarray]:
+        """Returns an array of each type, which is the caller's until the next call."""
+        size = math.prod(shape)
+        for t in types:
+            if t not in self.held or len(self.held[t]) < size:
+                self.held[t] = np.empty(size, t)
+        return [self.held[t][:size].reshape(shape) for t in types]
 
 
 _ROOM = _Room()
@@ -116,22 +125,28 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     exact = np.float32 if finite and sum(low) >= LEAST and sum(highest) <= 120 else np.float64
     a_t, b_k = (slabs(x)[live].astype(exact, copy=False) for x in (a_t, b_k))
     exponent_a, exponent_b = (slabs(x)[live] for x in both)
+    # Nor then can a sum, unless c is as large: the powers of two need no look.
+    calm = exact == np.float32 and max(_highest(out), sum(highest) + 8 + len(b_k).bit_length()) < 120
     columns = b.shape[1]
     step = min(len(out), max(1, BLOCK // (SLAB * columns)))
     several = max(1, min(len(b_k), BLOCK // (SLAB * columns * step)))
-    room = _ROOM.of(several * SLAB * step * columns)
     for row in range(0, len(out), step):
         rows, total = slice(row, row + step), out[row : row + step]
         for k in range(0, len(b_k), several):
             ks = slice(k, k + several)
             shape = len(b_k[ks]), SLAB, *total.shape
-            exponents, products, integers = (
-                room[t][: math.prod(shape)].reshape(shape) for t in (np.int16, exact, np.int32)
-            )
+            exponents, products, integers = _ROOM.of(shape, np.int16, exact, np.int32)
             np.add(exponent_a[ks, :, rows, None], exponent_b[ks, :, None], out=exponents)
             np.multiply(a_t[ks, :, rows, None], b_k[ks, :, None], out=products)
-            for slab in zip(products, np.maximum.reduce(exponents, axis=1), integers):
-                total[...] = _mma_slab(*slab, total, finite)
+            e = np.maximum.reduce(exponents, axis=1)
+            sums = total
+            if calm and e.min() >= LEAST:
+                for slab in zip(products, (e.astype(np.int32) + 127 << 23).view(np.uint32), integers):
+                    sums = _scaled_slab(*slab, sums)
+            else:
+                for slab in zip(products, e, integers):
+                    sums = _mma_slab(*slab, sums, finite)
+            total[...] = sums
     return _canonical(out + np.float32(0))
 
 
@@ -139,15 +154,12 @@ def _mma_slab(products, e, integers, c, finite):
     """Computes one step of `mma`; products: exact, (16, M, N), which it overwrites; e: the highest of their exponents,
     (M, N); integers: room for the products, truncated."""
     if products.dtype == np.float32:  # every power of two within fp32's range, as nearly always
-        # Powers of two by their bits. Nonzero products are above 2^-100 here; a c below, alone in its sum, goes below.
-        e_c = np.maximum(np.maximum(e, LEAST).astype(np.uint32) + 127 << 23, c.view(np.uint32) & 0x7F800000)
+        # Nonzero products are above 2^-100 here. Of a c below, alone in its sum, the exponent would be too high.
+        bits = np.maximum(e, LEAST).astype(np.uint32) + 127 << 23
+        e_c = np.maximum(bits, c.view(np.uint32) & EXPONENT)
         tiny = e_c.min() == LEAST_BITS and ((e_c == LEAST_BITS) & (c != 0)).any()
-        if not tiny and e_c.max() < 255 << 23:
-            scale = (np.uint32(FRACTION + 254 << 23) - e_c).view(np.float32)
-            products *= scale
-            np.copyto(integers, products, casting="unsafe")
-            total = np.add.reduce(integers, axis=0, dtype=np.int32) + np.trunc(c * scale)
-            return _to_24_bits(total).astype(np.float32) * (e_c - np.uint32(FRACTION << 23)).view(np.float32)
+        if not tiny and e_c.max() < EXPONENT:
+            return _scaled_slab(products, bits, integers, c)
     e = np.maximum(np.maximum(e, _exponents(c, -126)), LOWEST_E).astype(np.int64)
     scale = _power_of_two(FRACTION - e)
     ieee = None if finite else products.sum(axis=0) + c
@@ -160,12 +172,61 @@ def _mma_slab(products, e, integers, c, finite):
     return out if finite else np.where(np.isfinite(ieee), out, ieee).astype(np.float32)
 
 
+def _scaled_slab(products, e, integers, c):
+    """Computes `_mma_slab` where e, as the bits of powers of two, and c's exponents are in fp32's range by far."""
+    e = np.maximum(e, c.view(np.uint32) & EXPONENT)
+    scale = (np.uint32(FRACTION + 254 << 23) - e).view(np.float32)
+    products *= scale
+    np.copyto(integers, products, casting="unsafe")
+    total = np.add.reduce(integers, axis=0, dtype=np.int32) + np.trunc(c * scale)
+    return _to_24_bits(total).astype(np.float32) * (e - np.uint32(FRACTION << 23)).view(np.float32)
+
+
+def _highest(c: np.ndarray) -> int:
+    """Returns the highest exponent of fp32 numbers."""
+    return int((c.view(np.uint32) & EXPONENT).max() >> 23) - 127
+
+
 def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Returns a (M, K) b (K, N) + c (M, N) in fp32, one FMA for every k, ascending: no bit differs from an H200's."""
-    a, b, out = np.asfortranarray(a, np.float64), b.astype(np.float64, order="C"), c.copy(order="C")
-    step = min(len(out), max(1, BLOCK // 8 // b.shape[1]))
+    rows, cols = a.any(axis=1), b.any(axis=0)
+    zeros = not (rows.all() and cols.all()) and bool(np.isfinite(a).all() and np.isfinite(b).all())
+    if zeros and not (np.signbit(c) & (c == 0)).any():
+        # A row of a or a column of b that is all zeros leaves c as it is: padding costs nothing.
+        out, inside = c.copy(order="C"), np.ix_(rows, cols)
+        if rows.any() and cols.any():
+            out[inside] = fma_dot(a[rows], b[:, cols], c[inside])
+        return _canonical(out)
+    a, b = a.astype(np.float64), b.astype(np.float64)
     # Every sum is a multiple of 2^unit: one that is not zero is no subnormal unless unit is below -126.
     unit = min(_lowest_bit(a) + _lowest_bit(b), _lowest_bit(c.astype(np.float64)))
+    out = _few_fmas(a, b, c, unit) if c.size <= FEW else None
+    return _canonical(_fmas(a, b, c, unit) if out is None else out)
+
+
+def _few_fmas(a, b, c, unit) -> np.ndarray | None:
+    """Computes `fma_dot` of few elements, looking at all sums at the end; None where one may have been rounded twice:
+    to fp64, and then to fp32."""
+    out, wide = c.copy(order="C"), c.astype(np.float64)
+    totals, before = _ROOM.of((len(b), *c.shape), np.float64, np.float32)
+    np.multiply(a.T[..., None], b[:, None], out=totals)
+    for total, start in zip(totals, before):
+        start[...] = out
+        np.add(total, wide, out=total)
+        out[...] = total
+        wide[...] = out
+    doubtful = (totals.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    if unit < -126:
+        doubtful |= (np.abs(totals) < 2.0**-126) & (totals != 0)
+    k, i, j = np.nonzero(doubtful)
+    inexact = len(k) and _two_sum(a[i, k] * b[k, j], before[k, i, j].astype(np.float64))[1].any()
+    return None if inexact else out
+
+
+def _fmas(a, b, c, unit) -> np.ndarray:
+    """Computes `fma_dot`, looking at every sum."""
+    a, b, out = np.asfortranarray(a), np.ascontiguousarray(b), c.copy(order="C")
+    step = min(len(out), max(1, BLOCK // 8 // b.shape[1]))
     scratch = [np.empty((step, b.shape[1]), dtype) for dtype in (np.float64, np.float64, np.float64, np.int64, bool)]
     for row in range(0, len(out), step):
         rows = slice(row, row + step)
@@ -180,7 +241,7 @@ def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
                 total[:] = _add_to_odd(product, acc)
             out[rows] = total
             acc[:] = out[rows]
-    return _canonical(out)
+    return out
 
 
 def _lowest_bit(x: np.ndarray) -> int:

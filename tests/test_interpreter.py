@@ -185,6 +185,7 @@ def test_dot_is_the_tensor_core(key):
 )
 def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
     monkeypatch.setattr(tensor_core, name, value)
+    monkeypatch.setattr(tensor_core, "_exponent_table", tensor_core._exponent_table.__wrapped__)
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 
@@ -192,6 +193,18 @@ def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
 def test_fp32_dot_is_a_chain_of_fmas(key):
     a, b, c = (golden(key.replace("out", t), "float32") for t in "abc")
     assert_bits(run_dot(a, b, c, precision="ieee"), GOLDEN[key])
+
+
+@pytest.mark.parametrize("rows", [1, 64])  # few FMAs and many are looked at in two ways
+def test_an_fma_rounds_once(rows, monkeypatch):
+    x, y, c = np.float32([[1 + 2.0**-23]]), np.float32([[2.0**-24 - 2.0**-47]]), np.float32([[1 + 2.0**-23]])
+    dot = lambda: tensor_core.fma_dot(x.repeat(rows, 0), y.repeat(64, 1), c.repeat(rows, 0).repeat(64, 1))
+    assert (dot() == c).all(), "2^-70 below the middle of c and the next number"
+    tiny = np.float32([[2.0**-100]]), np.float32([[2.0**-30 * (1 + 2.0**-23)]]), np.float32([[2.0**-126]])
+    assert (tensor_core.fma_dot(*tiny) == np.float32(2.0**-126 + 2.0**-130)).all()
+    assert (tensor_core.fma_dot(np.float32([[0.0]]), y, np.float32([[-0.0]])).view(np.int32) == 0).all(), "−0 + 0 = +0"
+    monkeypatch.setattr(tensor_core, "_two_sum", lambda x, y: (x + y, np.zeros_like(x)))
+    assert (dot() == 1 + 2.0**-22).all(), "rounded to fp64, and then to even"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,6 +231,8 @@ def test_padding_with_zeros_changes_nothing():
     out = run_dot(a, b, c)
     assert_bits(out[:3, :5], want.view(np.int32)[:3, :5])
     assert_bits(out[3:], bits(c[3:]))
+    a[:, :16], b[16:] = 0, 0
+    assert_bits(run_dot(a, b, c), bits(c))
 
 
 @triton.jit
