@@ -2,7 +2,8 @@
 
 import math
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 
@@ -88,6 +89,20 @@ class _Room(threading.local):
 _ROOM = _Room()
 
 
+def _without_zeros(dot: Callable, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray | None:
+    """Computes a dot without the rows of a and the columns of b that are all zeros, which leave c as it is: padding
+    costs nothing. None where there are none, or beside what is not finite, or where c holds −0."""
+    rows, cols = a.any(axis=1), b.any(axis=0)
+    if (rows.all() and cols.all()) or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return None
+    if (np.signbit(c) & (c == 0)).any():
+        return None
+    out, inside = c.copy(order="C"), np.ix_(rows, cols)
+    if rows.any() and cols.any():
+        out[inside] = dot(a[rows], b[:, cols], c[inside])
+    return _canonical(out)
+
+
 def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     """Returns a (M, K) b (K, N) + c (M, N), all fp32 arrays, as sm_90's tensor core does it for 16-bit operands.
 
@@ -96,6 +111,9 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     truncated toward zero to a multiple of 2^(e - 25), added exactly, and converted to fp32 toward zero, a zero to +0.
     No element that an H200 gave differs: tools/record_golden.py has the inputs, from normal to nonfinite.
     """
+    out = np.add(c, np.float32(0), order="C")
+    if (dense := _without_zeros(partial(mma, lowest=lowest), a, b, out)) is not None:
+        return dense
     if b.shape[1] < len(a):  # NumPy is quick along the last dimension
         return np.ascontiguousarray(mma(b.T, a.T, c.T, lowest).T)
     a_t, b_k = np.ascontiguousarray(a.T), np.ascontiguousarray(b)
@@ -107,18 +125,10 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     both = exponent_a, exponent_b
     highest, low = ([int(pick(x)) for x in both] for pick in (np.max, np.min))
     finite = max(highest) < 128
-    out = np.add(c, np.float32(0), order="C")
     slabs = lambda x: x.reshape(-1, SLAB, x.shape[1])
     live = slice(None)
-    if min(low) == ZERO and finite:
-        # A row of a or a column of b that is all zeros leaves c as it is, and so does a slab: padding costs nothing.
+    if min(low) == ZERO and finite:  # a slab of zeros, too, leaves c as it is
         nonzero = [x > ZERO for x in both]
-        rows, cols = (x.any(axis=0) for x in nonzero)
-        if not (rows.any() and cols.any()):
-            return _canonical(out)
-        if not (rows.all() and cols.all()):
-            out[np.ix_(rows, cols)] = mma(a[rows], b[:, cols], c[np.ix_(rows, cols)], lowest)
-            return _canonical(out)
         live = np.logical_and(*(slabs(x).any(axis=(1, 2)) for x in nonzero))
         low = [int(x.min(where=there, initial=128)) for x, there in zip(both, nonzero)]
     # Where no product can leave fp32's range, fp32 holds it exactly and is a third faster than fp64.
@@ -189,14 +199,8 @@ def _highest(c: np.ndarray) -> int:
 
 def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Returns a (M, K) b (K, N) + c (M, N) in fp32, one FMA for every k, ascending: no bit differs from an H200's."""
-    rows, cols = a.any(axis=1), b.any(axis=0)
-    zeros = not (rows.all() and cols.all()) and bool(np.isfinite(a).all() and np.isfinite(b).all())
-    if zeros and not (np.signbit(c) & (c == 0)).any():
-        # A row of a or a column of b that is all zeros leaves c as it is: padding costs nothing.
-        out, inside = c.copy(order="C"), np.ix_(rows, cols)
-        if rows.any() and cols.any():
-            out[inside] = fma_dot(a[rows], b[:, cols], c[inside])
-        return _canonical(out)
+    if (dense := _without_zeros(fma_dot, a, b, c)) is not None:
+        return dense
     a, b = a.astype(np.float64), b.astype(np.float64)
     # Every sum is a multiple of 2^unit: one that is not zero is no subnormal unless unit is below -126.
     unit = min(_lowest_bit(a) + _lowest_bit(b), _lowest_bit(c.astype(np.float64)))
