@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from bi_kernels.audit import ci, load, runner, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
-from bi_kernels.audit.parameters import accepted, defaults
+from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, device_of, read
 from bi_kernels.audit.summary import summary as job_summary
 
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
@@ -21,10 +22,11 @@ DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its ow
 def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> None:
     """Runs audits and writes their documents; ends the process with the status of `--fail-on`."""
     named = bool(names)
-    names, parameters, (first, *_) = _checked(names, extra, options)
+    names, parameters = _checked(names, extra, options)
+    first = read(names[0], accepted(names[0], parameters))
+    candidate, told = getattr(first, "candidate", names[0]), asdict(first)
     if out is None:
-        candidate, told = first.candidate.spec, first.parameters
-        parts = [re.sub(r"[^a-z0-9]+", "-", first.device_name.lower()), told.get("shapes", "any")]
+        parts = [re.sub(r"[^a-z0-9]+", "-", device_name(choose(first.device)).lower()), told.get("shapes", "any")]
         parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
         parts += [told[k] for k in ("op", "dtype") if told.get(k, "all") not in ("", "all")]
         out = Path("audits", "-".join(parts))
@@ -50,7 +52,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     finally:  # interrupted or not, what is known is written
         rows = []
         for name in names:
-            unfinished = runner.stopped(name, "the audit was interrupted", first.candidate.spec)
+            unfinished = runner.stopped(name, "the audit was interrupted", candidate)
             rows += read_rows(out / name) if name in seconds else [unfinished]
         if junit:
             junit.write_text(ci.junit(rows, out, seconds, names, warnings, level), encoding="utf-8")
@@ -72,7 +74,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
 
 def digest(file, names, extra, check, **options) -> None:
     """Records the candidate's digests in `file`; check: compares them, and ends with 1 if one differs."""
-    names, parameters, _ = _checked(names, extra, options)
+    names, parameters = _checked(names, extra, options)
     recorded = _recorded(file) if check or file.exists() else []
     if not check:
         _writable("FILE", file)
@@ -100,9 +102,9 @@ def report(folder: Path) -> None:
     click.echo(f"wrote {folder / 'README.md'}")
 
 
-def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict, list]:
-    """Returns the audits named (all of them if none is), what they are told, and the sessions that the notebooks will
-    start, so that a wrong parameter is one line, at once."""
+def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
+    """Returns the audits named (all of them if none is) and what they are told, checked, so that a wrong parameter is
+    one line, at once."""
     every = runner.audits()
     for name in names:
         if name not in every:
@@ -120,9 +122,15 @@ def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict
                 raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
-        return names, parameters, [load(name, accepted(name, parameters)) for name in names]
+        for name in names:
+            given = read(name, accepted(name, parameters))
+            device_of(given)
+            # to load a session takes as long as torch itself, and only another candidate can go wrong there
+            if getattr(given, "candidate", "") != "bi_kernels" or getattr(given, "op", ""):
+                load(name, asdict(given))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    return names, parameters
 
 
 def _writable(option: str, file: Path) -> None:

@@ -132,3 +132,17 @@ def choose(device: str) -> torch.device:
     torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
     gc.set_threshold(50_000)  # it makes and drops objects by the million: to look for circles costs a tenth of its time
     return torch.device("cpu")
+
+
+def device_of(p: Parameters) -> torch.device:
+    """Returns the device of an audit with these parameters, as `choose`. Raises ValueError for shapes, too, that it
+    cannot run."""
+    device, shapes = choose(p.device), getattr(p, "shapes", "tiny")
+    if device.type == "cpu" and shapes != "tiny":
+        raise ValueError(f"shapes is {shapes!r}, which needs a CUDA device; the interpreter runs tiny")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Names the GPU, or says 'interpreter'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"

@@ -5,6 +5,7 @@ The process reads `request` in a folder made for it, and leaves `reply` there; w
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import pickle
 import subprocess
@@ -88,6 +89,7 @@ def call(function: str, *arguments, interpreter: bool = True):
 
 
 def _serve(folder: Path) -> None:
+    gc.set_threshold(50_000)  # it makes many objects, few of them in circles, and ends
     sys.path[:], function, arguments = pickle.loads((folder / "request").read_bytes())
     module, _, name = function.partition(":")
     answer = getattr(importlib.import_module(module), name)(*pickle.loads(arguments))

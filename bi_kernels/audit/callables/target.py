@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.provenance import device_name
 from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.problem.inputs import generator, powers
 from bi_kernels.audit.problem.subject import Named, poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from bi_kernels import contract
+from bi_kernels.audit.parameters import device_name
 
 
 def _said(*command: str) -> str:
@@ -32,10 +33,6 @@ def commit() -> str:
 def architecture(device: torch.device) -> str:
     """'sm_90', or 'interpreter' on a CPU."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "interpreter"
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
 def driver() -> str:
