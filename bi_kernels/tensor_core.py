@@ -93,9 +93,8 @@ def _without_zeros(dot: Callable, a: np.ndarray, b: np.ndarray, c: np.ndarray) -
     """Computes a dot without the rows of a and the columns of b that are all zeros, which leave c as it is: padding
     costs nothing. None where there are none, or beside what is not finite, or where c holds −0."""
     rows, cols = a.any(axis=1), b.any(axis=0)
-    if (rows.all() and cols.all()) or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return None
-    if (np.signbit(c) & (c == 0)).any():
+    finite = not (rows.all() and cols.all()) and np.isfinite(a).all() and np.isfinite(b).all()
+    if not finite or (np.signbit(c) & (c == 0)).any():
         return None
     out, inside = c.copy(order="C"), np.ix_(rows, cols)
     if rows.any() and cols.any():
@@ -136,10 +135,10 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     a_t, b_k = (slabs(x)[live].astype(exact, copy=False) for x in (a_t, b_k))
     exponent_a, exponent_b = (slabs(x)[live] for x in both)
     # Nor then can a sum, unless c is as large: the powers of two need no look.
-    calm = exact == np.float32 and max(_highest(out), sum(highest) + 8 + len(b_k).bit_length()) < 120
-    columns = b.shape[1]
-    step = min(len(out), max(1, BLOCK // (SLAB * columns)))
-    several = max(1, min(len(b_k), BLOCK // (SLAB * columns * step)))
+    top = int((out.view(np.uint32) & EXPONENT).max() >> 23) - 127
+    calm = exact == np.float32 and max(top, sum(highest) + 8 + len(b_k).bit_length()) < 120
+    step = min(len(out), max(1, BLOCK // (SLAB * b.shape[1])))
+    several = max(1, min(len(b_k), BLOCK // (SLAB * b.shape[1] * step)))
     for row in range(0, len(out), step):
         rows, total = slice(row, row + step), out[row : row + step]
         for k in range(0, len(b_k), several):
@@ -149,13 +148,11 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
             np.add(exponent_a[ks, :, rows, None], exponent_b[ks, :, None], out=exponents)
             np.multiply(a_t[ks, :, rows, None], b_k[ks, :, None], out=products)
             e = np.maximum.reduce(exponents, axis=1)
-            sums = total
+            compute, sums = partial(_mma_slab, finite=finite), total
             if calm and e.min() >= LEAST:
-                for slab in zip(products, (e.astype(np.int32) + 127 << 23).view(np.uint32), integers):
-                    sums = _scaled_slab(*slab, sums)
-            else:
-                for slab in zip(products, e, integers):
-                    sums = _mma_slab(*slab, sums, finite)
+                compute, e = _scaled_slab, (e.astype(np.int32) + 127 << 23).view(np.uint32)
+            for slab in zip(products, e, integers):
+                sums = compute(*slab, sums)
             total[...] = sums
     return _canonical(out + np.float32(0))
 
@@ -192,11 +189,6 @@ def _scaled_slab(products, e, integers, c):
     return _to_24_bits(total).astype(np.float32) * (e - np.uint32(FRACTION << 23)).view(np.float32)
 
 
-def _highest(c: np.ndarray) -> int:
-    """Returns the highest exponent of fp32 numbers."""
-    return int((c.view(np.uint32) & EXPONENT).max() >> 23) - 127
-
-
 def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Returns a (M, K) b (K, N) + c (M, N) in fp32, one FMA for every k, ascending: no bit differs from an H200's."""
     if (dense := _without_zeros(fma_dot, a, b, c)) is not None:
@@ -209,8 +201,7 @@ def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _few_fmas(a, b, c, unit) -> np.ndarray | None:
-    """Computes `fma_dot` of few elements, looking at all sums at the end; None where one may have been rounded twice:
-    to fp64, and then to fp32."""
+    """Computes `fma_dot`, looking at all sums at the end; None where one may have been rounded twice, by fp64 first."""
     out, wide = c.copy(order="C"), c.astype(np.float64)
     totals, before = _ROOM.of((len(b), *c.shape), np.float64, np.float32)
     np.multiply(a.T[..., None], b[:, None], out=totals)
@@ -229,22 +220,17 @@ def _few_fmas(a, b, c, unit) -> np.ndarray | None:
 
 def _fmas(a, b, c, unit) -> np.ndarray:
     """Computes `fma_dot`, looking at every sum."""
-    a, b, out = np.asfortranarray(a), np.ascontiguousarray(b), c.copy(order="C")
-    step = min(len(out), max(1, BLOCK // 8 // b.shape[1]))
-    scratch = [np.empty((step, b.shape[1]), dtype) for dtype in (np.float64, np.float64, np.float64, np.int64, bool)]
-    for row in range(0, len(out), step):
-        rows = slice(row, row + step)
-        product, acc, total, tail, tie = (s[: len(out[rows])] for s in scratch)
-        acc[:] = out[rows]
-        for k in range(len(b)):
-            np.multiply(a[rows, k, None], b[k], out=product)
-            np.add(product, acc, out=total)
-            np.equal(np.bitwise_and(total.view(np.int64), 0x1FFFFFFF, out=tail), 0x10000000, out=tie)
-            # elsewhere rounding to fp64 and then to fp32 is rounding once
-            if tie.any() or (unit < -126 and ((np.abs(total) < 2.0**-126) & (total != 0)).any()):
-                total[:] = _add_to_odd(product, acc)
-            out[rows] = total
-            acc[:] = out[rows]
+    out, acc = c.copy(order="C"), c.astype(np.float64, order="C")
+    product, total, tail, tie = (np.empty(c.shape, dtype) for dtype in (np.float64, np.float64, np.int64, bool))
+    for x, y in zip(np.asfortranarray(a).T[..., None], np.ascontiguousarray(b)):
+        np.multiply(x, y, out=product)
+        np.add(product, acc, out=total)
+        np.equal(np.bitwise_and(total.view(np.int64), 0x1FFFFFFF, out=tail), 0x10000000, out=tie)
+        # elsewhere rounding to fp64 and then to fp32 is rounding once
+        if tie.any() or (unit < -126 and ((np.abs(total) < 2.0**-126) & (total != 0)).any()):
+            total[:] = _add_to_odd(product, acc)
+        out[...] = total
+        acc[...] = out
     return out
 
 

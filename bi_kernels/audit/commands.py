@@ -13,7 +13,7 @@ from bi_kernels.audit import ci, load, runner, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
-from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, device_of, read
+from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
 from bi_kernels.audit.summary import summary as job_summary
 
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
@@ -23,10 +23,10 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     """Runs audits and writes their documents; ends the process with the status of `--fail-on`."""
     named = bool(names)
     names, parameters = _checked(names, extra, options)
-    first = read(names[0], accepted(names[0], parameters))
-    candidate, told = getattr(first, "candidate", names[0]), asdict(first)
+    told = asdict(read(names[0], accepted(names[0], parameters)))
+    candidate = told.get("candidate", names[0])
     if out is None:
-        parts = [re.sub(r"[^a-z0-9]+", "-", device_name(choose(first.device)).lower()), told.get("shapes", "any")]
+        parts = [re.sub(r"[^a-z0-9]+", "-", device_name(choose(told["device"])).lower()), told.get("shapes", "any")]
         parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
         parts += [told[k] for k in ("op", "dtype") if told.get(k, "all") not in ("", "all")]
         out = Path("audits", "-".join(parts))
@@ -124,7 +124,7 @@ def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
         for name in names:
             given = read(name, accepted(name, parameters))
-            device_of(given)
+            choose(given.device, getattr(given, "shapes", "tiny"))
             # to load a session takes as long as torch itself, and only another candidate can go wrong there
             if getattr(given, "candidate", "") != "bi_kernels" or getattr(given, "op", ""):
                 load(name, asdict(given))

@@ -43,7 +43,7 @@ def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     return body, resources["outputs"]
 
 
-def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Path, gate: str) -> tuple[str, str, bool]:
+def execute(name: str, path: Path, title: str, parameters: dict, folder: Path, gate: str) -> tuple[str, str, bool]:
     """Runs a notebook and leaves in `folder` what it records, the notebook and its figures; gate: where it waits once
     it is loaded.
 
@@ -52,12 +52,12 @@ def execute(name: str, notebook: Path, title: str, parameters: dict, folder: Pat
     """
     os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
     target = folder / "notebook.ipynb"
-    total = len(json.loads(notebook.read_text(encoding="utf-8"))["cells"])
+    total = len(json.loads(path.read_text(encoding="utf-8"))["cells"])
     started = lambda cell, cell_index: print("cell", cell_index, total, flush=True)
     error, finished = "", False
     try:
         how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
-        papermill.execute_notebook(str(notebook), str(target), parameters, **how)
+        papermill.execute_notebook(str(path), str(target), parameters, **how)
     except PapermillExecutionError as failed:
         if failed.ename == "KeyboardInterrupt":
             raise KeyboardInterrupt from None

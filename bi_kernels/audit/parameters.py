@@ -112,10 +112,11 @@ def command(audit: str, parameters: Mapping) -> str:
     return " ".join(["bi-audit run", audit, *flags])
 
 
-def choose(device: str) -> torch.device:
+def choose(device: str, shapes: str = "tiny") -> torch.device:
     """Returns the device that the parameter `device` means; for a CPU, turns Triton's interpreter on.
 
-    Raises ValueError for a device that there is not, and for a CPU once triton was imported without its interpreter.
+    Raises ValueError for a device that there is not, for a CPU once triton was imported without its interpreter, and
+    for shapes that it cannot run.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {device!r}, expected auto, cpu or cuda")
@@ -128,19 +129,12 @@ def choose(device: str) -> torch.device:
         return torch.device("cuda")
     if "triton" in sys.modules and not interpreted:
         raise ValueError("device is a CPU, but triton was imported before TRITON_INTERPRET=1 was set")
+    if shapes != "tiny":
+        raise ValueError(f"shapes is {shapes!r}, which needs a CUDA device; the interpreter runs tiny")
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)  # the interpreter uses one, and torch's small operations are faster so
     gc.set_threshold(50_000)  # it makes and drops objects by the million: to look for circles costs a tenth of its time
     return torch.device("cpu")
-
-
-def device_of(p: Parameters) -> torch.device:
-    """Returns the device of an audit with these parameters, as `choose`. Raises ValueError for shapes, too, that it
-    cannot run."""
-    device, shapes = choose(p.device), getattr(p, "shapes", "tiny")
-    if device.type == "cpu" and shapes != "tiny":
-        raise ValueError(f"shapes is {shapes!r}, which needs a CUDA device; the interpreter runs tiny")
-    return device
 
 
 def device_name(device: torch.device) -> str:

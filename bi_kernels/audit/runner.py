@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
-from bi_kernels.audit.worker import Died, Gate, Worker
+from bi_kernels.audit.worker import Died, Worker, closed_gate
 
 # Those that take longest, which start first where nobody says in which order: two processes end sooner so.
 LONGEST = ("attention", "vocabulary", "backward", "gemm", "elementwise", "rms_norm")
@@ -166,7 +166,7 @@ def run(
     knows which did.
     """
     every, board, over = audits(), Board(names, out, console), threading.Event()
-    loaded: dict[str, tuple[Worker, Gate]] = {}
+    loaded: dict[str, tuple] = {}  # by name, its worker and the gate that holds it up
     loading = threading.Lock()
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
@@ -176,19 +176,19 @@ def run(
                 audit, partial = every[name], _hidden(out / name, "partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                gate, given = Gate(), (name, audit.notebook, audit.title, parameters[name], partial)
-                loaded[name] = Worker("bi_kernels.audit.documents:execute", *given, gate.path), gate
+                gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], partial)
+                loaded[name] = Worker("bi_kernels.audit.documents:execute", *given, gate.name), gate
 
     def one(name: str) -> None:
-        audit, following = every[name], names[names.index(name) + 1 :][:1]
+        audit = every[name]
         load(name)
         if over.is_set():
             return
         worker, gate = loaded[name]
         board.begin(name)
-        gate.open()
-        for other in following:
-            load(other)
+        gate.close()
+        for following in names[names.index(name) + 1 :][:1]:
+            load(following)
         try:
             body, error, finished = worker.result(lambda line: board.cell(name, line))
         except Died as died:

@@ -14,7 +14,7 @@ from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, write_rows
-from bi_kernels.audit.parameters import command, device_name, device_of, read
+from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import Problem, problems
 from bi_kernels.audit.problem.registry import OPS
@@ -33,7 +33,7 @@ def start(audit: str, given: dict) -> "Session":
     sentence with the parameter, its value and what is allowed.
     """
     p = read(audit, given)
-    return Session(audit, asdict(p), device_of(p), resolve(p.candidate, audit, p.op))
+    return Session(audit, asdict(p), choose(p.device, p.shapes), resolve(p.candidate, audit, p.op))
 
 
 @dataclass

@@ -65,20 +65,14 @@ class Worker:
         self.process.wait()
 
 
-class Gate:
-    """Holds a process up at `wait_at` until it is opened, or until who holds it ends."""
-
-    def __init__(self):
-        self.file = tempfile.NamedTemporaryFile()  # noqa: SIM115 (until it is opened)
-        self.path = self.file.name
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def open(self) -> None:
-        self.file.close()
+def closed_gate():
+    """Returns a file that holds a process up at `wait_at` until it is closed, or until who holds it ends."""
+    fcntl.flock(gate := tempfile.NamedTemporaryFile(), fcntl.LOCK_EX)  # noqa: SIM115
+    return gate
 
 
 def wait_at(gate: str) -> None:
-    """Waits until the Gate of this path is open."""
+    """Waits until who holds a `closed_gate` of this path closes the file."""
     with contextlib.suppress(FileNotFoundError), open(gate, encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
 

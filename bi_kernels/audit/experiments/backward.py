@@ -27,6 +27,7 @@ SHOWN = {  # ops beside which others' implementations are shown, by audit
     "backward": ("linear", "bias_add", "swiglu"),
 }
 TRAINED = ("bi_kernels", training.CONTROL, "torch")
+_steps = lambda session: CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
 
 
 class _AtEveryToken(torch.autograd.Function):
@@ -116,10 +117,6 @@ def trained(session) -> Found:
     rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
     control.candidate = training.CONTROL
     return [*rows, control.as_control()], [*lines, split, *stock]
-
-
-def _steps(session) -> int:
-    return CONTRACT["training"]["steps" if session.on_gpu else "interpreter_steps"]
 
 
 def hash_table(lines: list[dict]) -> list[dict]:

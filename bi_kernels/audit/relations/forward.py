@@ -197,8 +197,8 @@ def against_bound(
         detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
         drift = Drift(exact.numel(), exact.numel(), float("inf"))
         return subject.row(relation, "rows", drift, detail=detail, **said)
-    pieces = zip(*(t.reshape(-1).split(PIECE) for t in (y, exact, limit)))
-    wrongs, firsts, shares, gaps, relatives = zip(*(_error(*piece) for piece in pieces))
+    parts = (t.reshape(-1).split(PIECE) for t in (y, exact, limit))
+    wrongs, firsts, shares, gaps, relatives = zip(*map(_error, *parts))
     at = next((i * PIECE + first for i, first in enumerate(firsts) if first is not None), None)
     if at is not None:
         at = tuple(map(int, torch.unravel_index(torch.tensor(at), y.shape)))
