@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from bi_kernels import interpreter
 from bi_kernels.contract import check_dtype
 
 # Triton decides when a kernel is defined, so it is asked once, here, before any kernel of the package is
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    from bi_kernels import interpreter
+
     interpreter.install()
 
 _thread = threading.local()
