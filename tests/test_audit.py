@@ -244,6 +244,19 @@ def test_one_wrong_number_exceeds_the_bound(value):
     assert (found.verdict, found.mismatches, found.first_index) == (NEEDS_FIX, 1, [3, 5]), report([found])
 
 
+def test_errors_are_found_in_whichever_piece_they_lie(monkeypatch):
+    s, exact = subject("linear"), torch.arange(1.0, 25.0).reshape(4, 6).double()
+    y, limit = exact.bfloat16(), torch.full_like(exact, 0.1)
+    y[1, 3], y[3, 5] = 99.0, 0.0
+    found = []
+    for piece in (1, 7, 24, 2**25):
+        monkeypatch.setattr(judge, "PIECE", piece)
+        row = judge.against_bound(s, "accuracy", y, exact, limit, torch.bfloat16, "normal", 4, "")
+        found.append(row.json())
+    assert all(row == found[0] for row in found)
+    assert (found[0]["mismatches"], found[0]["first_index"], found[0]["max_abs"]) == (2, [1, 3], 89.0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), 0.0])
 def test_infinity_is_wrong_where_another_is_right(value):
     found = judge.accuracy(subject("silu", lambda x: bi_kernels.silu(x).where(x != float("inf"), value)), "nonfinite")

@@ -12,11 +12,12 @@ from conftest import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
-from bi_kernels import contract, interpreter
+from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
 from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.contract import DTYPES
+from bi_kernels.interpreter import tensor_core
 from bi_kernels.ops import embedding as embed
 from bi_kernels.ops import lm_head, logprob, norm, vocabulary
 from bi_kernels.reference_gradients import gradient
@@ -249,9 +250,9 @@ def test_dw_is_the_tensor_cores_fold_over_slabs_of_16_tokens(dtype):
     given, (dy,) = arguments("linear", dtype), upstream("linear", dtype)
     x, dy32 = given["x"].float().numpy(), dy.float().numpy()
     step = (
-        interpreter.fma_dot
+        tensor_core.fma_dot
         if dtype == torch.float32
-        else (lambda a, b, c: interpreter.mma(a, b, c, -126 if dtype == torch.bfloat16 else -14))
+        else (lambda a, b, c: tensor_core.mma(a, b, c, -126 if dtype == torch.bfloat16 else -14))
     )
     weight, bias = torch.full((*COLUMNS, *HIDDEN), 0.5).numpy(), torch.full((*COLUMNS, 1), -0.25).numpy()
     for slab in slabs():

@@ -17,7 +17,8 @@ from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import TensorHandle
 
-from bi_kernels import interpreter, tensor_core
+from bi_kernels import interpreter
+from bi_kernels.interpreter import builder, formats, launch, tensor_core, tensors
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
 interpreter.install()
@@ -178,7 +179,7 @@ def test_dot_is_the_tensor_core(key):
         ("LOWEST_E", -134),
         ("LOWEST_E", -300),
         ("BELOW", 0),  # rounds to nearest
-        ("_canonical", lambda x: x),
+        ("canonical", lambda x: x),
     ],
 )
 def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
@@ -188,7 +189,7 @@ def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
 
 def test_a_subnormal_operand_has_its_formats_lowest_exponent(monkeypatch):
     other = lambda a, b, c, lowest: tensor_core.mma(a, b, c, lowest - 1)
-    monkeypatch.setattr(interpreter, "mma", other)
+    monkeypatch.setattr(builder, "mma", other)
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 
@@ -327,9 +328,9 @@ def test_memory_is_read_and_written_as_by_stock_triton(data):
     assert loaded[0].data.tobytes() == loaded[1].data.tobytes() and loaded[0].dtype == loaded[1].dtype
     value, before = TensorHandle(rng.permutation(loaded[1].data.ravel()).reshape(at.shape), dtype), memory.copy()
     written = []
-    for builder in ours, theirs:
+    for each in ours, theirs:
         memory[:] = before
-        builder.create_masked_store(pointers, value, mask, None, None)
+        each.create_masked_store(pointers, value, mask, None, None)
         written.append(memory.tobytes())
     assert written[0] == written[1]
 
@@ -348,11 +349,11 @@ def test_a_descriptor_reads_and_writes_what_is_inside_as_by_stock_triton(shape, 
     at = integers(offsets, tl.int64)
     ours, theirs = stock.interpreter_builder, stock.InterpreterBuilder()
     tiles, written = [], []
-    for builder in ours, theirs:
+    for each in ours, theirs:
         memory[:] = np.arange(20 * 48)
         desc = stock.TensorDescHandle(base, integers(shape, tl.int64), integers((48, 1), tl.int64), [16, 16], zero)
-        tiles.append(builder.create_descriptor_load(desc, at, None, None).data.tobytes())
-        builder.create_descriptor_store(desc, TensorHandle(np.full((16, 16), 7, element), dtype), at)
+        tiles.append(each.create_descriptor_load(desc, at, None, None).data.tobytes())
+        each.create_descriptor_store(desc, TensorHandle(np.full((16, 16), 7, element), dtype), at)
         written.append(memory.tobytes())
     assert tiles[0] == tiles[1] and written[0] == written[1]
 
@@ -419,7 +420,7 @@ def _operands() -> dict[str, object]:
             if not dtype.is_floating():
                 values = rng.integers(0, 2 if dtype == tl.int1 else 200, n)
             if dtype == tl.bfloat16:
-                data = interpreter._to_bf16(values.astype(np.float32))
+                data = formats.to_bf16(values.astype(np.float32))
             else:
                 with np.errstate(over="ignore"):
                     data = values.astype(stock._get_np_dtype(dtype))
@@ -445,13 +446,13 @@ def _told(operator, *operands):
     return str(out.type), str(out.dtype), [str(n) for n in out.shape], data.shape, data.dtype, data.tobytes()
 
 
-@pytest.mark.parametrize("name", [*interpreter.OPERATORS, "__getitem__"])
+@pytest.mark.parametrize("name", [*tensors.OPERATORS, "__getitem__"])
 def test_the_short_way_of_an_operator_answers_what_triton_does(name):
     operands, answered = _operands(), 0
-    general, short = next((out, into) for owner, n, out, into in interpreter._patches() if n == name)
+    general, short = next((out, into) for owner, n, out, into in launch._patches() if n == name)
     indices = ((slice(None), None), (None, slice(None)), (None,), (slice(None), slice(None)), (slice(None), None, None))
     others = {repr(i): i for i in indices} if name == "__getitem__" else operands
-    with interpreter._language():
+    with launch._language():
         for a, x in operands.items():
             for b, y in others.items():
                 if isinstance(x, tl.tensor):
@@ -462,9 +463,9 @@ def test_the_short_way_of_an_operator_answers_what_triton_does(name):
 
 
 def test_a_short_way_that_errs_is_seen():
-    short = interpreter._operator(tl.tensor.__add__, np.subtract, interpreter.NUMBERS)
+    short = tensors.short_operator(tl.tensor.__add__, np.subtract, tensors.NUMBERS)
     x = tl.tensor(TensorHandle(np.ones(8, np.float32), tl.float32), tl.block_type(tl.float32, [8]))
-    with interpreter._language():
+    with launch._language():
         assert _told(short, x, x) != _told(tl.tensor.__add__, x, x)
 
 

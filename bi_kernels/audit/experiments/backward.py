@@ -111,12 +111,12 @@ def trained(session) -> Found:
         drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
         return s.row(INVARIANCE, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 
-    lines, (*_, split), stock = parallel.each(session, training.hashes, TRAINED, steps)
+    lines, (*_, split), theirs = parallel.each(session, training.hashes, TRAINED, steps)
     first, *others = lines
     *rows, control = (row(x, first["layout"], x["weights that differ"], x["of"]) for x in (*others, split))
     rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
     control.candidate = training.CONTROL
-    return [*rows, control.as_control()], [*lines, split, *stock]
+    return [*rows, control.as_control()], [*lines, split, *theirs]
 
 
 def hash_table(lines: list[dict]) -> list[dict]:

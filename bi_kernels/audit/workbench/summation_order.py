@@ -22,7 +22,7 @@ import torch
 from matplotlib.collections import LineCollection
 
 from bi_kernels.audit.evidence.drift import ordered
-from bi_kernels.interpreter import mma
+from bi_kernels.interpreter.tensor_core import mma
 from bi_kernels.tokens import TokenLayout
 
 MANY = 4096  # probes of a call, where the callable does not say how many it wants

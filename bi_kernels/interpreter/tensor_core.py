@@ -4,39 +4,13 @@ import numba
 import numpy as np
 from numba.extending import intrinsic
 
-FP32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
-FP16_NAN = np.uint16(0x7FFF).view(np.float16)
+from bi_kernels.interpreter.formats import BELOW, canonical
+
 SLAB = 16
 FRACTION = 25
 LOWEST_E = -133  # found by recording: with -132, -134 or no limit, a few sums below 2^-149 come out wrong
 ZERO = -10000  # exponent of a zero: it never wins a maximum
 WIDE = 32  # columns from which on the last dimension is quick whichever it is
-BELOW = 0x1FFFFFFF  # the bits of an fp64's fraction that an fp32 has no room for
-
-
-def _canonical(x: np.ndarray) -> np.ndarray:
-    """Makes every NaN of fp32 or fp16 the one that the GPU makes."""
-    nan = np.isnan(x) if x.dtype in (np.float32, np.float16) else np.False_
-    return np.where(nan, FP32_NAN if x.dtype == np.float32 else FP16_NAN, x) if np.count_nonzero(nan) else x
-
-
-def _to_fp32_toward_zero(x: np.ndarray) -> np.ndarray:
-    """Converts fp64 to fp32 toward zero, gradual underflow kept; only from 2^128 on does it overflow, to Inf."""
-    x = (x.view(np.int64) & ~BELOW).view(np.float64)
-    tiny = np.abs(x) < 2.0**-126
-    if tiny.any():
-        x = np.where(tiny, np.trunc(x * 2.0**149) * 2.0**-149, x)
-    return x.astype(np.float32)
-
-
-def _add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns x + y in fp64, rounded to odd: rounding that once more, to half the bits, is as good as rounding once."""
-    total = x + y
-    from_y = total - x
-    error = (x - (total - from_y)) + (y - from_y)
-    bits = total.view(np.int64)
-    inexact_even = (np.abs(error) > 0) & ((bits & 1) == 0)
-    return (bits + inexact_even * np.where((error > 0) == (total > 0), 1, -1)).view(np.float64)
 
 
 def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
@@ -51,14 +25,14 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
         return np.ascontiguousarray(mma(b.T, a.T, c.T, lowest).T)
     out = np.add(c, np.float32(0), order="C")
     _mma(np.ascontiguousarray(a), np.ascontiguousarray(b), out, lowest, SLAB, FRACTION, LOWEST_E, BELOW)
-    return _canonical(out + np.float32(0))
+    return canonical(out + np.float32(0))
 
 
 def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Returns a (M, K) b (K, N) + c (M, N) in fp32, one FMA for every k, ascending: no bit differs from an H200's."""
     out = c.copy(order="C")
     _fmas(np.ascontiguousarray(a), np.ascontiguousarray(b), out)
-    return _canonical(out)
+    return canonical(out)
 
 
 @numba.njit(cache=True)

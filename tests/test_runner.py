@@ -1,0 +1,103 @@
+"""Audits run in the order named; the next one loads while another runs, and begins only at its turn."""
+
+import fcntl
+import signal
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from bi_kernels.audit import runner
+from bi_kernels.audit.runner import Audit
+from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
+
+NAMES = ["dtype", "gemm", "rms_norm"]
+
+
+def test_a_gate_holds_up_until_it_is_closed_or_gone():
+    gate, passed = closed_gate(), threading.Event()
+    waiting = threading.Thread(target=lambda: (wait_at(gate.name), passed.set()), daemon=True)
+    waiting.start()
+    assert not passed.wait(0.3)
+    gate.close()
+    assert passed.wait(10)
+    wait_at(gate.name)  # whose file is gone
+
+
+class Stub:
+    """A worker that notes when it was loaded, began and was stopped."""
+
+    def __init__(self, said: list, fails: str = ""):
+        self.said, self.fails = said, fails
+
+    def __call__(self, function, name, *given):
+        self.said.append(f"load {name}")
+        stub = Stub(self.said, self.fails)
+        stub.name, stub.gate = name, given[-1]
+        return stub
+
+    def result(self, progress):
+        try:
+            with open(self.gate, encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self.said.append(f"{self.name} before its turn")
+        except FileNotFoundError:  # its gate is open
+            self.said.append(f"begin {self.name}")
+        deadline = time.monotonic() + 10
+        following = NAMES[NAMES.index(self.name) + 1 :][:1]
+        while following and f"load {following[0]}" not in self.said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.name == self.fails:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while f"stop {self.name}" not in self.said and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Died("stub", -signal.SIGTERM, [])
+        self.said.append(f"end {self.name}")
+        return f"# {self.name}", "", False
+
+    def stop(self):
+        self.said.append(f"stop {self.name}")
+
+
+@pytest.fixture
+def stubbed(tmp_path, monkeypatch):
+    """Runs NAMES with stubs for workers, one at a time: what happened, in order."""
+
+    def call(fails: str = "") -> list[str]:
+        said: list[str] = []
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's processes ignore
+        monkeypatch.setenv("BI_AUDIT_JOBS", "1")
+        monkeypatch.setattr(runner, "Worker", Stub(said, fails))
+        monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, tmp_path, n, ()) for n in NAMES})
+        try:
+            runner.run(NAMES, dict.fromkeys(NAMES, {}), tmp_path / "out", 1, Console(quiet=True), {})
+        except KeyboardInterrupt:
+            said.append("interrupted")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return said
+
+    return call
+
+
+def test_the_next_audit_loads_while_one_runs(stubbed):
+    said = stubbed()
+    assert [word for word in said if not word.startswith("load")] == [
+        f"{what} {name}" for name in NAMES for what in ("begin", "end")
+    ]
+    for name, following in zip(NAMES, NAMES[1:]):
+        assert said.index(f"load {following}") < said.index(f"end {name}"), said
+
+
+def test_an_interrupt_stops_what_is_loaded_and_begins_nothing(stubbed, tmp_path):
+    said = stubbed(fails="dtype")
+    assert said[-1] == "interrupted" and {"stop dtype", "stop gemm"} <= set(said), said
+    assert "begin gemm" not in said and "load rms_norm" not in said, said
+    assert not list((tmp_path / "out").glob(".*")), "a document that never began leaves nothing"
+
+
+def test_a_worker_that_ends_without_a_reply_says_its_last_line():
+    with pytest.raises(Died, match="runner:nothing: AttributeError: .* has no attribute 'nothing'") as died:
+        Worker("bi_kernels.audit.runner:nothing").result()
+    assert died.value.status == 1
