@@ -193,6 +193,33 @@ def test_a_subnormal_operand_has_its_formats_lowest_exponent(monkeypatch):
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 
+def test_a_slab_of_zeros_beside_an_infinity_is_not_left_out():
+    zeros, c = np.zeros((16, 16), np.float32), np.ones((16, 16), np.float32)
+    infinite = np.where(np.eye(16, dtype=bool), np.float32(np.inf), np.float32(1))
+    for a, b in ((zeros, infinite), (infinite, zeros)):
+        assert (tensor_core.mma(a, b, c, -126).view(np.int32) == 0x7FFFFFFF).all()
+    assert (tensor_core.mma(zeros, zeros + 1, c, -126) == c).all()
+
+
+def test_a_narrow_dot_is_columns_of_a_wide_one():
+    g = np.random.default_rng(0)
+    a, b, c = (g.standard_normal(s).astype(np.float16).astype(np.float32) for s in ((128, 48), (48, 64), (128, 64)))
+    wide = tensor_core.mma(a, b, c, -14)
+    assert tensor_core.WIDE > 8 and len(a) > tensor_core.WIDE, "it is computed transposed"
+    narrow = tensor_core.mma(a, b[:, :8], c[:, :8], -14)
+    assert narrow.flags.c_contiguous and (narrow == wide[:, :8]).all()
+
+
+def test_without_a_folder_to_keep_it_in_a_dot_is_compiled_all_the_same(monkeypatch):
+    def njit(*given, compiled=tensor_core.numba.njit, **options):
+        if options:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compiled(*given)
+
+    monkeypatch.setattr(tensor_core.numba, "njit", njit)
+    assert tensor_core._compiled(lambda x: x + 1)(1) == 2
+
+
 @pytest.mark.parametrize("key", keys("dot_fp32/"))
 def test_fp32_dot_is_a_chain_of_fmas(key):
     a, b, c = (golden(key.replace("out", t), "float32") for t in "abc")

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -165,6 +166,15 @@ def test_what_writes_into_another_module_is_seen(text, found, monkeypatch):
 def test_triton_is_not_imported_before_the_device_is_chosen():
     light = "import sys, bi_kernels.audit.commands; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", light], cwd=ROOT).returncode == 0
+
+
+def test_kernels_that_are_compiled_for_a_gpu_load_no_numba():
+    told = "import sys, bi_kernels.ops.gemm, bi_kernels.audit.session; print('numba' in sys.modules)"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = lambda **more: subprocess.run(
+        [sys.executable, "-c", told], cwd=ROOT, env=environment | more, capture_output=True, text=True, check=True
+    )
+    assert run().stdout == "False\n" and run(TRITON_INTERPRET="1").stdout == "True\n"
 
 
 PACKAGES = sorted(path.parent for path in (ROOT / "bi_kernels").rglob("__init__.py"))

@@ -1,6 +1,5 @@
 """Audits run in the order named; the next one loads while another runs, and begins only at its turn."""
 
-import fcntl
 import signal
 import threading
 import time
@@ -26,35 +25,39 @@ def test_a_gate_holds_up_until_it_is_closed_or_gone():
 
 
 class Stub:
-    """A worker that notes when it was loaded, began and was stopped."""
+    """A worker that notes when it was loaded, passed its gate, ended and was stopped."""
 
     def __init__(self, said: list, fails: str = ""):
         self.said, self.fails = said, fails
 
     def __call__(self, function, name, *given):
-        self.said.append(f"load {name}")
         stub = Stub(self.said, self.fails)
-        stub.name, stub.gate = name, given[-1]
+        stub.name, stub.began = name, threading.Event()
+        self.said.append(f"load {name}")
+        threading.Thread(target=stub.begin, args=(given[-1],), daemon=True).start()
         return stub
 
+    def begin(self, gate):
+        wait_at(gate)
+        self.said.append(f"begin {self.name}")
+        self.began.set()
+
     def result(self, progress):
-        try:
-            with open(self.gate, encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.said.append(f"{self.name} before its turn")
-        except FileNotFoundError:  # its gate is open
-            self.said.append(f"begin {self.name}")
-        deadline = time.monotonic() + 10
+        assert self.began.wait(10)
         following = NAMES[NAMES.index(self.name) + 1 :][:1]
-        while following and f"load {following[0]}" not in self.said and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self.wait_for(*(f"load {name}" for name in following))
+        time.sleep(0.2)  # in which nobody else may begin
         if self.name == self.fails:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            while f"stop {self.name}" not in self.said and time.monotonic() < deadline:
-                time.sleep(0.01)
+            self.wait_for(f"stop {self.name}")
             raise Died("stub", -signal.SIGTERM, [])
         self.said.append(f"end {self.name}")
         return f"# {self.name}", "", False
+
+    def wait_for(self, *words):
+        deadline = time.monotonic() + 10
+        while not {*words} <= {*self.said} and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def stop(self):
         self.said.append(f"stop {self.name}")
@@ -93,7 +96,7 @@ def test_the_next_audit_loads_while_one_runs(stubbed):
 def test_an_interrupt_stops_what_is_loaded_and_begins_nothing(stubbed, tmp_path):
     said = stubbed(fails="dtype")
     assert said[-1] == "interrupted" and {"stop dtype", "stop gemm"} <= set(said), said
-    assert "begin gemm" not in said and "load rms_norm" not in said, said
+    assert "end gemm" not in said and "load rms_norm" not in said, said
     assert not list((tmp_path / "out").glob(".*")), "a document that never began leaves nothing"
 
 

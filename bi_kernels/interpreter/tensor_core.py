@@ -23,7 +23,7 @@ def mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, lowest: int) -> np.ndarray:
     """
     if b.shape[1] < min(len(a), WIDE):
         return np.ascontiguousarray(mma(b.T, a.T, c.T, lowest).T)
-    out = np.add(c, np.float32(0), order="C")
+    out = c.copy(order="C")
     _mma(np.ascontiguousarray(a), np.ascontiguousarray(b), out, lowest, SLAB, FRACTION, LOWEST_E, BELOW)
     return canonical(out + np.float32(0))
 
@@ -35,15 +35,23 @@ def fma_dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return canonical(out)
 
 
-@numba.njit(cache=True)
+def _compiled(function):
+    """Compiles a function, once for all processes where there is a folder to keep it in."""
+    try:
+        return numba.njit(cache=True)(function)
+    except RuntimeError:  # numba found none
+        return numba.njit(function)
+
+
+@numba.njit
 def _exponent(bits, lowest):
     """Returns the exponent of an fp32 number, given as its bits; a format's lowest if it is subnormal there."""
     return max(((bits >> 23) & 0xFF) - 127, lowest) if bits & 0x7FFFFFFF else ZERO
 
 
-@numba.njit(cache=True)
+@_compiled
 def _mma(a, b, out, lowest, slab, fraction, lowest_e, below):
-    """Adds a b to out as `mma` says; the tests give other numbers than the tensor core's."""
+    """Adds a b to out as `mma` says. Its last four arguments are the tensor core's numbers; a test gives it others."""
     (rows, depth), width = a.shape, b.shape[1]
     bits_a, bits_out, bits_b = a.view(np.int32), out.view(np.int32), b.view(np.int32)
     exponents = np.empty(b.shape, np.int32)
@@ -87,7 +95,7 @@ def _fma(_, x, y, z):
     return x(x, y, z), lambda context, builder, signature, given: builder.fma(*given)
 
 
-@numba.njit(cache=True)
+@_compiled
 def _fmas(a, b, out):
     for i in range(a.shape[0]):
         for k in range(a.shape[1]):

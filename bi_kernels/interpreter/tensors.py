@@ -1,5 +1,5 @@
-"""Triton's own objects made once instead of for every operation, which is half of the time: types, constants, operators
-of equal dtypes."""
+"""Triton's own objects, made once instead of for every operation: arguments (a Python float as the fp32 that the GPU
+takes), types, constants, and operators of equal dtypes."""
 
 import operator
 from functools import cache, lru_cache

@@ -19,7 +19,7 @@ from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 BLOCKS = ((1024, 2048, 4), (4096, 4096, 8), (32768, 0, 16))
 WIDEST = BLOCKS[-1][0]  # a row is held in registers
 STAGES = 3
-FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 8, 6
+FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
 
 
 @triton.jit(do_not_specialize=["rows"])
