@@ -41,6 +41,7 @@ LONGEST = (
     "test_gradients.py",
     "test_audit.py",
     "4_rms_norm.ipynb",
+    "test_model.py",
     "test_backward_ops.py",
     "test_callables.py",
     "workbench.ipynb",

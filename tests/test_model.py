@@ -1,0 +1,125 @@
+"""The chain: a token's logprob, and every parameter's gradient, in every layout, split and order of computing."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import CONFIGS, Cache, Decoder, packed, padded, policy_loss
+
+LENGTHS = [5, 1, 17, 33, 9]
+STARTS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+WIDTH = 40
+CONFIG = CONFIGS["tiny"]
+CONFIG_OTHER = dataclasses.replace(CONFIG, tied=False, qk_norm=False, qkv_bias=True, window=8)
+
+
+def drawn() -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(1)
+    count = sum(LENGTHS)
+    ids, targets = torch.randint(0, CONFIG.vocab, (2, count), generator=g)
+    return ids, targets, torch.randn(count, generator=g)
+
+
+IDS, TARGETS, ADVANTAGES = drawn()
+
+
+def tokens_of(sequences) -> torch.Tensor:
+    return torch.cat([torch.arange(STARTS[i], STARTS[i] + LENGTHS[i]) for i in sequences])
+
+
+def one_packed(sequences):
+    """(rows, the logical token of each place) of some sequences, laid one after another."""
+    return packed([LENGTHS[i] for i in sequences], "cpu", list(sequences)), tokens_of(sequences)
+
+
+def one_padded(sequences, left: bool):
+    at = torch.full((len(sequences), WIDTH), -1)
+    for row, i in zip(at, sequences):
+        (row[WIDTH - LENGTHS[i] :] if left else row[: LENGTHS[i]]).copy_(tokens_of([i]))
+    return padded([LENGTHS[i] for i in sequences], WIDTH, "cpu", left, list(sequences)), at
+
+
+EVERY = range(len(LENGTHS))
+STEPS = {  # the calls of a step, in its order
+    "packed": [one_packed([*EVERY])],
+    "singles": [one_packed([i]) for i in EVERY],
+    "batch": [one_padded([*EVERY], left=False)],
+    "left padded": [one_padded([*EVERY], left=True)],
+    "permuted": [one_packed([3, 0, 4, 2, 1])],
+    "micro-batches": [one_packed([0, 1]), one_padded([3, 2], left=True), one_packed([4])],
+}
+
+
+def step(model: Decoder, calls: list) -> dict[str, torch.Tensor]:
+    """Every token's logprob and every parameter's gradient after one step."""
+    grads = MainGrads(model.parameters(), model.tied)
+    found = torch.zeros(sum(LENGTHS))
+    for rows, at in calls:
+        real = at >= 0
+        targets = TARGETS[at.clamp(min=0)].masked_fill(~real, -100)
+        logprob, _ = model.logprobs(IDS[at.clamp(min=0)].masked_fill(~real, 0), targets, rows)
+        old = logprob.detach() - 0.1
+        policy_loss(logprob, old, ADVANTAGES[at.clamp(min=0)], real, sum(LENGTHS)).backward()
+        grads.collect()
+        found[at[real]] = logprob.detach()[real]
+    grads.join()
+    return {"logprob": found} | {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, torch.Tensor]:
+    return step(Decoder(CONFIG), STEPS["packed"])
+
+
+@pytest.mark.parametrize("name", [*STEPS][1:])
+def test_logprobs_and_gradients_are_the_same_in_every_layout(name, whole):
+    found = step(Decoder(CONFIG, checkpointing=name == "micro-batches"), STEPS[name])
+    assert found.keys() == whole.keys()
+    for what, expected in whole.items():
+        assert expected.any(), what
+        assert_same_bits(found[what], expected, what)
+
+
+def test_without_its_layout_a_gradient_moves(whole):
+    rows, at = STEPS["left padded"][0]
+    dense = rows._replace(layout=padded([WIDTH] * len(LENGTHS), WIDTH, "cpu").layout)
+    found = step(Decoder(CONFIG), [(dense, at)])
+    assert_same_bits(found["logprob"], whole["logprob"])
+    assert any((found[what] != expected).any() for what, expected in whole.items())
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
+@pytest.mark.parametrize("chunk", [1, 7])
+@torch.no_grad()
+def test_chunks_and_decode_give_the_logprobs_of_one_call(config, chunk):
+    model = Decoder(config)
+    expected, _ = model.logprobs(IDS, TARGETS, STEPS["packed"][0][0])
+    assert len(expected.unique()) > len(expected) // 2
+    cache, counts = Cache(config, len(LENGTHS), max(LENGTHS), model.embedding), torch.tensor(LENGTHS)
+    found = torch.zeros_like(expected)
+    for first in range(0, max(LENGTHS), chunk):
+        there = (counts - first).clamp(0, chunk)
+        at = torch.tensor(STARTS)[:, None] + first + torch.arange(chunk)
+        real = torch.arange(chunk) < there[:, None]
+        at = at.masked_fill(~real, 0)
+        logprob, _ = model.logprobs(IDS[at], TARGETS[at].masked_fill(~real, -100), cache.rows(chunk, there), cache)
+        found[at[real]] = logprob[real]
+    assert_same_bits(found, expected)
+
+
+def test_a_cache_that_is_full_says_so():
+    cache = Cache(CONFIG, 2, 8, torch.zeros(1))
+    with pytest.raises(ValueError, match="Cache: 9 tokens, expected at most 8"):
+        cache.rows(9)
+
+
+def test_the_configurations_count_as_many_parameters_as_published():
+    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19), ("llama3-8b", 8.03)):
+        c = CONFIGS[name]
+        width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        layer = c.hidden * (2 * width + 2 * kv_width + 3 * c.mlp + 2) + 2 * c.head_dim * c.qk_norm
+        count = c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2) + c.hidden
+        assert count == pytest.approx(billions * 1e9, rel=2e-3), name
