@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels as bi
-from bi_kernels.contract import EPS, SHAPES
+from bi_kernels.contract import CONTRACT, EPS, SHAPES
 from bi_kernels.tokens import TokenLayout
 
 
@@ -39,17 +39,14 @@ class Config:
     window: int | None = None  # keys that a query sees, itself included
 
 
-def _of(shapes: str, **more) -> Config:
-    size = SHAPES[shapes]
-    return Config(**{k: size[k] for k in ("vocab", "hidden", "heads", "kv_heads", "head_dim", "mlp")}, **more)
+def _config(shapes: str = "", **sizes) -> Config:
+    named = (
+        {k: SHAPES[shapes][k] for k in ("vocab", "hidden", "heads", "kv_heads", "head_dim", "mlp")} if shapes else {}
+    )
+    return Config(**named, **sizes)
 
 
-CONFIGS = {  # of the models' own configuration files, as their authors published them
-    "tiny": _of("tiny", layers=2, tied=True),
-    "qwen3-0.6b": Config(151936, 1024, 28, 16, 8, 128, 3072, tied=True),
-    "qwen3-8b": _of("qwen3-8b", layers=36),
-    "llama3-8b": _of("llama3-8b", layers=32, theta=5e5, eps=1e-5, qk_norm=False),
-}
+CONFIGS = {name: _config(**sizes) for name, sizes in CONTRACT["models"].items()}
 
 
 class Rows(NamedTuple):
@@ -109,17 +106,17 @@ class Cache:
         return self.k[layer], self.v[layer]
 
 
-def _normed(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normed(ops, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the RMSNorm of x + residual, and x + residual; of the residual alone where there is no x yet."""
-    return (bi.rms_norm(residual, weight, eps), residual) if x is None else bi.add_rms_norm(x, residual, weight, eps)
+    return (ops.rms_norm(residual, weight, eps), residual) if x is None else ops.add_rms_norm(x, residual, weight, eps)
 
 
 class Layer(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm and beside a residual."""
 
-    def __init__(self, config: Config, make: Callable[..., nn.Parameter]):
+    def __init__(self, config: Config, make: Callable[..., nn.Parameter], ops):
         super().__init__()
-        self.config, c = config, config
+        self.config, self.ops, c = config, ops, config
         width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.norm, self.mlp_norm = make(c.hidden), make(c.hidden)
         self.q, self.k, self.v = make(width, c.hidden), make(kv_width, c.hidden), make(kv_width, c.hidden)
@@ -134,25 +131,25 @@ class Layer(nn.Module):
         self, x: Tensor | None, residual: Tensor, table: bi.RopeTable, rows: Rows, cache: Cache | None, number: int
     ):
         """Adds x, what the layer before left to add, to the residual; returns what is to be added next, and that."""
-        c = self.config
-        h, residual = _normed(x, residual, self.norm, c.eps)
+        c, ops = self.config, self.ops
+        h, residual = _normed(ops, x, residual, self.norm, c.eps)
         q, k, v = (
-            bi.linear(h, weight, bias).unflatten(-1, (-1, c.head_dim))
+            ops.linear(h, weight, bias).unflatten(-1, (-1, c.head_dim))
             for weight, bias in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
         )
         if c.qk_norm:
-            q, k = bi.qk_norm(q, self.q_norm, c.eps), bi.qk_norm(k, self.k_norm, c.eps)
-        q, k = bi.rope(q, table, rows.positions), bi.rope(k, table, rows.positions)
+            q, k = ops.qk_norm(q, self.q_norm, c.eps), ops.qk_norm(k, self.k_norm, c.eps)
+        q, k = ops.rope(q, table, rows.positions), ops.rope(k, table, rows.positions)
         if cache is not None:
             k, v = cache.put(number, k, v, rows)
-        out, _ = bi.attention(q, k, v, window=c.window, **rows.attend)
-        h, residual = _normed(bi.linear(out.flatten(-2), self.o), residual, self.mlp_norm, c.eps)
-        return bi.linear(bi.swiglu(bi.linear(h, self.gate), bi.linear(h, self.up)), self.down), residual
+        out, _ = ops.attention(q, k, v, window=c.window, **rows.attend)
+        h, residual = _normed(ops, ops.linear(out.flatten(-2), self.o), residual, self.mlp_norm, c.eps)
+        return ops.linear(ops.swiglu(ops.linear(h, self.gate), ops.linear(h, self.up)), self.down), residual
 
 
 class Decoder(nn.Module):
     """A decoder with random weights of a seed. longest: positions that RoPE's table holds; checkpointing: layers are
-    computed again in the backward, which changes no bit."""
+    computed again in the backward, which changes no bit; ops: bi_kernels, or whatever has ops of these names."""
 
     def __init__(
         self,
@@ -162,6 +159,7 @@ class Decoder(nn.Module):
         seed: int = 0,
         longest: int = 4096,
         checkpointing: bool = False,
+        ops=bi,
     ):
         super().__init__()
         generator = torch.Generator(device).manual_seed(seed)
@@ -170,9 +168,9 @@ class Decoder(nn.Module):
             w = torch.randn(shape, generator=generator, device=device)
             return nn.Parameter((w * shape[-1] ** -0.5 if len(shape) > 1 else 1 + w / 10).to(dtype))
 
-        self.config, self.checkpointing = config, checkpointing
+        self.config, self.checkpointing, self.ops = config, checkpointing, ops
         self.embedding = make(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(Layer(config, make) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, make, ops) for _ in range(config.layers))
         self.last_norm = make(config.hidden)
         self.lm_head = self.embedding if config.tied else make(config.vocab, config.hidden)
         self.table = bi.rope_table(longest, config.head_dim, config.theta, device)
@@ -184,7 +182,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, rows: Rows, cache: Cache | None = None) -> Tensor:
         """Returns what the LM head is given, (…, hidden) of ids (…). With a cache, ids are each sequence's next."""
-        x, residual = None, bi.embedding(ids, self.embedding)
+        x, residual = None, self.ops.embedding(ids, self.embedding)
         for number, layer in enumerate(self.layers):
             given = x, residual, self.table, rows, cache, number
             if self.checkpointing and torch.is_grad_enabled():
@@ -193,7 +191,7 @@ class Decoder(nn.Module):
                 x, residual = layer(*given)
         if cache is not None:
             cache.lengths += rows.attend["lengths_q"]
-        return _normed(x, residual, self.last_norm, self.config.eps)[0]
+        return _normed(self.ops, x, residual, self.last_norm, self.config.eps)[0]
 
     def logprobs(
         self, ids: Tensor, targets: Tensor, rows: Rows, cache: Cache | None = None, temperature: float = 1.0
@@ -202,7 +200,7 @@ class Decoder(nn.Module):
 
         The ops keep rows.layout for their backward, which may be called anywhere."""
         with rows.layout or nullcontext():
-            return bi.lm_head_logprob(self(ids, rows, cache), self.lm_head, targets, temperature)
+            return self.ops.lm_head_logprob(self(ids, rows, cache), self.lm_head, targets, temperature)
 
 
 def policy_loss(
