@@ -60,8 +60,8 @@ class Rows(NamedTuple):
 def packed(lengths: Sequence[int], device: torch.device | str, order: Sequence[int] | None = None) -> Rows:
     """Lays sequences one after another, ids (tokens,); order: the step's number of each, as TokenLayout has it."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-    return Rows(positions, TokenLayout.packed(ends, order), {"cu_seqlens_q": ends.to(device, torch.int32)})
+    there = ends.to(device, torch.int32)
+    return Rows(bi.packed_positions(there, int(ends[-1])), TokenLayout.packed(ends, order), {"cu_seqlens_q": there})
 
 
 def padded(

@@ -1,11 +1,13 @@
 """The chain: a token's logprob, and every parameter's gradient, in every layout, split and order of computing."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import assert_same_bits
 
+import bi_kernels
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed, padded, policy_loss
 
@@ -89,6 +91,22 @@ def test_without_its_layout_a_gradient_moves(whole):
     found = step(Decoder(CONFIG), [(dense, at)])
     assert_same_bits(found["logprob"], whole["logprob"])
     assert any((found[what] != expected).any() for what, expected in whole.items())
+
+
+@torch.no_grad()
+def test_a_linear_that_adds_otherwise_for_few_rows_is_seen(whole):
+    def linear(x, weight, bias=None):
+        if x.shape[:-1].numel() > 16:
+            return bi_kernels.linear(x, weight, bias)
+        half = x.shape[-1] // 2
+        first = bi_kernels.linear(x[..., :half], weight[:, :half], bias)
+        return bi_kernels.add(first, bi_kernels.linear(x[..., half:], weight[:, half:]))
+
+    ours = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
+    model = Decoder(CONFIG, ops=SimpleNamespace(**ours | {"linear": linear}))
+    for rows, at in STEPS["packed"] + STEPS["singles"]:
+        logprob, _ = model.logprobs(IDS[at], TARGETS[at], rows)
+        assert bool((logprob != whole["logprob"][at]).any()) == (len(at) <= 16), len(at)
 
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
