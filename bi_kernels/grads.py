@@ -1,6 +1,7 @@
 """fp32 gradient buffers on parameters (`main_grad`), and the masters that an optimizer steps."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 
@@ -18,8 +19,7 @@ class MainGrads:
             for every micro-batch, in logical order: loss.backward()
             grads.join(); optimizer.step(); grads.finish()
 
-    masters: an fp32 copy of each parameter, whose `.grad` is the parameter's `main_grad`. Raises ValueError for a tied
-    parameter that is not among the parameters.
+    Raises ValueError for a tied parameter that is not among the parameters.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], tied: Iterable[torch.nn.Parameter] = ()):
@@ -27,14 +27,19 @@ class MainGrads:
         self.tied = list(tied)
         if any(all(t is not p for p in self.parameters) for t in self.tied):
             raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
-        self.masters = []
         for p in self.parameters:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-            master = torch.nn.Parameter(p.detach().to(torch.float32, copy=True))
-            master.grad = p.main_grad
-            self.masters.append(master)
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
+
+    @cached_property
+    def masters(self) -> list[torch.nn.Parameter]:
+        """Holds an fp32 copy of each parameter, made when it is first asked for, whose `.grad` is the parameter's
+        `main_grad`."""
+        masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
+        for p, master in zip(self.parameters, masters):
+            master.grad = p.main_grad
+        return masters
 
     @torch.no_grad()
     def join(self) -> None:
@@ -44,7 +49,7 @@ class MainGrads:
             p.main_grad.add_(p.embedding_main_grad)
             p.embedding_main_grad.zero_()
         self.collect()
-        for p, master in zip(self.parameters, self.masters):
+        for p, master in zip(self.parameters, self._made):
             master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it
 
     @torch.no_grad()
@@ -58,6 +63,11 @@ class MainGrads:
     @torch.no_grad()
     def finish(self) -> None:
         """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
-        for p, master in zip(self.parameters, self.masters):
+        for p, master in zip(self.parameters, self._made):
             p.copy_(master)
+        for p in self.parameters:
             p.main_grad.zero_()
+
+    @property
+    def _made(self) -> list[torch.nn.Parameter]:
+        return self.__dict__.get("masters", [])

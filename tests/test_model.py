@@ -9,7 +9,7 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.grads import MainGrads
-from bi_kernels.model import CONFIGS, Cache, Decoder, packed, padded, policy_loss
+from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded, policy_loss, score
 
 LENGTHS = [5, 1, 17, 33, 9]
 STARTS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
@@ -141,3 +141,63 @@ def test_the_configurations_count_as_many_parameters_as_published():
         layer = c.hidden * (2 * width + 2 * kv_width + 3 * c.mlp + 2) + 2 * c.head_dim * c.qk_norm
         count = c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2) + c.hidden
         assert count == published, name
+
+
+PROMPTS = [IDS[first : first + n].tolist() for first, n in zip(STARTS, [5, 1, 17, 9, 3])]
+MOST = [6, 3, 4, 7, 5]
+
+
+def generated(model: Decoder, **options) -> list:
+    return sorted(generate(model, PROMPTS, MOST, seed=1, **options), key=lambda one: one.number)
+
+
+@pytest.fixture(scope="module")
+def continued() -> tuple:
+    model = Decoder(CONFIG)
+    return model, generated(model)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_continuation_does_not_depend_on_the_batch(continued, batch):
+    model, whole = continued
+    assert generated(model, batch=batch) == whole
+    assert [len(one.ids) for one in whole] == MOST
+
+
+def test_noise_follows_the_sample_not_the_row(continued):
+    model, whole = continued
+    turned = list(generate(model, PROMPTS[::-1], MOST[::-1], seed=1, samples=range(5)[::-1]))
+    assert sorted((one.ids, one.logprobs) for one in turned) == sorted((one.ids, one.logprobs) for one in whole)
+    other = list(generate(model, PROMPTS[::-1], MOST[::-1], seed=1))
+    assert sorted(one.ids for one in other) != sorted(one.ids for one in whole)
+
+
+def test_what_was_generated_is_scored_with_the_same_bits(continued):
+    model, whole = continued
+    for found, one in zip(score(model, whole), whole):
+        assert_same_bits(found.detach(), torch.tensor(one.logprobs))
+    one = whole[0]
+    other = dataclasses.replace(one, ids=[*one.ids[:-1], (one.ids[-1] + 1) % CONFIG.vocab])
+    assert not torch.equal(score(model, [other])[0], torch.tensor(one.logprobs)), "another token has another logprob"
+
+
+def test_generation_ends_with_a_stop_token(continued):
+    model, whole = continued
+    first = whole[0]
+    (ended,) = generate(model, PROMPTS[:1], MOST[:1], seed=1, stop=[first.ids[2]])
+    assert ended.ids == first.ids[: first.ids.index(first.ids[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"max_new_tokens": [1]}, "max_new_tokens holds 1 numbers, expected 5, one a prompt"),
+        ({"prompts": [[1], []]}, "2 prompts of 0 tokens or more"),
+        ({"prompts": []}, "0 prompts of 0 tokens"),
+        ({"max_new_tokens": 5000}, "5017 tokens with the new ones, expected at most 4096"),
+        ({"samples": [1]}, "samples holds 1 numbers, expected 5"),
+    ],
+)
+def test_a_bad_call_of_generate_is_one_sentence(continued, change, said):
+    with pytest.raises(ValueError, match=f"^generate: {said}"):
+        list(generate(continued[0], **{"prompts": PROMPTS, "max_new_tokens": 3} | change))

@@ -6,10 +6,9 @@ however its sequences are laid out, cut into micro-batches, prefilled in chunks 
     logprob, entropy = model.logprobs(ids, targets, rows)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bi_kernels as bi
 from bi_kernels.contract import CONTRACT, EPS, SHAPES
-from bi_kernels.tokens import TokenLayout
+from bi_kernels.model.cache import Cache, Rows
 
 
 @dataclass(frozen=True)
@@ -47,63 +46,6 @@ def _config(shapes: str = "", **sizes) -> Config:
 
 
 CONFIGS = {name: _config(**sizes) for name, sizes in CONTRACT["models"].items()}
-
-
-class Rows(NamedTuple):
-    """Where the sequences of a call lie: what its ops are told."""
-
-    positions: Tensor  # like ids: of each token in its sequence
-    layout: TokenLayout | None  # of the gradients; None where none is wanted
-    attend: dict  # keyword arguments of attention
-
-
-def packed(lengths: Sequence[int], device: torch.device | str, order: Sequence[int] | None = None) -> Rows:
-    """Lays sequences one after another, ids (tokens,); order: the step's number of each, as TokenLayout has it."""
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    there = ends.to(device, torch.int32)
-    return Rows(bi.packed_positions(there, int(ends[-1])), TokenLayout.packed(ends, order), {"cu_seqlens_q": there})
-
-
-def padded(
-    lengths: Sequence[int],
-    width: int,
-    device: torch.device | str,
-    left: bool = False,
-    order: Sequence[int] | None = None,
-) -> Rows:
-    """Lays each sequence at the start of its row of ids (sequences, width), or at its end."""
-    layout, counts = TokenLayout.padded(lengths, width, left, order), torch.tensor(lengths, device=device)
-    positions = torch.arange(width, device=device).expand(len(lengths), -1)
-    positions = (positions - (width - counts)[:, None]).clamp(min=0) if left else positions
-    attend = {"lengths_q": counts, "lengths_k": counts, "left_padded": left}
-    return Rows(positions.contiguous(), layout, attend)
-
-
-class Cache:
-    """Keys and values of the tokens that were computed before, one row a sequence; its last place takes padding's."""
-
-    def __init__(self, config: Config, sequences: int, capacity: int, like: Tensor):
-        shape = config.layers, sequences, capacity + 1, config.kv_heads, config.head_dim
-        self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
-        self.lengths = torch.zeros(sequences, dtype=torch.int64, device=like.device)
-        self.capacity = capacity
-
-    def rows(self, width: int, counts: Tensor | None = None) -> Rows:
-        """Says where the next tokens of each sequence lie: ids (sequences, width), of which counts (sequences,) are
-        tokens, all unless given. Raises ValueError where the cache is too small."""
-        counts = torch.full_like(self.lengths, width) if counts is None else counts
-        if width and int((self.lengths + counts).max()) > self.capacity:
-            raise ValueError(f"Cache: {int((self.lengths + counts).max())} tokens, expected at most {self.capacity}")
-        positions = self.lengths[:, None] + torch.arange(width, device=counts.device)
-        return Rows(positions, None, {"lengths_q": counts, "lengths_k": self.lengths + counts})
-
-    def put(self, layer: int, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Writes the new keys and values; returns all of the layer's."""
-        there = torch.arange(k.shape[1], device=k.device) < rows.attend["lengths_q"][:, None]
-        at = torch.where(there, rows.positions, self.capacity)
-        sequence = torch.arange(len(k), device=k.device)[:, None]
-        self.k[layer][sequence, at], self.v[layer][sequence, at] = k, v
-        return self.k[layer], self.v[layer]
 
 
 def _normed(ops, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +91,8 @@ class Layer(nn.Module):
 
 class Decoder(nn.Module):
     """A decoder with random weights of a seed. longest: positions that RoPE's table holds; checkpointing: layers are
-    computed again in the backward, which changes no bit; ops: bi_kernels, or whatever has ops of these names."""
+    computed again in the backward; keep_bytes: of logits that are kept for it; neither changes a bit. ops: bi_kernels,
+    or whatever has ops of these names."""
 
     def __init__(
         self,
@@ -159,6 +102,7 @@ class Decoder(nn.Module):
         seed: int = 0,
         longest: int = 4096,
         checkpointing: bool = False,
+        keep_bytes: float = 0,
         ops=bi,
     ):
         super().__init__()
@@ -169,6 +113,7 @@ class Decoder(nn.Module):
             return nn.Parameter((w * shape[-1] ** -0.5 if len(shape) > 1 else 1 + w / 10).to(dtype))
 
         self.config, self.checkpointing, self.ops = config, checkpointing, ops
+        self.kept = {"keep_bytes": keep_bytes} if keep_bytes else {}
         self.embedding = make(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, make, ops) for _ in range(config.layers))
         self.last_norm = make(config.hidden)
@@ -190,7 +135,7 @@ class Decoder(nn.Module):
             else:
                 x, residual = layer(*given)
         if cache is not None:
-            cache.lengths += rows.attend["lengths_q"]
+            cache.advance(rows)
         return _normed(self.ops, x, residual, self.last_norm, self.config.eps)[0]
 
     def logprobs(
@@ -200,17 +145,4 @@ class Decoder(nn.Module):
 
         The ops keep rows.layout for their backward, which may be called anywhere."""
         with rows.layout or nullcontext():
-            return self.ops.lm_head_logprob(self(ids, rows, cache), self.lm_head, targets, temperature)
-
-
-def policy_loss(
-    logprob: Tensor, old: Tensor, advantages: Tensor, active: Tensor, denominator: int, clip: float = 0.2
-) -> Tensor:
-    """Returns GRPO's clipped loss of the tokens of one micro-batch; Shao et al., arXiv 2402.03300, without its KL term.
-
-    logprob, old, advantages: (…) fp32 of each token, under the policy and under that which sampled it; active: (…)
-    bool, the tokens that count; denominator: how many of them the whole step has, so that no split changes a weight.
-    """
-    ratio = (logprob - old).exp()
-    gained = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-    return -gained.masked_fill(~active, 0).sum() / denominator
+            return self.ops.lm_head_logprob(self(ids, rows, cache), self.lm_head, targets, temperature, **self.kept)
