@@ -3,6 +3,7 @@
 `start` begins the audit of a notebook, and `audit` judges a callable of yours.
 """
 
+import importlib
 import os
 
 from bi_kernels.audit.worker import wait_at
@@ -17,10 +18,12 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     """
     from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
     from bi_kernels.audit.experiments.timing import GPU  # noqa: PLC0415 (likewise)
-    from bi_kernels.audit.parameters import OF_CALLABLES, choose, read  # noqa: PLC0415 (likewise)
+    from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
 
     on_gpu = choose(read(audit, parameters).device).type == "cuda"
-    pool = parallel.begin(audit, parameters) if on_gpu and audit not in OF_CALLABLES else None
+    pool = (
+        parallel.begin(audit, parameters) if on_gpu and (audit not in OTHERS or audit in parallel.PROCESSES) else None
+    )
     found = load(audit, parameters)
     found.pool = pool
     if gate := os.environ.get("BI_AUDIT_GATE"):
@@ -32,15 +35,11 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
 
 def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
     """Returns the session of an audit, which judges in this process alone."""
-    from bi_kernels.audit.parameters import OF_CALLABLES, choose, read  # noqa: PLC0415 (imports torch)
+    from bi_kernels.audit.parameters import choose, read  # noqa: PLC0415 (imports torch)
 
-    choose(read(audit, parameters).device)
-    # only now, for it imports triton
-    if audit in OF_CALLABLES:
-        from bi_kernels.audit.callables import session  # noqa: PLC0415
-    else:
-        from bi_kernels.audit import session  # noqa: PLC0415
-    return session.start(audit, parameters)
+    checked = read(audit, parameters)
+    choose(checked.device)
+    return importlib.import_module(checked.session).start(audit, parameters)  # only now, for it imports triton
 
 
 def __getattr__(name: str):

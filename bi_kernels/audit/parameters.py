@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 
@@ -26,10 +27,18 @@ def _integers(parameters: "Parameters", *names: str, least: int | None = None) -
             raise ValueError(f"{name} is {value!r}, expected {allowed}")
 
 
+def _dtype_and_shapes(parameters: "Parameters") -> None:
+    if parameters.dtype not in ("all", *DTYPES):
+        raise ValueError(f"dtype is {parameters.dtype!r}, expected all, {', '.join(DTYPES)}")
+    if parameters.shapes not in list(SHAPES):
+        raise ValueError(f"shapes is {parameters.shapes!r}, expected one of {', '.join(SHAPES)}")
+
+
 @dataclass(frozen=True)
 class RegistryParameters:
     """Parameters of an audit of the registry's ops."""
 
+    session: ClassVar[str] = "bi_kernels.audit.session"  # the module whose `start` begins it
     dtype: str = "all"
     candidate: str = "bi_kernels"
     shapes: str = "tiny"
@@ -38,10 +47,22 @@ class RegistryParameters:
     op: str = ""  # which op a single function stands for
 
     def __post_init__(self):
-        if self.dtype not in ("all", *DTYPES):
-            raise ValueError(f"dtype is {self.dtype!r}, expected all, {', '.join(DTYPES)}")
-        if self.shapes not in list(SHAPES):
-            raise ValueError(f"shapes is {self.shapes!r}, expected one of {', '.join(SHAPES)}")
+        _dtype_and_shapes(self)
+        _integers(self, "seed", least=0)
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """Parameters of an audit of a whole model of this package's ops."""
+
+    session: ClassVar[str] = "bi_kernels.audit.chain.session"
+    dtype: str = "bf16"
+    shapes: str = "tiny"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self):
+        _dtype_and_shapes(self)
         _integers(self, "seed", least=0)
 
 
@@ -49,6 +70,7 @@ class RegistryParameters:
 class AnyParameters:
     """Parameters of the audit `any`, of one callable in no registry."""
 
+    session: ClassVar[str] = "bi_kernels.audit.callables.session"
     candidate: str = ""
     inputs: str = ""
     batch: int = 0  # the dimension of the first tensor that counts samples
@@ -74,6 +96,7 @@ class AnyParameters:
 class ZooParameters:
     """Parameters of the audit `zoo`, of many callables that nobody wrote for the auditor."""
 
+    session: ClassVar[str] = AnyParameters.session
     animals: str = ""  # nothing: a few; all; or some names, with ";" between
     seconds: int = 60  # of each
     device: str = "auto"
@@ -83,13 +106,18 @@ class ZooParameters:
         _integers(self, "seconds", "seed")
 
 
-Parameters = RegistryParameters | AnyParameters | ZooParameters
-OF_CALLABLES = {"any": AnyParameters, "zoo": ZooParameters}  # every other audit is of the registry's ops
+Parameters = RegistryParameters | ModelParameters | AnyParameters | ZooParameters
+OTHERS = {  # every other audit is of the registry's ops
+    "any": AnyParameters,
+    "zoo": ZooParameters,
+    "chain": ModelParameters,
+    "training": ModelParameters,
+}
 
 
 def defaults(audit: str) -> dict:
     """Returns {name: default} of the parameters that an audit has."""
-    return {f.name: f.default for f in fields(OF_CALLABLES.get(audit, RegistryParameters))}
+    return {f.name: f.default for f in fields(OTHERS.get(audit, RegistryParameters))}
 
 
 def accepted(audit: str, given: Mapping) -> dict:
@@ -102,7 +130,7 @@ def read(audit: str, given: Mapping) -> Parameters:
     unknown = sorted(given.keys() - defaults(audit).keys())
     if unknown:
         raise ValueError(f"unknown parameter {unknown[0]!r}, expected one of {', '.join(defaults(audit))}")
-    return OF_CALLABLES.get(audit, RegistryParameters)(**given)
+    return OTHERS.get(audit, RegistryParameters)(**given)
 
 
 def command(audit: str, parameters: Mapping) -> str:

@@ -39,7 +39,7 @@ def audits() -> dict[str, Audit]:
     package = Path(__file__).parents[1]
     folder = next(d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir())
     found = {}
-    for path in sorted(folder.glob("[0-9]*_*.ipynb")):
+    for path in sorted(folder.glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
         text = lambda cell: "".join(cell["source"])
         told = next(text(c) for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", []))

@@ -71,6 +71,28 @@ def lm_head_logprob(
     return token_logprob(F.linear(hidden, weight), targets, temperature, ignore_index)
 
 
+def visible(
+    q: Tensor,
+    k: Tensor,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    left_padded: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """Returns which keys each query of a padded batch sees: (B, 1, L, keys) bool."""
+    L, S, device = q.shape[1], k.shape[1], q.device
+    length = lambda lengths, width: torch.full((len(q),), width, device=device) if lengths is None else lengths
+    length_q, length_k = length(lengths_q, L)[:, None, None], length(lengths_k, S)[:, None, None]
+    query, key = torch.arange(L, device=device)[:, None], torch.arange(S, device=device)
+    if left_padded:
+        query, key = query - (L - length_q), key - (S - length_k)
+    position = query + length_k - length_q
+    seen = (key >= 0) & (key < length_k) & (query >= 0) & (query < length_q) & (key <= position)
+    if window:
+        seen &= key > position - window
+    return seen[:, None]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -92,17 +114,9 @@ def attention(
             attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b
         ]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
-    L, S, device = q.shape[1], k.shape[1], q.device
-    length = lambda lengths, width: torch.full((len(q),), width, device=device) if lengths is None else lengths
-    length_q, length_k = length(lengths_q, L)[:, None, None], length(lengths_k, S)[:, None, None]
-    query, key = torch.arange(L, device=device)[:, None], torch.arange(S, device=device)
-    if left_padded:
-        query, key = query - (L - length_q), key - (S - length_k)
-    position = query + length_k - length_q
-    seen = (key >= 0) & (key < length_k) & (query >= 0) & (query < length_q) & (key <= position)
-    if window:
-        seen &= key > position - window
-    plain, seen = lengths_q is lengths_k is window is None, seen[:, None]
+    L, S = q.shape[1], k.shape[1]
+    seen = visible(q, k, lengths_q, lengths_k, left_padded, window)
+    plain = lengths_q is lengths_k is window is None
     heads = lambda t: t.transpose(1, 2)
     how = {"is_causal": L > 1} if plain and L in (1, S) else {"attn_mask": seen}
     out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), enable_gqa=True, **how)

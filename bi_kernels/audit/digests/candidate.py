@@ -14,7 +14,7 @@ from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
 from bi_kernels.audit.digests.golden import sha
 from bi_kernels.audit.evidence.provenance import architecture, provenance
 from bi_kernels.audit.evidence.verdicts import sentence
-from bi_kernels.audit.parameters import OF_CALLABLES, accepted
+from bi_kernels.audit.parameters import OTHERS, accepted
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.session import start
 from bi_kernels.contract import dtype_name
@@ -51,7 +51,7 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
 
     An audit of other callables than the registry's ops has none. Raises ValueError for a wrong parameter.
     """
-    sessions = [start(name, accepted(name, parameters)) for name in names if name not in OF_CALLABLES]
+    sessions = [start(name, accepted(name, parameters)) for name in names if name not in OTHERS]
     package = Path(bi_kernels.__file__).parent
     ours = f"{version('bi-kernels')} ({_hash(*sorted([*package.glob('*.py'), *(package / 'ops').rglob('*.py')]))})"
     found, problems, seen = [], [], set()

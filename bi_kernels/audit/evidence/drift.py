@@ -55,15 +55,7 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     """Returns both of one shape and dtype; a difference in dtype or shape is an error of the caller's. Of several
     outputs the sum and the worst, and the first index of the first that differs."""
     if isinstance(actual, tuple):
-        parts = [compare(a, e) for a, e in zip(actual, expected, strict=True)]
-        total = lambda name, over: over(getattr(p, name) for p in parts)
-        part = next((i for i, p in enumerate(parts) if p.mismatches), 0)
-        return Drift(
-            *(total(name, sum) for name in ("mismatches", "elements")),
-            *(total(name, max) for name in ("max_abs", "max_rel", "max_ulp")),
-            parts[part].first_index,
-            part,
-        )
+        return joined([compare(a, e) for a, e in zip(actual, expected, strict=True)])
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
             f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} {tuple(expected.shape)}"
@@ -84,3 +76,15 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     relative = gap / scale.clamp(min=torch.finfo(torch.float64).tiny)
     steps = (ordered(a) - ordered(e)).abs()
     return Drift(count, actual.numel(), float(gap.max()), float(relative.max()), int(steps.max()), first)
+
+
+def joined(parts: list[Drift]) -> Drift:
+    """Returns the sum and the worst of several tensors' drifts, and the first index of the first that differs."""
+    total = lambda name, over: over(getattr(p, name) for p in parts)
+    part = next((i for i, p in enumerate(parts) if p.mismatches), 0)
+    return Drift(
+        *(total(name, sum) for name in ("mismatches", "elements")),
+        *(total(name, max) for name in ("max_abs", "max_rel", "max_ulp")),
+        parts[part].first_index,
+        part,
+    )

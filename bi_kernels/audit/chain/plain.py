@@ -1,0 +1,44 @@
+"""Stock PyTorch under the names of this package's ops, as a model of PyTorch's own is written: nothing that costs time
+and that only an audit asks for."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bi_kernels.audit import stock
+
+linear, rms_norm, qk_norm, add_rms_norm, rope = (
+    stock.linear,
+    stock.rms_norm,
+    stock.qk_norm,
+    stock.add_rms_norm,
+    stock.rope,
+)
+swiglu, embedding = stock.swiglu, stock.embedding
+
+
+def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
+    """Returns the logprob by F.cross_entropy in fp32, and no entropy."""
+    rows = logits.flatten(0, -2).float()
+    loss = F.cross_entropy(rows if temperature == 1 else rows / temperature, targets.flatten(), reduction="none")
+    return -loss.view(targets.shape), None
+
+
+def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
+    return token_logprob(F.linear(hidden, weight), targets, temperature)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **where) -> tuple[Tensor, None]:
+    """Returns SDPA of packed sequences, one by one, of a whole batch without a mask, or of what a mask leaves of it."""
+    if (ends := where.get("cu_seqlens_q")) is not None:
+        ends = ends.tolist()
+        parts = (t[None, a:b] for a, b in zip(ends, ends[1:]) if a < b for t in (q, k, v))
+        return torch.cat([attention(*qkv, window=window)[0][0] for qkv in zip(*[parts] * 3)]), None
+    heads = [t.transpose(1, 2) for t in (q, k, v)]
+    if not where and window is None:
+        out = F.scaled_dot_product_attention(*heads, is_causal=q.shape[1] > 1, enable_gqa=True)
+        return out.transpose(1, 2), None
+    mask = stock.visible(q, k, window=window, **where)
+    blind = ~mask.any(-1, keepdim=True)  # padding: of no key, SDPA's gradient is NaN
+    out = F.scaled_dot_product_attention(*heads, attn_mask=mask | blind, enable_gqa=True)
+    return out.masked_fill(blind, 0).transpose(1, 2), None

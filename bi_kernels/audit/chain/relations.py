@@ -1,0 +1,134 @@
+"""The relations of a whole model, and decoders broken on purpose, each of which one of them must flag."""
+
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+
+import torch
+
+import bi_kernels
+from bi_kernels.audit.broken.attention import changed, padding_keys_seen
+from bi_kernels.audit.broken.forward import rope_by_row, row_count
+from bi_kernels.audit.broken.gradient import dw_separate
+from bi_kernels.audit.chain.layouts import Step, sha256
+from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.verdicts import Row, grouped
+from bi_kernels.audit.problem.call_layouts import shapes_launched
+from bi_kernels.audit.problem.subject import Named
+from bi_kernels.contract import CONTRACT
+
+INVARIANCE, GRADIENT, PARITY, DETERMINISM = "invariance", "gradient invariance", "parity", "determinism"
+
+
+class Whole(Named):
+    """A decoder whose rows are about its logprobs, and about its gradients, a part a parameter."""
+
+    def __init__(self, step: Step, device: str, command: str):
+        self.step, self.command, self.parts = step, command, ["logprob"]
+        self.whose = "chain", "decoder", f"{step.model.config.layers} layers", "bi_kernels", step.dtype, device
+
+    def about(self, relation: str, layout: str, drift: Drift, parts: Collection[str] = ("logprob",), **more) -> Row:
+        self.parts = list(parts)
+        return self.row(relation, layout, drift, "packed", rows=self.step.count, **more)
+
+
+def invariance(
+    step: Step, device: str, command: str, only: Collection[str] = (), shares: dict | None = None
+) -> Iterator[Row]:
+    """Yields the rows of a decoder: of every layout the logprobs and the gradients of all parameters, against those of
+    one packed call; of chunked prefill and decode the logprobs; and that every parameter got a gradient.
+
+    only: these layouts; shares: gets {layout: {kind of tensor: share of its elements that differ}}.
+    """
+    shares = {} if shares is None else shares
+    who = Whole(step, device, command)
+    logprob = step.run("packed")
+    names, whole = list(step.gradients), tuple(g.clone() for g in step.gradients.values())
+    unmoved = [name for name, g in zip(names, whole) if not g.any()]
+    detail = f"SHA-256 {sha256({'logprob': logprob} | dict(zip(names, whole)))}"
+    yield who.about(
+        GRADIENT, "packed", Drift(len(unmoved), len(names)), ["parameters without a gradient"], detail=detail
+    )
+    runs = CONTRACT["sweep"]["runs" if step.device.type == "cuda" else "interpreter_gradient_runs"]
+    layouts = {"packed": step.layouts["packed"]} | {k: v for k, v in step.layouts.items() if k != "packed"}
+    for layout, calls in layouts.items():
+        if only and layout not in only:
+            continue
+        again = layout == "packed"
+        for _ in range(runs - 1 if again else 1):
+            found = step.run(layout)
+            drifts = {"logprob": compare(found, logprob)} | {
+                name: compare(g, w) for (name, g), w in zip(step.gradients.items(), whole)
+            }
+            if any(d.mismatches for d in drifts.values()):
+                break
+        shares[layout] = _by_kind(drifts)
+        forward, drift = drifts.pop("logprob"), joined([*drifts.values()])
+        detail = f"{runs} runs" if again else shapes_launched(calls)
+        if layout == [*layouts][-1]:
+            detail += f"; SHA-256 {sha256({'logprob': found} | step.gradients)}"
+        yield who.about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
+        yield who.about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail)
+    del whole
+    torch.cuda.empty_cache()
+    if not only or {layout.partition(":")[0] for layout in only} & {"chunked", "decode"}:
+        for layout, found in step.in_chunks():
+            drift = compare(found, logprob)
+            shares[layout] = _by_kind({"logprob": drift})
+            yield who.about(PARITY, layout, drift)
+
+
+def _by_kind(drifts: dict[str, Drift]) -> dict[str, float]:
+    """Returns the share of elements that differ, of all tensors whose names end alike."""
+    found = grouped(drifts, lambda name: name.rpartition(".")[2])
+    total = lambda names, field: sum(getattr(drifts[name], field) for name in names)
+    return {kind: total(names, "mismatches") / total(names, "elements") for kind, names in found.items()}
+
+
+def with_ops(**changed) -> SimpleNamespace:
+    """Returns this package's ops, some of which are others."""
+    return SimpleNamespace(**{name: getattr(bi_kernels, name) for name in bi_kernels.__all__} | changed)
+
+
+def _recomputed_otherwise(gate, up):
+    """Gives activation checkpointing, which calls it inside the backward, another result than the forward had."""
+    y = bi_kernels.swiglu(gate, up)
+    return y if torch._C._current_graph_task_id() == -1 else bi_kernels.scale(y, 1.5)
+
+
+def _halves_for_few_rows(x, weight, bias=None):
+    if row_count(x) > 64:
+        return bi_kernels.linear(x, weight, bias)
+    first, second = map(bi_kernels.linear, x.chunk(2, -1), weight.chunk(2, -1))
+    return bi_kernels.add(first, second)
+
+
+def _block_by_batch(q, k, v, **told):
+    count = len(told["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in told else len(q)
+    return (changed(block=32, hopper_prefill=None) if count < 3 else bi_kernels.attention)(q, k, v, **told)
+
+
+CONTROLS = (  # name, the relation that must flag it, the layouts in which it shows, what is broken
+    (
+        "linear that adds two halves of K for 64 rows or fewer",
+        INVARIANCE,
+        ("singles",),
+        {"ops": with_ops(linear=_halves_for_few_rows)},
+    ),
+    ("RoPE by row", INVARIANCE, ("singles",), {"ops": with_ops(rope=rope_by_row)}),
+    ("attention whose blocks follow the batch", INVARIANCE, ("singles",), {"ops": with_ops(attention=_block_by_batch)}),
+    ("decode that sees a cache's padding", PARITY, ("decode",), {"ops": with_ops(attention=padding_keys_seen)}),
+    (
+        "dW as the sum of separately accumulated partials",
+        GRADIENT,
+        ("micro_batches:each",),
+        {"ops": with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight))},
+    ),
+    ("gradients that were not told the layout", GRADIENT, ("left_padded",), {"forgets": True}),
+    ("each micro-batch divided by its own tokens", GRADIENT, ("micro_batches:2",), {"own": True}),
+    (
+        "a layer recomputed otherwise than it was computed",
+        GRADIENT,
+        ("checkpointing off",),
+        {"ops": with_ops(swiglu=_recomputed_otherwise)},
+    ),
+)

@@ -1,0 +1,65 @@
+"""The session of an audit of a whole model: `chain` and `training`."""
+
+from dataclasses import asdict, dataclass, field, replace
+
+from bi_kernels.audit.chain import plain
+from bi_kernels.audit.chain.layouts import Step, case
+from bi_kernels.audit.chain.relations import CONTROLS, invariance
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix, up_to_a_drift
+from bi_kernels.audit.parameters import choose, read
+from bi_kernels.audit.problem.candidates import Candidate
+from bi_kernels.audit.session import Session
+
+
+def start(audit: str, given: dict) -> "ModelSession":
+    """Begins an audit of a model with the parameters given. Raises ValueError with one sentence."""
+    p = read(audit, given)
+    return ModelSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
+
+
+@dataclass
+class ModelSession(Session):
+    """A session whose subject is a decoder of this package's ops."""
+
+    shares: dict = field(default_factory=dict)  # by dtype: {layout: {kind of tensor: share of elements that differ}}
+
+    @property
+    def case(self) -> dict:
+        """Returns what the contract's [chain] says of these shapes: lengths, chunks, prompts."""
+        return case(self.parameters["shapes"])
+
+    def step(self, dtype: str, **changes) -> Step:
+        """Returns a training step of the decoder; changes: layers, ops, checkpointing, as Step has them."""
+        p = self.parameters
+        return Step(p["shapes"], dtype, self.device, p["seed"], **changes)
+
+    def judge(self) -> list[Row]:
+        """Judges every layout of the step, in every dtype; returns the rows, which it records as they come."""
+        found = []
+        for dtype in self.dtypes:
+            shares = self.shares.setdefault(dtype, {})
+            for row in invariance(self.step(dtype), self.device_label, self.command, shares=shares):
+                self.add([row])
+                found.append(row)
+        return found
+
+    def stock(self) -> dict:
+        """Returns {layout: {kind of tensor: share of its elements that differ}} of a decoder of stock ops in bf16,
+        whose gradients PyTorch leaves in `.grad`, added up in fp32 over micro-batches."""
+        shares: dict = {}
+        for _ in invariance(self.step("bf16", layers="stock_layers", ops=plain), "", "", shares=shares):
+            pass
+        return shares
+
+    def controls(self) -> list[Row]:
+        """Judges decoders with one op broken, or one thing forgotten: each must be flagged by its relation."""
+        rows = []
+        for name, relation, telling, change in CONTROLS:
+            step = self.step("bf16", layers="control_layers", **change)
+            found = up_to_a_drift(
+                row for row in invariance(step, self.device_label, "", telling) if row.relation == relation
+            )
+            row = (needs_fix(found) or found)[0]
+            rows.append(replace(row, candidate=name).as_control())
+            self.add(rows[-1:])
+        return rows

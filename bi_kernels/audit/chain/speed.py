@@ -1,0 +1,119 @@
+"""What a step and a token of a decoder cost on a GPU, beside the same decoder of stock ops, eager and compiled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+import bi_kernels
+from bi_kernels.audit.chain import plain
+from bi_kernels.audit.experiments.timing import times_ms
+from bi_kernels.contract import CONTRACT
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import CONFIGS, Cache, Decoder, Rows
+from bi_kernels.ops.sample import sample
+from bi_kernels.tokens import TokenLayout
+
+KEEP = 2**35  # bytes of logits that are kept for the backward, as stock keeps them
+STEPS, DECODES = ((4, 2048), (1, 8192)), ((1, 2048), (32, 4096), (64, 1024))
+
+
+def _decoder(session, ops, **more) -> Decoder:
+    config = replace(CONFIGS[session.parameters["shapes"]], layers=CONTRACT["chain"]["stock_layers"])
+    return Decoder(config, session.device, longest=8192, ops=ops, **more)
+
+
+def _peak(call: Callable) -> float:
+    """Returns the GiB that a call needs beyond what is held before it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def steps(session) -> list[dict]:
+    """Times forward and backward of whole sequences: ours into main_grad, stock in eager mode and compiled; ratios of
+    time to stock's, and the memory that each needs."""
+    ours, stock = _decoder(session, bi_kernels, keep_bytes=KEEP), _decoder(session, plain)
+    MainGrads(ours.parameters())
+    lines = []
+    for batch, length in STEPS:
+        shape = batch, length
+        ids, targets = torch.randint(0, ours.config.vocab, (2, *shape), device=session.device)
+        at = torch.arange(length, device=session.device).expand(shape).contiguous()
+        told = Rows(at, TokenLayout.padded([length] * batch, length), {})
+        silent = Rows(at, None, {})
+
+        def theirs(ids, targets):
+            return plain.lm_head_logprob(stock(ids, silent), stock.lm_head, targets)[0]
+
+        def backward(logprob) -> None:
+            (logprob.sum() / ids.numel()).backward()
+            for p in stock.parameters():
+                p.grad = None
+
+        compiled = torch.compile(theirs, dynamic=False)
+        calls = {
+            "ours": lambda: backward(ours.logprobs(ids, targets, told)[0]),
+            "eager": lambda: backward(theirs(ids, targets)),
+            "compiled": lambda: backward(compiled(ids, targets)),
+        }
+        for call in calls.values():
+            call()
+        peaks = {name: _peak(call) for name, call in calls.items()}
+        ms = dict(zip(calls, times_ms(*calls.values(), rounds=2)))
+        lines.append(
+            {"batch": batch, "length": length, "ms": ms["ours"]}
+            | {f"of stock {name}": ms["ours"] / ms[name] for name in ("eager", "compiled")}
+            | {f"GiB {name}": peak for name, peak in peaks.items()}
+        )
+        torch._dynamo.reset()
+    return lines
+
+
+class _Exact(Cache):
+    """A cache whose rows all hold as many keys, so that stock attention needs no mask, which is its best."""
+
+    def put(self, layer, k, v, rows):
+        found = super().put(layer, k, v, rows)
+        return tuple(t[:, : self.capacity] for t in found) if rows.attend == {} else found
+
+    def advance(self, rows):
+        """Stays where it is, so that every replay of a graph computes the same token."""
+
+
+def decodes(session) -> list[dict]:
+    """Times a decode step in a CUDA graph, from a token to the next: ours, and stock without a mask."""
+    lines = []
+    models = {"ours": _decoder(session, bi_kernels), "stock": _decoder(session, plain)}
+    for batch, keys in DECODES:
+        graphs = {}
+        for name, model in models.items():
+            cache = _Exact(model.config, batch, keys, model.lm_head)
+            graphs[name] = _captured(model, cache, told=name == "ours")
+        ms = dict(zip(graphs, times_ms(*(graph.replay for graph in graphs.values()))))
+        said = {"batch": batch, "keys": keys, "layers": models["ours"].config.layers}
+        lines.append(said | {"ms": ms["ours"], "of stock": ms["ours"] / ms["stock"]})
+        del graphs
+    return lines
+
+
+@torch.no_grad()
+def _captured(model: Decoder, cache: Cache, told: bool) -> torch.cuda.CUDAGraph:
+    """Captures the last step that the cache has room for; told: attention is told the lengths."""
+    cache.lengths += cache.capacity - 1
+    ids = torch.zeros_like(cache.lengths)
+    counts, numbers = torch.ones_like(ids), torch.arange(len(ids), device=ids.device)
+
+    def step() -> None:
+        rows = cache.rows(1, counts)
+        hidden = model(ids[:, None], rows if told else rows._replace(attend={}), cache)[:, 0]
+        ids.copy_(sample(model.ops.linear(hidden, model.lm_head), 0, numbers, cache.lengths))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph

@@ -1,0 +1,230 @@
+"""A decoder trained by GRPO on what it generates, under several layouts: one SHA-256 of its weights, or as many as
+there are layouts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import bi_kernels
+from bi_kernels.audit import parallel
+from bi_kernels.audit.broken.gradient import dw_separate
+from bi_kernels.audit.chain import plain
+from bi_kernels.audit.chain.generation import figures
+from bi_kernels.audit.chain.layouts import parts, rows_of, sha256
+from bi_kernels.audit.chain.relations import GRADIENT, with_ops
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
+from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
+from bi_kernels.audit.problem.inputs import generator, on
+from bi_kernels.audit.problem.subject import Named
+from bi_kernels.contract import CONTRACT, DTYPES
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
+
+CONTROL = "dW as the sum of separately accumulated partials, trained"
+OPS = {
+    "bi_kernels": bi_kernels,
+    "torch": plain,
+    CONTROL: with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight)),
+}
+SPLITS: dict[str, Callable[[list, int], list[Call]]] = {  # the calls of step `number`, of its samples' tokens
+    "packed": lambda s, number: [pack(s)],
+    "micro_batches:each": lambda s, number: [pack([x]) for x in s],
+    "batch, in 2": lambda s, number: [pad(part) for part in parts(s, 2)],
+    "left_padded, in 4": lambda s, number: [pad(part, left=True) for part in parts(s, 4)],
+    "micro_batches:changing": lambda s, number: [
+        pad(part) if i % 2 else pack(part) for i, part in enumerate(parts(s, 1 + number % len(s)))
+    ],
+}
+TELLING = ("packed", "micro_batches:each")  # between which the control shows
+
+
+@dataclass
+class Trained:
+    """What a run leaves: its losses by step, its rewards and the drift of its logprobs by rollout, and its weights."""
+
+    candidate: str
+    split: str
+    parameters: int
+    losses: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parity: list[dict] = field(default_factory=list)  # of rollout and first step after it, under the same weights
+    sha256: str = ""
+    unmoved: int = 0  # tensors that are where they began
+    tensors: int = 0
+    sample: list[float] = field(default_factory=list)  # a few weights at the end
+
+
+def case(session) -> dict:
+    """Returns what the contract's [chain.training] says of a session's shapes."""
+    found = CONTRACT["chain"]["training"]
+    return found | found["tiny" if session.parameters["shapes"] == "tiny" else "real"]
+
+
+def reward(one: Generated) -> float:
+    """Returns the share of new tokens whose id occurred in their sequence before."""
+    whole = [*one.prompt, *one.ids]
+    return sum(i in whole[:at] for at, i in enumerate(whole) if at >= len(one.prompt)) / len(one.ids)
+
+
+class Run:
+    """A decoder of a candidate's ops, trained under one split."""
+
+    def __init__(self, session, candidate: str, split: str, dtype: str):
+        self.case, self.device, self.seed = case(session), session.device, session.parameters["seed"]
+        self.split = SPLITS[split]
+        longest = self.case["prompt"] + self.case["new"]
+        config = CONFIGS[self.case["model"]]
+        self.model = Decoder(config, self.device, DTYPES[dtype], self.seed, longest, ops=OPS[candidate])
+        self.grads = MainGrads(self.model.parameters(), self.model.tied)
+        self.optimizer = torch.optim.AdamW(self.grads.masters, lr=self.case["learning_rate"], weight_decay=0.0)
+        count = sum(p.numel() for p in self.grads.parameters)
+        self.said, self.begin = Trained(candidate, split, count), [m.detach().clone() for m in self.grads.masters]
+        self.steps = 0
+
+    def rollout(self, number: int) -> list[Generated]:
+        """Returns the continuations of a rollout's prompts, each prompt `group` times."""
+        c, g = self.case, generator("cpu", self.seed, "rollout", number)
+        draw = lambda high: torch.randint(1, high + 1, (c["prompts"],), generator=g).tolist()
+        prompts = [torch.randint(0, self.model.config.vocab, (n,), generator=g).tolist() for n in draw(c["prompt"])]
+        several = lambda values: [v for v in values for _ in range(c["group"])]
+        found = generate(self.model, several(prompts), several(draw(c["new"])), seed=self.seed + number)
+        return sorted(found, key=lambda one: one.number)
+
+    def train(self) -> Trained:
+        c, size = self.case, self.case["minibatch"]
+        for number in range(c["rollouts"]):
+            generated = self.rollout(number)
+            rewards = torch.tensor([reward(one) for one in generated]).view(-1, c["group"])
+            self.said.rewards.append(float(rewards.mean()))
+            spread = rewards.std(1, keepdim=True, correction=0).clamp(min=1 / 64)
+            advantages = ((rewards - rewards.mean(1, keepdim=True)) / spread).flatten().tolist()
+            for first in range(0, len(generated), size):
+                chosen = slice(first, first + size)
+                self.step(generated[chosen], advantages[chosen], fresh=first == 0)
+        moved = [not torch.equal(m, b) for m, b in zip(self.grads.masters, self.begin)]
+        weights = {name: m.detach() for (name, _), m in zip(self.model.named_parameters(), self.grads.masters)}
+        self.said.sha256, self.said.tensors, self.said.unmoved = sha256(weights), len(moved), len(moved) - sum(moved)
+        self.said.sample = torch.cat([w.flatten()[:4] for w in weights.values()]).tolist()
+        return self.said
+
+    def step(self, generated: Sequence[Generated], advantages: Sequence[float], fresh: bool) -> None:
+        """Takes a step of the optimizer, its calls as the split has them. fresh: the weights are the rollout's."""
+        make = lambda values, dtype: torch.tensor([v for one in values for v in one], dtype=dtype, device=self.device)
+        blank = lambda one, fill, values: [fill] * (len(one.prompt) - 1) + values
+        lengths = [len(one.prompt) + len(one.ids) - 1 for one in generated]
+        ids = make([[*one.prompt, *one.ids][:-1] for one in generated], torch.int64)
+        targets = make([blank(one, -100, one.ids) for one in generated], torch.int64)
+        old = make([blank(one, 0.0, one.logprobs) for one in generated], torch.float32)
+        gain = make([[a] * n for a, n in zip(advantages, lengths)], torch.float32)
+        active, found = targets >= 0, torch.zeros_like(old)
+        denominator = sum(len(one.ids) for one in generated)
+        for call in self.split(spans(lengths), self.steps):
+            index = on(self.device, call.index)
+            real, at = index >= 0, index.clamp(min=0)
+            rows = rows_of(call, lengths, self.device)
+            told = ids[at].masked_fill(~real, 0), targets[at].masked_fill(~real, -100)
+            logprob, _ = self.model.logprobs(*told, rows)
+            policy_loss(logprob, old[at], gain[at], active[at] & real, denominator).backward()
+            self.grads.collect()
+            found[index[real]] = logprob.detach()[real]
+        self.grads.join()
+        self.optimizer.step()
+        self.grads.finish()
+        self.said.losses.append(float(policy_loss(found, old, gain, active, denominator)))
+        if fresh:
+            self.said.parity.append(figures(old[active], found[active])[1])
+        self.steps += 1
+
+
+def train(session, which: tuple[str, str], dtype: str) -> Trained:
+    """Trains a candidate under a split."""
+    return Run(session, *which, dtype).train()
+
+
+def runs(session, dtype: str) -> list[Trained]:
+    """Trains ours, stock and the control, the last under the two splits that tell; on a GPU side by side."""
+    every = [(c, split) for c in ("bi_kernels", "torch") for split in SPLITS] + [(CONTROL, s) for s in TELLING]
+    return list(parallel.each(session, train, every, dtype))
+
+
+def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
+    """Returns the rows: our weights' SHA-256 is that of the first split, our rollouts' logprobs are those of the step
+    that follows, every tensor moved; and the control's weights differ."""
+    who, rows = Named(), []
+    for run in found:
+        steps = f"{len(run.losses)} AdamW steps, {run.split}"
+        first = next(r for r in found if r.candidate == run.candidate)
+        who.whose = "training", "decoder", f"{run.parameters:,} parameters", run.candidate, dtype, session.device_label
+        who.command = session.command
+        told = {"against": first.split, "tensor": "SHA-256 of the weights", "detail": run.sha256}
+        weights = who.row(GRADIENT, steps, Drift(int(run.sha256 != first.sha256), 1), **told)
+        if run.candidate == CONTROL and run is not first:
+            rows.append(weights.as_control())
+        if run.candidate != "bi_kernels":
+            continue
+        differ, tokens = (sum(p[k] for p in run.parity) for k in ("logprobs that differ", "tokens"))
+        worst, kl = (max(p[k] for p in run.parity) for k in ("max |Δ logprob|", "KL"))
+        said = {"against": "generated", "tensor": "logprob", "detail": f"{len(run.parity)} rollouts; KL {kl:.3g}"}
+        verdict = PASS if not differ and max(worst, kl) <= CONTRACT["chain"]["parity"] else NEEDS_FIX
+        rows.append(who.row("parity", steps, Drift(differ, tokens, worst), verdict=verdict, **said))
+        moved = Drift(run.unmoved, run.tensors)
+        rows.append(who.row(GRADIENT, steps, moved, "the initial weights", tensor="tensors left unmoved"))
+        rows += [weights] if run is not first else []
+    return rows
+
+
+def spread(found: Sequence[Trained]) -> list[dict]:
+    """Returns a line a candidate: how many SHA-256 there are, and how far its runs are from each other."""
+    lines = []
+    for candidate in dict.fromkeys(run.candidate for run in found):
+        mine = [run for run in found if run.candidate == candidate]
+        range_of = lambda name: float(np.ptp([getattr(run, name) for run in mine], axis=0).max())
+        several = [p for run in mine for p in run.parity]
+        lines.append(
+            {
+                "candidate": candidate,
+                "runs": len(mine),
+                "SHA-256": len({run.sha256 for run in mine}),
+                "losses, largest spread": range_of("losses"),
+                "rewards, largest spread": range_of("rewards"),
+                "weights looked at, largest spread": range_of("sample"),
+                "logprobs that differ": sum(p["logprobs that differ"] for p in several)
+                / sum(p["tokens"] for p in several),
+                "max |Δ logprob|": max(p["max |Δ logprob|"] for p in several),
+                "KL, largest": max(p["KL"] for p in several),
+                "clipped, largest": max(p["clipped"] for p in several),
+            }
+        )
+    return lines
+
+
+def draw(found: Sequence[Trained], title: str) -> plt.Figure:
+    """Draws what the splits of a candidate make of the same run: rewards, losses from the first split's, and the KL of
+    rollout and training under the same weights."""
+    figure, axes = plt.subplots(3, 2, figsize=(9, 7.5), sharex="col", sharey="row")
+    colors = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
+    for column, candidate in enumerate(("bi_kernels", "torch")):
+        mine = [run for run in found if run.candidate == candidate]
+        for run, color in zip(mine, colors):
+            at = np.arange(len(run.rewards)) * (len(run.losses) / len(run.rewards))
+            gaps = np.abs(np.subtract(run.losses, mine[0].losses))
+            for ax, x, y in zip(
+                axes[:, column], (at, range(len(gaps)), at), (run.rewards, gaps, [p["KL"] for p in run.parity])
+            ):
+                ax.plot(x, y, color=color, linewidth=1.3, label=run.split)
+        hashes = len({run.sha256 for run in mine})
+        axes[0, column].set_title(f"{candidate}: {hashes} SHA-256 of the weights in {len(mine)} layouts")
+        axes[2, column].set_xlabel("optimizer step")
+    for ax, label in zip(axes[:, 0], ("reward", "|loss − first layout's|", "KL, rollout to training")):
+        ax.set_ylabel(label)
+    for ax in axes[1:].flat:
+        ax.set_yscale("symlog", linthresh=2.0**-30)
+        ax.set_ylim(bottom=0)
+    axes[0, 1].legend(edgecolor="none", fontsize=7)
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.tight_layout()
+    return figure
