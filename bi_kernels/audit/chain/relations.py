@@ -1,6 +1,7 @@
 """The relations of a whole model, and decoders broken on purpose, each of which one of them must flag."""
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -95,8 +96,8 @@ def _recomputed_otherwise(gate, up):
     return y if torch._C._current_graph_task_id() == -1 else bi_kernels.scale(y, 1.5)
 
 
-def _halves_for_few_rows(x, weight, bias=None):
-    if row_count(x) > 64:
+def _halves_for_few_rows(x, weight, bias=None, few=64):
+    if row_count(x) > few:
         return bi_kernels.linear(x, weight, bias)
     first, second = map(bi_kernels.linear, x.chunk(2, -1), weight.chunk(2, -1))
     return bi_kernels.add(first, second)
@@ -107,6 +108,14 @@ def _block_by_batch(q, k, v, **told):
     return (changed(block=32, hopper_prefill=None) if count < 3 else bi_kernels.attention)(q, k, v, **told)
 
 
+GENERATING = (  # decoders whose generation is judged: name, the relation that must flag it, its ops
+    ("decode that sees a cache's padding, rescored", PARITY, with_ops(attention=padding_keys_seen)),
+    (
+        "linear that adds two halves of K for 2 rows or fewer, generated again",
+        INVARIANCE,
+        with_ops(linear=partial(_halves_for_few_rows, few=2)),
+    ),
+)
 CONTROLS = (  # name, the relation that must flag it, the layouts in which it shows, what is broken
     (
         "linear that adds two halves of K for 64 rows or fewer",

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass, field, replace
 
-from bi_kernels.audit.chain import plain
+from bi_kernels.audit.chain import generation, plain
 from bi_kernels.audit.chain.layouts import Step, case
-from bi_kernels.audit.chain.relations import CONTROLS, invariance
+from bi_kernels.audit.chain.relations import CONTROLS, GENERATING, invariance
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, up_to_a_drift
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
@@ -59,7 +59,13 @@ class ModelSession(Session):
             found = up_to_a_drift(
                 row for row in invariance(step, self.device_label, "", telling) if row.relation == relation
             )
-            row = (needs_fix(found) or found)[0]
-            rows.append(replace(row, candidate=name).as_control())
-            self.add(rows[-1:])
+            rows.append(self._control(name, found))
+        for name, relation, ops in GENERATING:
+            found, _ = generation.judge(self, "bf16", ops, "control_layers")
+            rows.append(self._control(name, [row for row in found if row.relation == relation]))
         return rows
+
+    def _control(self, name: str, found: list[Row]) -> Row:
+        row = replace((needs_fix(found) or found)[0], candidate=name).as_control()
+        self.add([row])
+        return row

@@ -65,9 +65,8 @@ def case(session) -> dict:
 
 
 def reward(one: Generated) -> float:
-    """Returns the share of new tokens whose id occurred in their sequence before."""
-    whole = [*one.prompt, *one.ids]
-    return sum(i in whole[:at] for at, i in enumerate(whole) if at >= len(one.prompt)) / len(one.ids)
+    """Returns the share of even ids among the new tokens: about a half at first, in every group of continuations."""
+    return sum(i % 2 == 0 for i in one.ids) / len(one.ids)
 
 
 class Run:
