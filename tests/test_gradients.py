@@ -444,6 +444,36 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(6, 4, generator=g).bfloat16()) for _ in range(3)]
 
 
+@pytest.mark.parametrize("op", ["linear", "lm_head_logprob"])
+def test_a_steps_first_fold_does_not_read_the_zeros_it_begins_with(op, monkeypatch):
+    from bi_kernels.ops import gemm, lm_head
+
+    g = torch.Generator().manual_seed(0)
+    x, targets = torch.randn(20, 32, generator=g).bfloat16(), torch.randint(0, 48, (20,), generator=g)
+    weight = torch.nn.Parameter(torch.randn(48, 32, generator=g).bfloat16())
+    grads, continued = MainGrads([weight]), []
+    for module in (gemm, lm_head):
+        seen = module.begins
+        monkeypatch.setattr(module, "begins", lambda *a, seen=seen: continued.append(not seen(*a)) or not continued[-1])
+
+    def backward() -> torch.Tensor:
+        y = bi_kernels.linear(x, weight) if op == "linear" else bi_kernels.lm_head_logprob(x, weight, targets)[0]
+        y.float().square().sum().backward()
+        return weight.main_grad.clone()
+
+    first, second = backward(), backward()
+    grads.finish()
+    weight.main_grad += 0.0  # whoever writes there, it is read again
+    assert_same_bits(backward(), first)
+    assert_same_bits(backward(), second)
+    grads.finish()
+    assert_same_bits(backward(), first)
+    grads.finish()
+    weight.main_grad = torch.ones_like(weight.main_grad)
+    assert (backward() != first).all(), "another buffer goes on from what it holds"
+    assert continued == [False, True, True, True, False, True]
+
+
 def test_the_masters_are_fp32_copies_whose_grad_is_main_grad():
     first, second, frozen = parameters()
     frozen.requires_grad_(False)

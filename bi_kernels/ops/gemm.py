@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape
 from bi_kernels.ops.gemm_kernel import launch, tile_for
-from bi_kernels.tokens import TokenLayout, layout_for, main_grad
+from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _fold(
     if buffer is None:
         return product(dy.t(), x.t(), out_dtype=parameter.dtype)
     into = buffer.view(dy.shape[1], x.shape[1])
-    product(dy.t(), x.t(), into, into, torch.float32)
+    product(dy.t(), x.t(), None if begins(parameter, buffer) else into, into, torch.float32)
     return None
 
 

@@ -13,7 +13,7 @@ from bi_kernels.checks import apply, check, check_number
 from bi_kernels.ops.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
-from bi_kernels.tokens import layout_for, main_grad
+from bi_kernels.tokens import begins, layout_for, main_grad
 
 SCRATCH = 2**28  # logits computed at a time where they are not kept
 
@@ -82,6 +82,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
         buffer = main_grad("lm_head_logprob", ctx.parameter) if needs_weight else None
         dw = torch.empty_like(weight) if needs_weight and buffer is None else None
+        first_fold = buffer is not None and begins(ctx.parameter, buffer)
         folded = ctx.layout.gather(hidden).t() if needs_weight else None
         scratch = dhidden = None
         for first, end in _chunks(len(hidden), len(weight), ctx.columns):
@@ -117,7 +118,8 @@ class _LMHeadLogprob(torch.autograd.Function):
                         hidden.dtype if last else torch.float32,
                     )
             if buffer is not None:
-                product(ctx.layout.gather(dz).t(), folded, buffer[first:end], buffer[first:end], torch.float32)
+                into = buffer[first:end]
+                product(ctx.layout.gather(dz).t(), folded, None if first_fold else into, into, torch.float32)
             elif needs_weight:
                 product(ctx.layout.gather(dz).t(), folded, out=dw[first:end])
         return None, None, dhidden, dw, None, None, None

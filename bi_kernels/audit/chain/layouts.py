@@ -102,8 +102,7 @@ class Step:
 
     def run(self, layout: str) -> Tensor:
         """Runs forward and backward of every call of a layout; returns the logprobs (tokens,), fp32."""
-        for buffer in [p.main_grad for p in self.grads.parameters] + [p.embedding_main_grad for p in self.grads.tied]:
-            buffer.zero_()
+        self.grads.finish()
         checkpointing, self.model.checkpointing = self.model.checkpointing, layout != "checkpointing off"
         found = self.ratio.new_zeros(self.count)
         for call in self.layouts[layout]:
