@@ -29,7 +29,7 @@ class MainGrads:
             raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
         for p in self.parameters:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-            self._mark(p)
+        self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
 
@@ -68,12 +68,12 @@ class MainGrads:
             p.copy_(master)
         for p in self.parameters:
             p.main_grad.zero_()
-            self._mark(p)
+        self.mark()
 
-    @staticmethod
-    def _mark(p: torch.Tensor) -> None:
-        """Says that the buffer is zero as it stands: a step's first fold need not read it (see tokens.begins)."""
-        p.main_grad_zeros = p.main_grad, p.main_grad._version
+    def mark(self) -> None:
+        """Says that the buffers are zero as they stand: a step's first fold need not read them (see tokens.begins)."""
+        for p in self.parameters:
+            p.main_grad_zeros = p.main_grad, p.main_grad._version
 
     @property
     def _made(self) -> list[torch.nn.Parameter]:

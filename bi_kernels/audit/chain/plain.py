@@ -1,11 +1,18 @@
 """Stock PyTorch under the names of this package's ops, as a model of PyTorch's own is written: nothing that costs time
 and that only an audit asks for."""
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from bi_kernels.audit import stock
+
+_TAKES = inspect.signature(varlen_attn).parameters
+CAUSAL = {"is_causal": True} if "is_causal" in _TAKES else {"window_size": (-1, 0)}
+GROUPED = {"enable_gqa": True} if "enable_gqa" in _TAKES else {}
 
 linear, rms_norm, qk_norm, add_rms_norm, rope = (
     stock.linear,
@@ -29,7 +36,13 @@ def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **where) -> tuple[Tensor, None]:
-    """Returns SDPA of packed sequences, one by one, of a whole batch without a mask, or of what a mask leaves of it."""
+    """Returns SDPA of packed sequences, one by one, of a whole batch without a mask, or of what a mask leaves of it;
+    where the longest of packed sequences is told, flash attention of all at once."""
+    if longest := where.get("longest"):
+        group = 1 if GROUPED else q.shape[-2] // k.shape[-2]
+        k, v = (t.repeat_interleave(group, -2) if group > 1 else t for t in (k, v))
+        ends = where["cu_seqlens_q"]
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **CAUSAL, **GROUPED), None
     if (ends := where.get("cu_seqlens_q")) is not None:
         ends = ends.tolist()
         parts = (t[None, a:b] for a, b in zip(ends, ends[1:]) if a < b for t in (q, k, v))

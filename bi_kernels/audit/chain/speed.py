@@ -10,7 +10,7 @@ from bi_kernels.audit.chain import plain
 from bi_kernels.audit.experiments.timing import times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.grads import MainGrads
-from bi_kernels.model import CONFIGS, Cache, Decoder, Rows
+from bi_kernels.model import CONFIGS, Cache, Decoder, Rows, packed
 from bi_kernels.ops.sample import sample
 from bi_kernels.tokens import TokenLayout
 
@@ -34,38 +34,49 @@ def _peak(call: Callable) -> float:
 
 
 def steps(session) -> list[dict]:
-    """Times forward and backward of whole sequences: ours into main_grad, stock in eager mode and compiled; ratios of
-    time to stock's, and the memory that each needs."""
+    """Times forward and backward: ours into main_grad, stock in eager mode and compiled; ratios of time to stock's, and
+    the memory that each needs. First of the audit's uneven sequences, packed, stock by its flash attention of packed
+    sequences; then of whole batches."""
     ours, stock = _decoder(session, bi_kernels, keep_bytes=KEEP), _decoder(session, plain)
-    MainGrads(ours.parameters())
-    lines = []
-    for batch, length in STEPS:
-        shape = batch, length
-        ids, targets = torch.randint(0, ours.config.vocab, (2, *shape), device=session.device)
-        at = torch.arange(length, device=session.device).expand(shape).contiguous()
-        told = Rows(at, TokenLayout.padded([length] * batch, length), {})
-        silent = Rows(at, None, {})
+    grads, lines = MainGrads(ours.parameters()), []
+    for lengths in (session.case["lengths"], *([length] * batch for batch, length in STEPS)):
+        uneven = len(set(lengths)) > 1
+        told = packed(lengths, session.device)
+        if uneven:
+            silent = told._replace(layout=None, attend=told.attend | {"longest": max(lengths)})
+        else:
+            at = told.positions.view(len(lengths), -1)
+            told = Rows(at, TokenLayout.padded(lengths, max(lengths)), {})
+            silent = told._replace(layout=None)
+        ids, targets = torch.randint(0, ours.config.vocab, (2, *told.positions.shape), device=session.device)
 
         def theirs(ids, targets):
             return plain.lm_head_logprob(stock(ids, silent), stock.lm_head, targets)[0]
 
         def backward(logprob) -> None:
             (logprob.sum() / ids.numel()).backward()
+
+        def our_step() -> None:
+            grads.mark()  # as at the beginning of a step; the numbers do not matter here
+            backward(ours.logprobs(ids, targets, told)[0])
+
+        def their_step(call) -> None:
+            backward(call(ids, targets))
             for p in stock.parameters():
                 p.grad = None
 
         compiled = torch.compile(theirs, dynamic=False)
-        calls = {
-            "ours": lambda: backward(ours.logprobs(ids, targets, told)[0]),
-            "eager": lambda: backward(theirs(ids, targets)),
-            "compiled": lambda: backward(compiled(ids, targets)),
-        }
+        calls = {"ours": our_step, "eager": lambda: their_step(theirs), "compiled": lambda: their_step(compiled)}
         for call in calls.values():
             call()
         peaks = {name: _peak(call) for name, call in calls.items()}
         ms = dict(zip(calls, times_ms(*calls.values(), rounds=2)))
         lines.append(
-            {"batch": batch, "length": length, "ms": ms["ours"]}
+            {
+                "sequences": f"{len(lengths)} uneven" if uneven else f"{len(lengths)} × {lengths[0]}",
+                "tokens": ids.numel(),
+            }
+            | {"ms": ms["ours"]}
             | {f"of stock {name}": ms["ours"] / ms[name] for name in ("eager", "compiled")}
             | {f"GiB {name}": peak for name, peak in peaks.items()}
         )
