@@ -31,6 +31,7 @@ class Tile(NamedTuple):
     halves: bool = False  # store the tile in two halves: less shared memory, one more stage
 
 
+SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
 FP32_TILE = Tile(64, 64, 32, 4, 3)
 
 # Found by tools/tune_gemm.py on an H200. (M at most, ((N at most, tile), ...)): a narrow product needs small tiles to
@@ -210,6 +211,9 @@ def launch(
     part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
     if start is not None:
         part_n = min(part_n, 4096 // tile.m)
+    pipeline = tile.stages * (tile.m + tile.n + tile.extra_n) * tile.k * x.element_size()
+    while pipeline + tile.m * part_n * out_dtype.itemsize > SHARED and part_n > 16:
+        part_n //= 2  # fp32 leaves through shared memory twice as wide
     grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
     persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
