@@ -8,6 +8,12 @@ import os
 
 from bi_kernels.audit.worker import wait_at
 
+SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
+    "registry": "bi_kernels.audit.session",
+    "callable": "bi_kernels.audit.callables.session",
+    "model": "bi_kernels.audit.chain.session",
+}
+
 
 def start(audit: str, **parameters) -> "Session":  # noqa: F821
     """Checks the parameters of an audit, chooses the device, and returns the session that judges, shows and records.
@@ -39,7 +45,7 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
 
     checked = read(audit, parameters)
     choose(checked.device)
-    return importlib.import_module(checked.session).start(audit, parameters)  # only now, for it imports triton
+    return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 
 def __getattr__(name: str):

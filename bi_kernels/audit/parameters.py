@@ -38,7 +38,7 @@ def _dtype_and_shapes(parameters: "Parameters") -> None:
 class RegistryParameters:
     """Parameters of an audit of the registry's ops."""
 
-    session: ClassVar[str] = "bi_kernels.audit.session"  # the module whose `start` begins it
+    kind: ClassVar[str] = "registry"  # of session that begins it
     dtype: str = "all"
     candidate: str = "bi_kernels"
     shapes: str = "tiny"
@@ -55,7 +55,7 @@ class RegistryParameters:
 class ModelParameters:
     """Parameters of an audit of a whole model of this package's ops."""
 
-    session: ClassVar[str] = "bi_kernels.audit.chain.session"
+    kind: ClassVar[str] = "model"
     dtype: str = "bf16"
     shapes: str = "tiny"
     device: str = "auto"
@@ -70,7 +70,7 @@ class ModelParameters:
 class AnyParameters:
     """Parameters of the audit `any`, of one callable in no registry."""
 
-    session: ClassVar[str] = "bi_kernels.audit.callables.session"
+    kind: ClassVar[str] = "callable"
     candidate: str = ""
     inputs: str = ""
     batch: int = 0  # the dimension of the first tensor that counts samples
@@ -96,7 +96,7 @@ class AnyParameters:
 class ZooParameters:
     """Parameters of the audit `zoo`, of many callables that nobody wrote for the auditor."""
 
-    session: ClassVar[str] = AnyParameters.session
+    kind: ClassVar[str] = "callable"
     animals: str = ""  # nothing: a few; all; or some names, with ";" between
     seconds: int = 60  # of each
     device: str = "auto"
