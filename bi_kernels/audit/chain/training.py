@@ -214,15 +214,16 @@ def draw(found: Sequence[Trained], title: str) -> plt.Figure:
             for ax, x, y in zip(
                 axes[:, column], (at, range(len(gaps)), at), (run.rewards, gaps, [p["KL"] for p in run.parity])
             ):
-                ax.plot(x, y, color=color, linewidth=1.3, label=run.split)
+                ax.plot(x, y, color=color, linewidth=1.3, marker="o", markersize=2.5, label=run.split)
         hashes = len({run.sha256 for run in mine})
-        axes[0, column].set_title(f"{candidate}: {hashes} SHA-256 of the weights in {len(mine)} layouts")
+        axes[0, column].set_title(f"{candidate}: {hashes} SHA-256 of {len(mine)} runs")
         axes[2, column].set_xlabel("optimizer step")
     for ax, label in zip(axes[:, 0], ("reward", "|loss − first layout's|", "KL, rollout to training")):
         ax.set_ylabel(label)
     for ax in axes[1:].flat:
-        ax.set_yscale("symlog", linthresh=2.0**-30)
-        ax.set_ylim(bottom=0)
+        ax.set_yscale("symlog", linthresh=2.0**-30, linscale=0.3)
+        ax.set_ylim(-(2.0**-31), 1)
+        ax.set_yticks([0.0, *(10.0**p for p in range(-8, 1, 2))])
     axes[0, 1].legend(edgecolor="none", fontsize=7)
     figure.suptitle(title, x=0.01, ha="left")
     figure.tight_layout()
