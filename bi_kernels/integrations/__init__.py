@@ -1,0 +1,1 @@
+"""Models of other libraries on these kernels, each an optional extra."""

@@ -1,0 +1,135 @@
+"""Attention as Transformers calls it: dense, padded, packed, behind any of its caches, and in continuous batching."""
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from bi_kernels.integrations.transformers.layout import Call, trimmed
+from bi_kernels.ops.attention.attention import Arguments, attend
+from bi_kernels.ops.attention.schedule import Sequences
+from bi_kernels.ops.embedding import can_wait
+
+NAME = "bi_kernels"
+PAGED = "bi_kernels_flash"  # continuous batching makes no dense mask, and captures graphs, for names with "flash"
+
+
+def padding_mask(*args, attention_mask: Tensor | None = None, **kwargs) -> Tensor | None:
+    """Returns the padding mask as it is, in the place of the mask that Transformers would make of it."""
+    return attention_mask
+
+
+def _stored(t: Tensor) -> tuple[Tensor, int]:
+    """Returns a cache's (batch, heads, stored, D) as (rows, heads, D) without a copy, and how far sequences lie apart;
+    the rows of a sequence's later heads are counted too, and belong to none."""
+    batch, heads, stored, width = t.shape
+    if not t.is_contiguous():
+        t = t.contiguous()
+    rows = (batch - 1) * heads * stored + stored if batch else 0
+    return t.as_strided((rows, heads, width), (width, stored * width, 1)), heads * stored
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float | None, window: int | None
+) -> Tensor:
+    """Returns the output (tokens, heads, D) of q (tokens, heads, D)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, q.shape))[0]
+
+
+def _autocast(*given: Tensor) -> list[Tensor]:
+    device = given[0].device.type
+    if torch.is_autocast_enabled(device):
+        return [t.to(torch.get_autocast_dtype(device)) for t in given]
+    return list(given)
+
+
+def attention(
+    layer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    cache: object = None,
+    scale: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Returns the output (batch, length, heads, D) of the new q, k and v (batch, length, heads, D), which the cache,
+    if there is one, is given first."""
+    q, k, v = _autocast(q, k, v)
+    shape, flat = q.shape, lambda t: t.reshape(-1, *t.shape[-2:])
+    if cache is not None:
+        stored = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer.layer_idx)
+        if not call.fresh:
+            if torch.is_grad_enabled() and (q.requires_grad or stored[0].requires_grad):
+                raise ValueError("attention: a gradient is wanted behind a cache, expected torch.no_grad() or no cache")
+            (k, stride), (v, _) = _stored(stored[0]), _stored(stored[1])
+            sequences = call.sequences(stored[0].shape[2], stride, q.device)
+            return _run(flat(q), k, v, sequences, causal, scale, window).view(shape)
+    sequences = call.sequences(k.shape[1], k.shape[1], q.device)
+    q, k, v = (flat(t).contiguous() for t in (q, k, v))
+    return _run(q, k, v, sequences, causal, scale, window).view(shape)
+
+
+def _takes_kwargs(cache: object) -> bool:
+    return "kwargs" in inspect.signature(cache.update).parameters
+
+
+def paged_attention(
+    layer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    *,
+    cache: object,
+    scale: float | None = None,
+    window: int | None = None,
+    **given,
+) -> Tensor:
+    """Returns the output of a step of continuous batching, of q, k and v (1, tokens, heads, D): the paged cache gets
+    the new keys, and hands out those that each request sees, one request after another."""
+    if given.get("block_table") is not None:
+        raise ValueError("attention: a block_table is given, expected max_blocks_per_request=0")
+    given = dict(given)
+    ends_k, longest = given["cu_seq_lens_k"], given.get("max_length_k", given.get("max_seqlen_k"))
+    if isinstance(ends_k, Mapping):
+        kind = "sliding_attention" if window else "full_attention"
+        ends_k, longest = ends_k[kind], longest[kind]
+    new = k.transpose(1, 2), v.transpose(1, 2)
+    if _takes_kwargs(cache):
+        k, v = (t[0].transpose(0, 1) for t in cache.update(*new, layer.layer_idx, kwargs=given))
+    else:
+        indices = {name: given[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(*new, layer.layer_idx, **indices)
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+    ends_q = call.paged["cu_seq_lens_q"]
+    key = (len(k), bool(window))
+    if key not in call.paged.setdefault("known", {}):
+        where = [ends_q[:-1].to(torch.int32).contiguous(), ends_q.diff().to(torch.int32)]
+        where += [ends_k[:-1].to(torch.int32).contiguous(), ends_k.diff().to(torch.int32)]
+        longest = longest if can_wait(q) else len(k)  # a captured graph meets longer ones later
+        if window:
+            seen = call.paged["position_ids"].flatten()[(ends_q[1:] - 1).clamp(min=0).long()] + 1
+            sequences = trimmed(*where, (seen - where[3]).clamp(min=0), longest, False)
+        else:
+            sequences = Sequences(*where, None, 0, longest, False, False)
+        call.paged["known"][key] = sequences
+    out = _run(q.reshape(-1, *q.shape[-2:]), k, v, call.paged["known"][key], True, scale, window)
+    return out.view(q.shape)
+
+
+def not_applied(module: nn.Module, *args, **kwargs) -> None:
+    """Raises ValueError: the attention of an applied model is its layers' own, that of its configuration none."""
+    raise ValueError(
+        f"{NAME}: a {type(module).__name__} has the configuration of a model that was given to apply, expected it to be "
+        "given to apply too, or another attn_implementation"
+    )
+
+
+AttentionInterface.register(NAME, not_applied)
+AttentionMaskInterface.register(NAME, padding_mask)

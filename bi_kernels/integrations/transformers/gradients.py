@@ -1,0 +1,150 @@
+"""Gradients of a model whose user knows no `main_grad`: the folds go on in fp32, `.grad` is what the optimizer expects.
+
+A backward begins where the gradient reaches an output of the model. Each parameter that the call used is then opened:
+its fold goes on if `.grad` is what the last backward left there; it starts anew from what stands there else, from zero
+where `zero_grad` dropped or zeroed it. When the backward ends, `.grad` gets the whole fold, rounded once, and what
+autograd itself added meanwhile. So clipping, any optimizer, and gradients that a user sets or scales work as ever.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+BUFFERS = ("main_grad", "embedding_main_grad")
+STATE = "bi_kernels_fold"
+
+
+class _Fold:
+    """What is remembered of a parameter between two backward passes."""
+
+    def __init__(self):
+        self.uses: set[str] = set()  # buffers into which its ops accumulate
+        self.task = -1  # of autograd's, in which it was opened last
+        self.given: Tensor | None = None  # what `.grad` was given, as of which version
+        self.version = -1
+
+
+def _fold(p: nn.Parameter) -> _Fold:
+    if not hasattr(p, STATE):
+        setattr(p, STATE, _Fold())
+    return getattr(p, STATE)
+
+
+def _fits(p: nn.Parameter, name: str) -> bool:
+    buffer = getattr(p, name, None)
+    return buffer is not None and buffer.shape == p.shape and buffer.device == p.device
+
+
+def buffer(p: nn.Parameter, name: str = "main_grad") -> Tensor:
+    """Returns the fp32 buffer of a parameter, a new one where it has none or has moved."""
+    if not _fits(p, name):
+        setattr(p, name, torch.zeros(p.shape, dtype=torch.float32, device=p.device))
+    return getattr(p, name)
+
+
+def forget(p: nn.Parameter) -> None:
+    """Removes all that is kept with a parameter; `.grad` stays."""
+    if hasattr(p, STATE):
+        for name in (*BUFFERS, STATE):
+            if hasattr(p, name):
+                delattr(p, name)
+
+
+def tensors(out: object) -> Iterator[Tensor]:
+    """Yields the tensors of a module's output."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, dict):
+        for part in out.values():
+            yield from tensors(part)
+    elif isinstance(out, (tuple, list)):
+        for part in out:
+            yield from tensors(part)
+
+
+class Folds:
+    """The parameters that one forward call used, opened when its backward begins and closed when that ends."""
+
+    def __init__(self):
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.task = -1
+        self.opened: list[tuple[nn.Parameter, Tensor | None]] = []  # with its `.grad` before
+
+    def use(self, p: nn.Parameter | None, embedding: bool = False) -> None:
+        """Notes that an op whose gradient is wanted reads a parameter. Raises ValueError for one with hooks of its own:
+        they would never be called."""
+        if p is None or not p.requires_grad or not torch.is_grad_enabled():
+            return
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"apply: a parameter of shape {tuple(p.shape)} has a gradient hook, which autograd would not call; "
+                "expected none"
+            )
+        _fold(p).uses.add(BUFFERS[embedding])
+        if id(p) not in self.parameters:
+            self.parameters[id(p)] = p
+            if self.task >= 0 and torch._C._current_graph_task_id() >= 0:  # a checkpoint's, within the backward
+                self._open([p])
+
+    def cast(self, p: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
+        """Returns a parameter in a dtype; the gradient of another than its own goes into the parameter's buffer."""
+        self.use(p)
+        if p is None or p.dtype == dtype:
+            return p
+        cast = p.detach().to(dtype)
+        if torch.is_grad_enabled() and p.requires_grad:
+            cast.requires_grad_()
+            cast.main_grad = buffer(p)
+        return cast
+
+    def attach(self, out: object) -> None:
+        """Watches the outputs of the call for the gradient that begins its backward."""
+        if torch.is_grad_enabled():
+            for t in tensors(out):
+                if t.requires_grad and t.grad_fn is not None:
+                    t.register_hook(self._begin)
+
+    def _begin(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task, self.opened = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+            self._open(list(self.parameters.values()))
+
+    @torch.no_grad()
+    def _open(self, parameters: list[nn.Parameter]) -> None:
+        anew = []
+        for p in parameters:
+            fold = _fold(p)
+            if fold.task == self.task:  # by another call, in this backward
+                continue
+            fold.task, before = self.task, p.grad
+            names = [n for n in BUFFERS if hasattr(p, n) or n == "main_grad" or len(fold.uses) > 1]
+            fits = all(_fits(p, n) for n in names if hasattr(p, n))
+            buffers = [buffer(p, n) for n in names]
+            if not (fits and before is not None and before is fold.given and before._version == fold.version):
+                anew += buffers if before is None else buffers[1:]
+                if before is not None:
+                    p.main_grad.copy_(before)
+            self.opened.append((p, before))
+            p.grad = None
+        if anew:
+            torch._foreach_zero_(anew)
+
+    @torch.no_grad()
+    def _close(self) -> None:
+        opened, self.opened = self.opened, []
+        given, folded = [], []
+        for p, before in opened:
+            if p.grad is not None:  # from ops that are not ours
+                p.main_grad.add_(p.grad)
+            joined = getattr(p, "embedding_main_grad", None)  # a tied parameter has two folds: one addition, here
+            folded.append(p.main_grad if joined is None else p.main_grad + joined)
+            p.grad = torch.empty_like(p) if before is None else before
+            given.append(p.grad)
+        if given:
+            torch._foreach_copy_(given, folded)
+        for p, _ in opened:
+            fold = _fold(p)
+            fold.given, fold.version = p.grad, p.grad._version

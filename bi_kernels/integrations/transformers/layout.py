@@ -1,0 +1,256 @@
+"""Which sequences a model's call holds, and where: read once a call from its mask, its positions or its cu_seqlens."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ContextDecorator, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bi_kernels.integrations.transformers.gradients import Folds
+from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
+from bi_kernels.ops.embedding import can_wait
+from bi_kernels.ops.rope import packed_positions
+from bi_kernels.tokens import TokenLayout
+
+_current: ContextVar["Call | None"] = ContextVar("call of a model", default=None)
+
+
+def current() -> "Call | None":
+    """Returns the call of a model that is being computed."""
+    return _current.get()
+
+
+@lru_cache(maxsize=64)
+def _dense(sequences: int, length: int) -> TokenLayout:
+    return TokenLayout.padded([length] * sequences, length)
+
+
+class Call(ContextDecorator):
+    """The sequences of one call, in rows of `length` tokens behind `past` ones of a cache, or packed in one row.
+
+    Entered by the model, and again wherever checkpointing computes a layer once more.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        past: int | Tensor = 0,
+        spans: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+        paged: Mapping | None = None,
+        layout: TokenLayout | None = None,
+    ):
+        self.batch, self.length, self.past, self.spans, self.layout = batch, length, past, spans, layout
+        self.cu_seqlens, self.paged, self.folds = cu_seqlens, paged, Folds()
+        self._known: dict[tuple, Sequences] = {}
+        self._outer: list = []
+
+    def __enter__(self) -> "Call":
+        layout = self.layout or nullcontext()
+        layout.__enter__()
+        self._outer.append((_current.set(self), layout))
+        return self
+
+    def __exit__(self, *error) -> None:
+        token, layout = self._outer.pop()
+        _current.reset(token)
+        layout.__exit__(*error)
+
+    def within(self, function: Callable) -> Callable:
+        """Returns `function`, computed in this call wherever it is called."""
+        return self(function)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a sequence's keys are those of this call alone."""
+        return self.paged is None and (self.cu_seqlens is not None or isinstance(self.past, int) and not self.past)
+
+    def positions(self) -> Tensor | None:
+        """Returns the positions (batch, length) of padded or packed tokens in their sequences; None for full rows."""
+        if self.cu_seqlens is not None:
+            return packed_positions(self.cu_seqlens, self.batch * self.length).view(self.batch, self.length)
+        if self.spans is None:
+            return None
+        begin = self.spans[0][:, None]
+        return (torch.arange(self.length, device=begin.device) + self.past - begin).clamp(min=0)
+
+    def next_tokens(self, ids: Tensor, ignored: int) -> Tensor:
+        """Returns the token after each of ids (batch, length), `ignored` after a sequence's last one and padding."""
+        following = torch.full_like(ids, ignored)
+        following[:, :-1] = ids[:, 1:]
+        if self.cu_seqlens is not None:
+            last = self.cu_seqlens[1:][self.cu_seqlens.diff() > 0].long() - 1
+            following.view(-1)[last] = ignored
+        elif self.spans is not None:
+            at, (begin, end) = torch.arange(self.length, device=ids.device), (s[:, None] for s in self.spans)
+            following[(at < begin) | (at + 1 >= end)] = ignored
+        return following
+
+    def sequences(self, stored: int, stride: int, device: torch.device) -> Sequences:
+        """Returns where attention's sequences lie, of keys of which `stored` are kept a row, rows `stride` apart."""
+        if (stored, stride) not in self._known:
+            make = self._packed if self.cu_seqlens is not None else self._rows
+            self._known[stored, stride] = make(stored, stride, device)
+        return self._known[stored, stride]
+
+    def _packed(self, stored: int, stride: int, device: torch.device) -> Sequences:
+        ends = self.cu_seqlens.to(device, torch.int32)
+        first, lengths = ends[:-1].contiguous(), ends.diff()
+        return Sequences(first, lengths, first, lengths, None, 0, self.batch * self.length, True, True)
+
+    def _rows(self, stored: int, stride: int, device: torch.device) -> Sequences:
+        """A cache holds the last `stored` tokens of a row, or, if static, has room for so many."""
+        row = torch.arange(self.batch, dtype=torch.int32, device=device)
+        total = self.past + self.length
+        begin, end = self.spans or (torch.zeros_like(row), torch.zeros_like(row) + total)
+        gone = max(total - stored, 0) if isinstance(total, int) else 0  # tokens that a window's cache has dropped
+        first_q = (begin - self.past).clamp(min=0)
+        length_q = ((end - self.past).clamp(0, self.length) - first_q).clamp(min=0)
+        kept = (begin - gone).clamp(min=0)
+        length_k = end - gone - kept
+        full = self.spans is None
+        where = [t.to(torch.int32) for t in (row * self.length + first_q, length_q, row * stride + kept, length_k)]
+        if gone:
+            return trimmed(*where, (gone - begin).clamp(min=0), stored, full)
+        return Sequences(*where, None, 0, stored, full, full and total == stored)
+
+
+def trimmed(
+    first_q: Tensor, length_q: Tensor, first_k: Tensor, length_k: Tensor, dropped: Tensor, most: int, full_q: bool
+) -> Sequences:
+    """Returns sequences of whose keys a window's cache keeps the last ones, as pages of one key.
+
+    The fold over keys is anchored at absolute positions: so `dropped` keys are counted, but for whole splits, and the
+    window hides them.
+    """
+    shift = dropped % SCHEDULE.split
+    at = torch.arange(SCHEDULE.split - 1 + most, dtype=torch.int32, device=first_k.device)
+    last = (length_k - 1).clamp(min=0)[:, None]
+    pages = first_k[:, None] + torch.minimum((at - shift[:, None]).clamp(min=0), last)
+    length_k = (length_k + shift).to(torch.int32)
+    return Sequences(first_q, length_q, first_k, length_k, pages.to(torch.int32), 1, len(at), full_q, False)
+
+
+def _wrong(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"apply: {name} {value}, expected {expected}")
+
+
+def _padding_mask(mask: object) -> Tensor | None:
+    """Returns a padding mask (batch, tokens), or None; what `generate` prepared holds one a kind of layer."""
+    if isinstance(mask, Mapping):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise _wrong("attention_mask is", what, "a padding mask (batch, tokens) of ones and zeros")
+    return mask
+
+
+def _seen(cache: object) -> int | Tensor:
+    """Returns how many tokens of a row a cache holds; a tensor where only the device knows."""
+    if cache is None:
+        return 0
+    lengths = [layer.get_seq_length() for layer in cache.layers] if hasattr(cache, "layers") else []
+    known = [n for n in lengths if isinstance(n, int)]
+    if known or not lengths:
+        return known[0] if known else cache.get_seq_length()
+    return lengths[0].clone()  # its update is in place
+
+
+def _spans(mask: Tensor, batch: int, length: int, past: int | Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns each row's first token and the end of its last; None for rows without padding."""
+    known, width = isinstance(past, int), mask.shape[1]
+    total = int(past) + length if known or can_wait(past) else None
+    fits = width == total if known else width >= (total or length)  # a static cache's may be as wide as its room
+    if mask.shape[0] != batch or not fits:
+        raise _wrong("attention_mask has shape", tuple(mask.shape), f"({batch}, {total or f'at least {length}'})")
+    mask = mask != 0
+    begin = mask.to(torch.uint8).argmax(1)
+    count = mask.sum(1)
+    end = width - mask.flip(1).to(torch.uint8).argmax(1)
+    if can_wait(mask):
+        said = torch.stack([begin, end, count]).tolist()
+        if all(n == total for n in said[2]) and not any(said[0]):
+            return None
+        holes = [i for i, (b, e, n) in enumerate(zip(*said)) if n and e - b != n]
+        if holes:
+            raise _wrong(f"attention_mask's row {holes[0]} has", "zeros between ones", "padding at its ends alone")
+    end = torch.where(count > 0, end, begin)
+    return begin.to(torch.int32), end.to(torch.int32)
+
+
+def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:
+    """Returns cu_seqlens where the positions of a row restart, None where none does."""
+    starts = torch.ones(batch, length, dtype=torch.bool, device=positions.device)
+    starts[:, 1:] = positions.expand(batch, -1).diff(dim=1) != 1
+    if not can_wait(starts):
+        return None
+    at = starts.flatten().nonzero().flatten().tolist()
+    return None if len(at) == batch else [*at, batch * length]
+
+
+def read(
+    input_ids: Tensor | None = None,
+    attention_mask: object = None,
+    position_ids: Tensor | None = None,
+    past_key_values: object = None,
+    inputs_embeds: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cache: object = None,
+    **rest,
+) -> Call:
+    """Returns the call that a model's arguments describe. Raises ValueError with one sentence where they contradict."""
+    x = input_ids if inputs_embeds is None else inputs_embeds
+    if x is None:
+        return Call(0, 0)  # the model says so itself
+    (batch, length), trains = x.shape[:2], torch.is_grad_enabled()
+    if cache is not None:
+        return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids})
+    past = _seen(past_key_values)
+    mask = _padding_mask(attention_mask)
+    ends = None
+    if cu_seq_lens_q is not None:
+        ends = cu_seq_lens_q.tolist() if can_wait(cu_seq_lens_q) else None
+        if batch != 1 or mask is not None or ends and (ends[0] or ends[-1] != length or ends != sorted(ends)):
+            raise _wrong(
+                "cu_seq_lens_q is", f"{ends} for tokens {(batch, length)}", "sequences that fill one row, unmasked"
+            )
+        cu_seqlens = cu_seq_lens_q
+    elif mask is None and position_ids is not None and isinstance(past, int) and not past and length > 1:
+        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+            raise _wrong("position_ids has shape", tuple(position_ids.shape), f"({batch}, {length})")
+        ends = _restarts(position_ids, batch, length)
+        cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=x.device)
+    else:
+        cu_seqlens = None
+    if cu_seqlens is not None:
+        return Call(batch, length, cu_seqlens=cu_seqlens, layout=TokenLayout.packed(ends) if trains and ends else None)
+    spans = None if mask is None else _spans(mask.to(x.device), batch, length, past)
+    if not trains:
+        return Call(batch, length, past, spans)
+    if spans is None:
+        return Call(batch, length, past, None, layout=_dense(batch, length))
+    before = int(past)
+    rows = [(max(b - before, 0), max(e - before, 0)) for b, e in zip(*(t.tolist() for t in spans))]
+    starts = [i * length + min(b, e) for i, (b, e) in enumerate(rows)]
+    layout = TokenLayout(starts, [max(e - b, 0) for b, e in rows], batch * length)
+    return Call(batch, length, past, spans, layout=layout)
+
+
+@lru_cache(maxsize=64)
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def arguments(forward: Callable, *args, **kwargs) -> dict:
+    """Returns the arguments of a model's forward by their names."""
+    bound, given = _signature(forward).bind_partial(*args, **kwargs), {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return given

@@ -1,0 +1,219 @@
+"""The modules that `apply` puts in: each is a subclass of the class that it takes the place of, with our ops in forward.
+
+A module is swapped by its `__class__`, so its parameters, buffers, hooks and names stay what they are, and `restore`
+only gives it its class back. Dtypes follow autocast as torch's own ops do.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import bi_kernels as bi
+from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.gradients import Folds
+from bi_kernels.integrations.transformers.layout import arguments, current, read
+from bi_kernels.integrations.transformers.scoring import causal_lm_loss
+from bi_kernels.integrations.transformers.swap import Swapped
+
+
+def _folds() -> tuple[Folds, bool]:
+    """Returns the folds of the model's call, or new ones for a module that is called alone, and whether they are."""
+    call = current()
+    return (Folds(), True) if call is None else (call.folds, False)
+
+
+def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
+    if alone:
+        folds.attach(out)
+    return out
+
+
+class Linear(Swapped):
+    """linear(x, weight, bias)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        folds, alone = _folds()
+        device, dtype = x.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x = x.to(dtype)
+        weight, bias = folds.cast(self.weight, dtype), folds.cast(self.bias, dtype)
+        return _ended(bi.linear(x, weight, bias), folds, alone)
+
+
+class Embedding(Swapped):
+    """embedding(ids, weight)"""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        folds, alone = _folds()
+        folds.use(self.weight, embedding=True)
+        return _ended(bi.embedding(ids, self.weight, self.padding_idx), folds, alone)
+
+
+class RMSNorm(Swapped):
+    """rms_norm(x, weight), or qk_norm over heads (batch, length, heads, head_dim)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        folds, alone = _folds()
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        norm, eps = bi.qk_norm if x.dim() == 4 else bi.rms_norm, torch.finfo(x.dtype).eps if eps is None else eps
+        return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+
+
+class MLP(Swapped):
+    """down(swiglu(gate(x), up(x)))"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(bi.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Rotary(Swapped):
+    """a table of cos and sin, in fp64 of the module's frequencies, rounded once to fp32"""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[bi.RopeTable, Tensor]:
+        call = current()
+        past = call.past if call is not None and isinstance(call.past, int) else 0
+        longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1])
+        table = self.__dict__.get("bi_kernels_table")
+        if table is None or table.cos.device != x.device or len(table.cos) < longest:
+            position = torch.arange(longest, dtype=torch.float64)[:, None]
+            angle, scale = position * self.inv_freq.detach().cpu().double(), float(self.attention_scaling)
+            table = bi.RopeTable(*((f * scale).float().to(x.device) for f in (angle.cos(), angle.sin())))
+            self.__dict__["bi_kernels_table"] = table
+        return table, position_ids.expand(x.shape[:2]).contiguous()
+
+
+class Attention(Swapped):
+    """rope and attention between its linears"""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple,
+        attention_mask: Tensor | None = None,
+        past_key_values: object = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        call, dropout = current(), self.attention_dropout if self.training else 0.0
+        if call is None:
+            raise ValueError(f"{type(self).__name__}: called outside its model, expected a call of the model itself")
+        if dropout:
+            raise ValueError(f"{type(self).__name__}: attention_dropout is {dropout}, expected 0 where it trains")
+        if kwargs.get("output_attentions"):
+            raise ValueError(f"{type(self).__name__}: output_attentions is True, expected False: no weights are held")
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (linear(hidden_states).view(shape) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        table, positions = position_embeddings
+        if isinstance(table, bi.RopeTable):
+            q, k = bi.rope(q, table, positions), bi.rope(k, table, positions)
+        else:  # cos and sin of a rotary module that was left
+            rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+            q, k = rotate(q, k, table, positions, unsqueeze_dim=2)
+        given = {"scale": self.scaling, "window": self.window}
+        if call.paged is not None:
+            out = paged_attention(self, q, k, v, call, **given, **kwargs)
+        else:
+            out = attention(self, q, k, v, call, cache=past_key_values, **given)
+        return self.o_proj(out.flatten(-2)), None
+
+    @property
+    def window(self) -> int | None:
+        """Returns how many keys a query sees, None for all."""
+        return getattr(self, "sliding_window", None)
+
+
+class MistralAttention(Attention):
+    """rope and attention between its linears"""
+
+    @property
+    def window(self) -> int | None:
+        """Returns the model's window: its layers have none of their own."""
+        return getattr(self.config, "sliding_window", None)
+
+
+class Checkpointed(Swapped):
+    """what checkpointing computes again knows the call's sequences"""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable:
+        stored, call = self.__dict__["_gradient_checkpointing_func"], current()
+        return stored if call is None else lambda function, *given: stored(call.within(function), *given)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable) -> None:
+        self.__dict__["_gradient_checkpointing_func"] = function
+
+
+def _model_forward(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def forward_of_a_call(self, *args, **kwargs):
+        if not isinstance(self, Model) or current() is not None:
+            return forward(self, *args, **kwargs)
+        trains = torch.is_grad_enabled()
+        if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
+        given = arguments(forward, self, *args, **kwargs)
+        call = read(**given)
+        if given.get("position_ids") is None and (positions := call.positions()) is not None:
+            kwargs["position_ids"] = positions
+        keep = given.get("logits_to_keep", 0)
+        keep = keep if trains and (isinstance(keep, Tensor) or keep) else None
+        if keep is not None:  # the head's fold is over the call's tokens, so it is given them all
+            kwargs["logits_to_keep"] = 0
+        with call:
+            out = forward(self, *args, **kwargs)
+        if keep is not None:
+            out["logits"] = out.logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
+        call.folds.attach(out)
+        return out
+
+    return forward_of_a_call
+
+
+class Model(Swapped):
+    """reads which sequences a call holds, and hands gradients to the optimizer"""
+
+    @classmethod
+    def members(cls, replaces: type[nn.Module]) -> dict:
+        """Returns a forward whose signature is that of the model."""
+        return {"forward": _model_forward(replaces.forward)}
+
+    @property
+    def loss_function(self) -> Callable:
+        """Returns the loss over our logprobs in the place of Transformers' own; another one stays."""
+        stock = super().loss_function
+        return causal_lm_loss if stock is ForCausalLMLoss else stock
+
+    @loss_function.setter
+    def loss_function(self, value: Callable) -> None:
+        self._loss_function = value
+
+
+class LanguageModel(Model):
+    """reads which sequences a call holds, and hands gradients to the optimizer; its attention is ours"""
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """Raises ValueError for any other than that of `apply`."""
+        if str(attn_implementation).removeprefix("paged|") not in (NAME, PAGED):
+            raise ValueError(
+                f"set_attn_implementation: attn_implementation is {attn_implementation!r}, expected {NAME!r} until "
+                "restore(model)"
+            )
+        self.config._attn_implementation_internal = attn_implementation
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Returns the manager of continuous batching, told not to make dense masks."""
+        self.set_attn_implementation(PAGED)
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def _valid_auto_compile_criteria(self, *args, **kwargs) -> bool:
+        """Returns False: `generate` with a static cache is not compiled; capture a CUDA graph instead."""
+        return False

@@ -1,0 +1,72 @@
+"""The logprobs of tokens, for scoring and for a policy's loss, and the loss that the model itself returns."""
+
+import torch
+from torch import Tensor, nn
+
+import bi_kernels as bi
+from bi_kernels.integrations.transformers.layout import read
+from bi_kernels.integrations.transformers.swap import Swapped
+
+IGNORED = -100
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
+    """Returns −Σ log p(next token) over num_items_in_batch, the step's, or over the tokens that are not ignored.
+
+    logits (batch, length, vocab), labels (batch, length) as Transformers has them, or shift_labels, shifted already.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(logits.device).reshape(logits.shape[:-1])
+    count = (targets != ignore_index).sum()
+    if not bool(count):
+        return (logits * 0).sum(dtype=torch.float32)
+    logprob, _ = bi.token_logprob(logits, targets, ignore_index=ignore_index)
+    return -logprob.sum() / (count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=count.device))
+
+
+def logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns (log p(next token), entropy), (batch, length) fp32, of an applied model; no logits are held.
+
+    input_ids (batch, length); padded by attention_mask (batch, length), or packed in one row by cu_seqlens
+    (sequences + 1,), or by position_ids that restart. Both are 0 after a sequence's last token, and for padding. They
+    have a gradient where one is wanted. Raises ValueError for a model that was not given to `apply`.
+    """
+    owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
+    head = None if owner is None else owner.get_output_embeddings()
+    if not isinstance(head, Swapped) or head.bias is not None:
+        raise ValueError(
+            f"logprobs: model is a {type(model).__name__}, expected a model for causal language modelling after "
+            "apply(model), its head a linear without bias"
+        )
+    call = read(input_ids, attention_mask, position_ids, cu_seq_lens_q=cu_seqlens)
+    targets = call.next_tokens(input_ids, IGNORED)
+    positions = call.positions() if position_ids is None else position_ids
+    with call:
+        base = owner.base_model
+        hidden = base(input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)[0]
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        if not bool((targets != IGNORED).any()):
+            none = (hidden * 0).sum(-1, dtype=torch.float32)
+            scores = none, none.clone()
+        else:
+            weight = call.folds.cast(head.weight, hidden.dtype)
+            scores = bi.lm_head_logprob(hidden, weight, targets, temperature)
+    call.folds.attach(scores)
+    return scores

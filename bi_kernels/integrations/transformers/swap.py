@@ -1,0 +1,34 @@
+"""A module takes our forward by its class: a subclass of its own, of the same name, which `restore` takes away again."""
+
+import functools
+from collections.abc import Callable
+
+from torch import nn
+
+
+class Swapped:
+    """In the place of `replaces`, of which it is a subclass too."""
+
+    replaces: type[nn.Module]
+
+    @classmethod
+    def members(cls, replaces: type[nn.Module]) -> dict:
+        """Returns what the class that takes the place of `replaces` has besides."""
+        return {}
+
+    def __reduce_ex__(self, protocol):
+        make, arguments, *state = super().__reduce_ex__(protocol)
+        return _made_again, (type(self).replaces, make, arguments[1:]), *state
+
+
+def _made_again(replaces: type[nn.Module], make: Callable, arguments: tuple) -> nn.Module:
+    return make(swapped(replaces), *arguments)
+
+
+@functools.cache
+def swapped(replaces: type[nn.Module], kind: type[Swapped] | None = None) -> type[nn.Module]:
+    """Returns the class that takes the place of another: it is of a `kind`, which need be given once."""
+    if kind is None:
+        return next(c for c in replaces.__subclasses__() if c.__dict__.get("replaces") is replaces)
+    body = {"replaces": replaces, "__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
+    return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
