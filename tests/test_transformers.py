@@ -1,0 +1,164 @@
+"""Transformers' models after `apply`: the same bits in every layout, split, cache and order of calls, and none after
+`restore`."""
+
+import copy
+import hashlib
+import pickle
+
+import pytest
+import torch
+from conftest import assert_same_bits
+from transformers import (
+    DataCollatorWithFlattening,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+
+import bi_kernels as bi
+from bi_kernels.integrations.transformers import apply, logprobs, restore
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | MIXED)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+}
+LENGTHS = [5, 1, 17, 9]
+STARTS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+IDS = torch.randint(1, 160, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+SEQUENCES = [IDS[s : s + n] for s, n in zip(STARTS, LENGTHS)]
+ADVANTAGES = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
+
+
+def built(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    model, g = MODELS[name](), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + p / 8)
+    return model.to(dtype)
+
+
+def applied(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    model = built(name, dtype)
+    apply(model)
+    return model
+
+
+def tokens_of(sequences) -> torch.Tensor:
+    return torch.cat([torch.arange(STARTS[i], STARTS[i] + LENGTHS[i]) for i in sequences])
+
+
+def padded(sequences, left: bool = False, width: int = 20) -> tuple[dict, torch.Tensor]:
+    """(arguments, the logical token of each place, −1 for padding) of some sequences."""
+    at = torch.full((len(sequences), width), -1)
+    for row, i in zip(at, sequences):
+        (row[width - LENGTHS[i] :] if left else row[: LENGTHS[i]]).copy_(tokens_of([i]))
+    real = at >= 0
+    return {"input_ids": IDS[at.clamp(min=0)].masked_fill(~real, 0), "attention_mask": real.long()}, at
+
+
+def packed(sequences) -> tuple[dict, torch.Tensor]:
+    at = tokens_of(sequences)[None]
+    ends = torch.tensor([0, *[LENGTHS[i] for i in sequences]]).cumsum(0).int()
+    return {"input_ids": IDS[at], "cu_seqlens": ends}, at
+
+
+def restarting(sequences) -> tuple[dict, torch.Tensor]:
+    at = tokens_of(sequences)[None]
+    positions = torch.cat([torch.arange(LENGTHS[i]) for i in sequences])[None]
+    return {"input_ids": IDS[at], "position_ids": positions}, at
+
+
+def single(i: int) -> tuple[dict, torch.Tensor]:
+    return {"input_ids": IDS[tokens_of([i])[None]]}, tokens_of([i])[None]
+
+
+EVERY = [*range(len(LENGTHS))]
+STEPS = {  # the calls of a step, in its order
+    "packed": [packed(EVERY)],
+    "singles": [single(i) for i in EVERY],
+    "batch": [padded(EVERY)],
+    "left padded": [padded(EVERY, left=True)],
+    "positions that restart": [restarting(EVERY)],
+    "micro-batches": [packed([0, 1]), padded([2, 3], left=True)],
+}
+
+
+def step(model: torch.nn.Module, calls: list) -> dict[str, torch.Tensor]:
+    """Every token's logprob and every parameter's `.grad` after one step of a loss."""
+    model.zero_grad()
+    found = torch.zeros(2, sum(LENGTHS))
+    for given, at in calls:
+        logprob, entropy = logprobs(model, **given)
+        real = at >= 0
+        weight = ADVANTAGES[at.clamp(min=0)].masked_fill(~real, 0)
+        ((logprob * weight).sum() / sum(LENGTHS) + entropy.sum() / 64).backward()
+        found[:, at[real]] = torch.stack([logprob, entropy])[:, real].detach()
+    return {"logprob": found} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.any(), name
+        assert_same_bits(found[name], value, name)
+
+
+def differing(found: dict, expected: dict) -> set[str]:
+    return {name for name, value in expected.items() if (found[name] != value).any()}
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, dict]:
+    return {name: step(applied(name), STEPS["packed"]) for name in MODELS}
+
+
+@pytest.mark.parametrize("name", [*STEPS][1:])
+def test_logprobs_and_gradients_are_the_same_in_every_layout(name, whole):
+    assert_same(step(applied(), STEPS[name]), whole["qwen3"])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral"])
+def test_the_other_architectures_too(name, whole):
+    assert_same(step(applied(name), STEPS["micro-batches"]), whole[name])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_bit(reentrant, whole):
+    model = applied().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same(step(model, STEPS["left padded"]), whole["qwen3"])
