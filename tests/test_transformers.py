@@ -162,3 +162,44 @@ def test_checkpointing_changes_no_bit(reentrant, whole):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(step(model, STEPS["left padded"]), whole["qwen3"])
+
+
+def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The logits of each sequence in one packed call."""
+    ends = torch.tensor([0, *[len(s) for s in sequences]]).cumsum(0).int()
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat(sequences)[None], cu_seq_lens_q=ends, use_cache=False).logits[0]
+    return list(logits.split([len(s) for s in sequences]))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*MODELS])
+def test_what_is_generated_is_rescored_to_the_bit(name, cache):
+    model, new = applied(name).eval(), 9
+    given, _ = padded([0, 2, 1], left=True, width=17)
+    sampled = {"do_sample": name == "qwen3", "max_new_tokens": new, "output_logits": True}
+    arguments = sampled | {"return_dict_in_generate": True, "disable_compile": True}
+    out = model.generate(**given, **arguments, cache_implementation={"dynamic": None}.get(cache, cache))
+    rows = [row[17 - LENGTHS[i] :] for i, row in zip([0, 2, 1], out.sequences)]
+    for row, (i, logits) in enumerate(zip([0, 2, 1], rescored(model, rows))):
+        told = torch.stack([step[row] for step in out.logits])
+        assert_same_bits(told, logits[LENGTHS[i] - 1 : -1].float(), f"row {row}")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_continuous_batching_is_rescored_to_the_bit(name):
+    from transformers import ContinuousBatchingConfig
+
+    model = applied(name).eval()
+    prompts = [[*s.tolist()] for s in SEQUENCES] + [SEQUENCES[2].tolist()[:7]]
+    told = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(page_size=8, num_blocks=24, max_batch_tokens=20, return_logprobs=True)
+    out = model.generate_batch(prompts, told, batching, progress_bar=False)
+    found = sorted(out.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[1]))
+    rows = [torch.tensor(o.prompt_ids + o.generated_tokens) for o in found]
+    assert [o.prompt_ids for o in found] == prompts and all(len(o.generated_tokens) == 8 for o in found)
+    for o, row, logits in zip(found, rows, rescored(model, rows)):
+        there = logits[len(o.prompt_ids) - 1 : -1].float()
+        assert_same_bits(there.argmax(-1), row[len(o.prompt_ids) :])
+        logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
+        assert_same_bits(torch.tensor(o.logprobs), logprob)
