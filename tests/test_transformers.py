@@ -203,3 +203,80 @@ def test_continuous_batching_is_rescored_to_the_bit(name):
         assert_same_bits(there.argmax(-1), row[len(o.prompt_ids) :])
         logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
         assert_same_bits(torch.tensor(o.logprobs), logprob)
+
+
+def test_the_keys_that_a_window_drops_are_counted():
+    """The fold over keys is anchored at absolute positions, in blocks of 64 and splits of 4096."""
+    from bi_kernels.integrations.transformers.layout import trimmed
+    from bi_kernels.ops.attention.attention import Arguments, attend
+
+    g, window = torch.Generator().manual_seed(0), 40
+    for total in (100, 4110):
+        q, k, v = (torch.randn(n, 1, 16, generator=g).bfloat16() for n in (1, total, total))
+        ends = torch.tensor([0, total])
+        expected, _ = bi.attention(q, k, v, cu_seqlens_q=ends.clamp(max=1), cu_seqlens_k=ends, window=window)
+        zero, one, kept = (torch.tensor([n], dtype=torch.int32) for n in (0, 1, window))
+        found = {
+            dropped: attend(
+                Arguments(q, *(t[-window:].contiguous() for t in (k, v)), sequences, True, 0.25, window, q.shape)
+            )[0]
+            for dropped in (total - window, 0)
+            for sequences in [trimmed(zero, one, zero, kept, torch.tensor([dropped]), window, True)]
+        }
+        assert_same_bits(found[total - window], expected)
+        assert (found[0] != expected).any(), "what begins anew at the first key that is kept"
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, lengths: list[int]):
+        g = torch.Generator().manual_seed(5)
+        self.rows = [torch.randint(1, 160, (n,), generator=g).tolist() for n in lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    width = max(len(r["input_ids"]) for r in rows)
+    fill = lambda name, value: torch.tensor([r[name] + [value] * (width - len(r[name])) for r in rows])
+    mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows])
+    return {"input_ids": fill("input_ids", 0), "attention_mask": mask, "labels": fill("labels", -100)}
+
+
+def trained(model: torch.nn.Module, folder, size: int, collator=collate, **changes) -> str:
+    """The SHA-256 of the weights after two steps of eight sequences, in micro-batches of a size."""
+    arguments = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": 8 // size,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
+    }
+    given = TrainingArguments(str(folder), **arguments | changes)
+    Trainer(model, given, train_dataset=Rows([3, 18, 7, 33, 2, 16, 11, 5] * 2), data_collator=collator).train()
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_trainer_gives_one_hash_for_every_split(tmp_path):
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    ours = {trained(applied(), tmp_path, size) for size in (1, 2, 4, 8)} | {trained(applied(), tmp_path, 4, flat)}
+    assert len(ours) == 1
+    stock = {trained(built(), tmp_path, size) for size in (1, 2, 4, 8)}
+    assert len(stock) == 4
+
+
+def test_trainer_under_autocast(tmp_path):
+    fp32 = {trained(applied(dtype=torch.float32), tmp_path, size, bf16=True) for size in (1, 4)}
+    assert len(fp32) == 1
