@@ -280,3 +280,175 @@ def test_trainer_gives_one_hash_for_every_split(tmp_path):
 def test_trainer_under_autocast(tmp_path):
     fp32 = {trained(applied(dtype=torch.float32), tmp_path, size, bf16=True) for size in (1, 4)}
     assert len(fp32) == 1
+
+
+def half(model, part: int, weight: float = 1.0) -> torch.Tensor:
+    """The loss of half of the sequences."""
+    given, at = padded([0, 1] if part == 0 else [2, 3])
+    logprob, _ = logprobs(model, **given)
+    return weight * (logprob * ADVANTAGES[at.clamp(min=0)].masked_fill(at < 0, 0)).sum() / sum(LENGTHS)
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def halves() -> dict[str, torch.Tensor]:
+    model = applied()
+    half(model, 0).backward()
+    half(model, 1).backward()
+    return grads(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_begins_a_step_wherever_it_stands(set_to_none, halves):
+    model = applied()
+    half(model, 1).backward()
+    loss = half(model, 0)  # the classic order: forward, zero_grad, backward
+    model.zero_grad(set_to_none)
+    kept = model.lm_head.weight.grad
+    loss.backward()
+    assert set_to_none or kept is model.lm_head.weight.grad
+    with torch.no_grad():
+        logprobs(model, **single(2)[0])  # an evaluation between
+        model.eval().generate(SEQUENCES[0][None], max_new_tokens=2, do_sample=False)
+    half(model.train(), 1).backward()
+    assert_same(grads(model), halves)
+    assert model.lm_head.weight.grad.dtype == torch.bfloat16
+    model.zero_grad(set_to_none)
+    assert not set_to_none or not grads(model)
+
+
+def test_what_a_user_does_to_grad_is_kept():
+    model, weight = applied(), lambda m: m.model.layers[0].mlp.up_proj.weight
+    half(model, 0).backward()
+    before = weight(model).grad.clone()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    clipped = weight(model).grad.clone()
+    assert (clipped != before).any()
+    half(model, 0, 0.0).backward()
+    assert_same_bits(weight(model).grad, clipped)  # the fold goes on from what stands there
+    weight(model).grad = torch.full_like(before, 2.0)
+    half(model, 0, 0.0).backward()
+    assert_same_bits(weight(model).grad, torch.full_like(before, 2.0))
+    model.zero_grad()
+    half(model, 0).backward()
+    assert_same_bits(weight(model).grad, before)
+
+
+def test_backward_twice_doubles_and_autograd_adds_its_own():
+    model = applied(dtype=torch.float32)
+    loss = half(model, 0)
+    loss.backward(retain_graph=True)
+    once = grads(model)
+    loss.backward()
+    weight = "model.layers.1.mlp.down_proj.weight"
+    assert_same_bits(grads(model)[weight].bfloat16(), (2 * once[weight]).bfloat16())
+    model.zero_grad()
+    (half(model, 0) + model.get_parameter(weight).sum()).backward()  # an op that is not ours
+    assert_same_bits(grads(model)[weight], once[weight] + 1)
+
+
+def test_frozen_parameters_and_several_forwards(halves):
+    model = applied()
+    model.model.layers[0].requires_grad_(False)
+    half(model, 0).backward()
+    half(model, 1).backward()
+    found = grads(model)
+    assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad} < halves.keys()
+    assert_same(found, {n: halves[n] for n in found})
+    model.zero_grad()
+    first, second = half(model, 0), half(model, 1)  # the backward passes say the order
+    first.backward()
+    second.backward()
+    assert_same(grads(model), {n: halves[n] for n in found})
+
+
+def test_without_the_fold_the_split_is_seen(monkeypatch, whole):
+    from bi_kernels.integrations.transformers.gradients import Folds
+
+    monkeypatch.setattr(Folds, "attach", lambda folds, out: None)
+    packed, cut = step(applied(), STEPS["packed"]), step(applied(), STEPS["singles"])
+    assert_same_bits(cut["logprob"], whole["qwen3"]["logprob"])
+    assert len(differing(cut, packed)) > len(packed) // 2
+
+
+def test_checkpointing_without_the_call_is_refused(monkeypatch):
+    from bi_kernels.integrations.transformers.layout import Call
+
+    monkeypatch.setattr(Call, "within", lambda call, function: function)
+    model = applied().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="called"):
+        step(model, STEPS["left padded"])
+
+
+def test_the_models_own_loss_and_logits(halves):
+    """labels, num_items_in_batch and logits_to_keep as Trainer and others pass them; positions from the mask."""
+    model, found = applied(), {}
+    for left in (False, True):
+        model.zero_grad()
+        given, at = padded(EVERY, left)
+        labels = given["input_ids"].masked_fill(at < 0, -100)
+        out = model(**given, labels=labels, num_items_in_batch=28)
+        out.loss.backward()
+        found[left] = grads(model) | {"logits": out.logits.detach()[at >= 0]}
+    assert_same(found[True], found[False])
+    stock = built()(**given, labels=labels, num_items_in_batch=28).loss
+    assert abs(float(out.loss) - float(stock)) < abs(float(stock)) / 64
+    kept = {}
+    for keep in (0, 6):
+        model.zero_grad()
+        logits = model(**given, logits_to_keep=keep).logits[:, -6:]
+        logits.float().square().sum().backward()
+        kept[keep] = grads(model) | {"logits": logits.detach()}
+    assert_same(kept[6], kept[0])
+
+
+def test_a_checkpoint_is_saved_and_loaded(tmp_path, whole):
+    model = applied()
+    names = [*model.state_dict()]
+    model.save_pretrained(tmp_path)
+    assert Qwen3Config.from_pretrained(tmp_path).architectures == ["Qwen3ForCausalLM"]
+    again = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.config._attn_implementation == "sdpa" and [*again.state_dict()] == names == [*built().state_dict()]
+    apply(again)
+    assert_same(step(again, STEPS["batch"]), whole["qwen3"])
+    again.load_state_dict(model.state_dict())
+
+
+def test_copies_and_pickles_stay_applied(whole):
+    model = applied()
+    step(model, STEPS["singles"])
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other, Qwen3ForCausalLM) and type(other) is type(model)
+        assert_same(step(other, STEPS["batch"]), whole["qwen3"])
+        restore(other)
+        assert type(other) is Qwen3ForCausalLM
+    assert isinstance(model.lm_head, torch.nn.Linear)
+
+
+def test_restore_gives_the_original_back(tmp_path, whole):
+    model, stock = built(), built()
+    kinds = [type(m) for m in model.modules()]
+    given, _ = padded(EVERY)
+
+    def outcome(model) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        out = model.train()(**given, labels=given["input_ids"])
+        out.loss.backward()
+        return grads(model) | {"logits": out.logits.detach()}
+
+    expected = outcome(stock)
+    report = apply(model)
+    assert "0 left" in str(report) and not report.left and not report.others
+    assert_same(step(model, STEPS["batch"]), whole["qwen3"])
+    model.eval().generate(SEQUENCES[0][None], max_new_tokens=2)
+    restore(model)
+    assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(p, "main_grad") for p in model.parameters())
+    assert not any("bi_kernels" in name for m in model.modules() for name in vars(m))
+    assert_same(outcome(model), expected)
+    apply(model)
+    assert_same(step(model.train(), STEPS["batch"]), whole["qwen3"])

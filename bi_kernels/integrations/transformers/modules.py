@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
@@ -83,10 +84,17 @@ class Rotary(Swapped):
         table = self.__dict__.get("bi_kernels_table")
         if table is None or table.cos.device != x.device or len(table.cos) < longest:
             position = torch.arange(longest, dtype=torch.float64)[:, None]
-            angle, scale = position * self.inv_freq.detach().cpu().double(), float(self.attention_scaling)
+            angle, scale = position * self.frequencies().double(), float(self.attention_scaling)
             table = bi.RopeTable(*((f * scale).float().to(x.device) for f in (angle.cos(), angle.sin())))
             self.__dict__["bi_kernels_table"] = table
         return table, position_ids.expand(x.shape[:2]).contiguous()
+
+    def frequencies(self) -> Tensor:
+        """Returns the module's frequencies; in fp32 where a cast of the model has rounded them."""
+        given = self.inv_freq.detach().cpu()
+        make = self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        exact = make(self.config)[0]
+        return exact if torch.equal(exact.to(given.dtype), given) else given
 
 
 class Attention(Swapped):
