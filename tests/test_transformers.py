@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same_bits
 from transformers import (
+    ContinuousBatchingConfig,
     DataCollatorWithFlattening,
     DynamicCache,
     GenerationConfig,
@@ -20,7 +21,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    StaticCache,
     Trainer,
     TrainingArguments,
 )
@@ -188,12 +188,11 @@ def test_what_is_generated_is_rescored_to_the_bit(name, cache):
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_continuous_batching_is_rescored_to_the_bit(name):
-    from transformers import ContinuousBatchingConfig
-
     model = applied(name).eval()
     prompts = [[*s.tolist()] for s in SEQUENCES] + [SEQUENCES[2].tolist()[:7]]
     told = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(page_size=8, num_blocks=24, max_batch_tokens=20, return_logprobs=True)
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+    batching = ContinuousBatchingConfig(num_blocks=24, max_batch_tokens=20, return_logprobs=True, **{page: 8})
     out = model.generate_batch(prompts, told, batching, progress_bar=False)
     found = sorted(out.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[1]))
     rows = [torch.tensor(o.prompt_ids + o.generated_tokens) for o in found]
@@ -452,3 +451,132 @@ def test_restore_gives_the_original_back(tmp_path, whole):
     assert_same(outcome(model), expected)
     apply(model)
     assert_same(step(model.train(), STEPS["batch"]), whole["qwen3"])
+
+
+LONG = torch.randint(1, 160, (61,), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_window_that_slides_over_a_block_of_keys_is_rescored_to_the_bit(cache):
+    model = applied("mistral").eval()
+    given = {"input_ids": torch.zeros(2, 63).long(), "attention_mask": torch.zeros(2, 63).long()}
+    for row, ids in enumerate((LONG, LONG[5:])):
+        given["input_ids"][row, -len(ids) :], given["attention_mask"][row, -len(ids) :] = ids, 1
+    arguments = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(**given, **arguments, cache_implementation={"dynamic": None}.get(cache, cache))
+    rows = [out.sequences[0, 2:], out.sequences[1, 7:]]
+    for row, logits in enumerate(rescored(model, rows)):
+        assert_same_bits(torch.stack([step[row] for step in out.logits]), logits[-13:-1].float())
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.RMSNorm(16), torch.nn.Dropout(0.5))
+        self.wide = torch.nn.Linear(16, 8)
+        self.wide.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.wide(self.inner(self.norm(x)))
+
+
+def test_every_module_and_parameter_is_accounted_for():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = {"vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": 64}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0.1))
+    for model in (Mixed(), gpt2, *[make() for make in MODELS.values()]):
+        report = apply(model)
+        names = [*report.replaced, *report.left, *report.containers]
+        assert sorted(names) == sorted(n for n, _ in model.named_modules())
+        assert sorted([*report.folded, *report.others]) == sorted(n for n, _ in model.named_parameters())
+        assert str(report).count("left: ") == len(report.left)
+        assert isinstance(model, (Mixed, GPT2LMHeadModel)) or not report.left and not report.others
+    model = Mixed()
+    report = apply(model)
+    assert set(report.left) == {"", "norm", "inner.2"} and "draws" in report.left["inner.2"]
+    assert report.folded["wide.weight"] == "frozen" and set(report.others) == {"norm.weight", "norm.bias"}
+    model.eval()(torch.randn(2, 3, 16)).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    gpt2.eval()(torch.arange(6).view(2, 3), labels=torch.arange(6).view(2, 3)).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in gpt2.parameters())
+
+
+def test_a_rope_that_follows_the_batch_is_left_and_named():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, rope_parameters=rope)).bfloat16().eval()
+    with torch.no_grad():
+        stock = model(SEQUENCES[2][None]).logits
+        report = apply(model)
+        assert list(report.left) == ["model.rotary_emb"] and "dynamic" in report.left["model.rotary_emb"]
+        assert (model(SEQUENCES[2][None]).logits - stock).abs().max() < stock.abs().max() / 16
+
+
+def refused(error: type, sentence: str, call, *args, **kwargs) -> None:
+    with pytest.raises(error, match=sentence) as raised:
+        call(*args, **kwargs)
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_models_are_refused_whole():
+    refused(TypeError, "model is a int, expected a torch.nn.Module", apply, 3)
+    refused(ValueError, "expected one with a module that can be replaced", apply, torch.nn.Sequential())
+    refused(ValueError, "restore: model is a Qwen3ForCausalLM without swapped modules", restore, built())
+    model = applied()
+    refused(ValueError, "swapped already, expected restore", apply, model)
+    refused(ValueError, "attn_implementation is 'sdpa', expected 'bi_kernels'", model.set_attn_implementation, "sdpa")
+    model = built()
+    refused(ValueError, "expected a model for causal language modelling", logprobs, model, IDS[None])
+    model.model.layers[0].to("meta")
+    refused(ValueError, r"on 2 devices \(.* on cpu, .* on meta\), expected one", apply, model)
+    refused(TypeError, "model.embed_tokens.weight has dtype torch.float64", apply, built().double())
+    model = built()
+    model.lm_head.weight.main_grad = torch.zeros(1)
+    refused(ValueError, "has a main_grad already, expected none", apply, model)
+    model = built()
+    model.forward = model.forward
+    refused(ValueError, "the model has a forward of its own", apply, model)
+    other = type(applied())(Qwen3Config(**SIZES, attn_implementation="bi_kernels"))
+    refused(ValueError, "Qwen3Attention has the configuration of a model that was given to apply", other, IDS[None])
+
+
+def test_a_model_is_never_left_half_replaced(monkeypatch):
+    from bi_kernels.integrations.transformers import replace as module
+
+    def stumbling(replaces, kind):
+        if kind is module.modules.MLP:
+            raise KeyboardInterrupt
+        return swapped(replaces, kind)
+
+    model, swapped = built(), module.swapped
+    kinds = [type(m) for m in model.modules()]
+    monkeypatch.setattr(module, "swapped", stumbling)
+    with pytest.raises(KeyboardInterrupt):
+        apply(model)
+    assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation == "sdpa"
+
+
+def test_bad_calls_are_refused_in_one_sentence():
+    model, (given, _) = applied(), padded([0, 1])
+    ids, mask = given["input_ids"], given["attention_mask"]
+    refused(ValueError, r"attention_mask has shape \(2, 19\), expected \(2, 20\)", model, ids, mask[:, 1:])
+    holes = mask.clone()
+    holes[0, 2] = 0
+    refused(
+        ValueError, "attention_mask's row 0 has zeros between ones, expected padding at its ends", model, ids, holes
+    )
+    refused(ValueError, r"attention_mask is of shape \(2, 1, 20, 20\)", model, ids, torch.ones(2, 1, 20, 20))
+    ends = torch.tensor([0, 5, 19])
+    refused(
+        ValueError, r"cu_seq_lens_q is \[0, 5, 19\] for tokens \(1, 40\)", model, ids.view(1, 40), cu_seq_lens_q=ends
+    )
+    refused(ValueError, r"position_ids has shape \(2, 7\), expected \(2, 20\)", model, ids, position_ids=ids[:, :7])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, mask, past_key_values=cache)
+        refused(ValueError, r"expected \(2, 21\)", model, ids[:, :1], mask[:, :1], past_key_values=cache)
+    refused(ValueError, "a gradient is wanted behind a cache", model, ids[:, :1], past_key_values=cache)
+    refused(ValueError, "output_attentions is True", model, ids, mask, output_attentions=True)
+    model.lm_head.weight.register_hook(lambda g: g)
+    refused(ValueError, "has a gradient hook", model, ids, mask)

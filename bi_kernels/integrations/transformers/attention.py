@@ -1,5 +1,6 @@
 """Attention as Transformers calls it: dense, padded, packed, behind any of its caches, and in continuous batching."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 
@@ -75,8 +76,9 @@ def attention(
     return _run(q, k, v, sequences, causal, scale, window).view(shape)
 
 
-def _takes_kwargs(cache: object) -> bool:
-    return "kwargs" in inspect.signature(cache.update).parameters
+@functools.cache
+def _takes_kwargs(kind: type) -> bool:
+    return "kwargs" in inspect.signature(kind.update).parameters
 
 
 def paged_attention(
@@ -101,7 +103,7 @@ def paged_attention(
         kind = "sliding_attention" if window else "full_attention"
         ends_k, longest = ends_k[kind], longest[kind]
     new = k.transpose(1, 2), v.transpose(1, 2)
-    if _takes_kwargs(cache):
+    if _takes_kwargs(type(cache)):
         k, v = (t[0].transpose(0, 1) for t in cache.update(*new, layer.layer_idx, kwargs=given))
     else:
         indices = {name: given[name] for name in ("read_index", "write_index")}
@@ -126,8 +128,8 @@ def paged_attention(
 def not_applied(module: nn.Module, *args, **kwargs) -> None:
     """Raises ValueError: the attention of an applied model is its layers' own, that of its configuration none."""
     raise ValueError(
-        f"{NAME}: a {type(module).__name__} has the configuration of a model that was given to apply, expected it to be "
-        "given to apply too, or another attn_implementation"
+        f"{NAME}: a {type(module).__name__} has the configuration of a model that was given to apply, expected its own "
+        "model to be given to apply too, or another attn_implementation"
     )
 
 

@@ -24,7 +24,8 @@ def current() -> "Call | None":
 
 
 @lru_cache(maxsize=64)
-def _dense(sequences: int, length: int) -> TokenLayout:
+def dense(sequences: int, length: int) -> TokenLayout:
+    """Returns the layout of rows without padding."""
     return TokenLayout.padded([length] * sequences, length)
 
 
@@ -234,7 +235,7 @@ def read(
     if not trains:
         return Call(batch, length, past, spans)
     if spans is None:
-        return Call(batch, length, past, None, layout=_dense(batch, length))
+        return Call(batch, length, past, None, layout=dense(batch, length))
     before = int(past)
     rows = [(max(b - before, 0), max(e - before, 0)) for b, e in zip(*(t.tolist() for t in spans))]
     starts = [i * length + min(b, e) for i, (b, e) in enumerate(rows)]

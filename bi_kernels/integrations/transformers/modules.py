@@ -7,6 +7,7 @@ only gives it its class back. Dtypes follow autocast as torch's own ops do.
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,25 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
 from bi_kernels.integrations.transformers.gradients import Folds
-from bi_kernels.integrations.transformers.layout import arguments, current, read
+from bi_kernels.integrations.transformers.layout import arguments, current, dense, read
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import Swapped
+from bi_kernels.tokens import TokenLayout
 
 
 def _folds() -> tuple[Folds, bool]:
     """Returns the folds of the model's call, or new ones for a module that is called alone, and whether they are."""
     call = current()
     return (Folds(), True) if call is None else (call.folds, False)
+
+
+def _rows(lead: torch.Size) -> TokenLayout | nullcontext:
+    """Returns the layout of a module's input (…, features) where it holds other rows than its call has tokens, as
+    embedded positions do: sequences without padding."""
+    call = current()
+    if call is None or call.layout is None or call.layout.rows == lead.numel():
+        return nullcontext()
+    return dense(lead[:-1].numel(), lead[-1] if lead else 1)
 
 
 def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
@@ -44,7 +55,8 @@ class Linear(Swapped):
             dtype = torch.get_autocast_dtype(device)
             x = x.to(dtype)
         weight, bias = folds.cast(self.weight, dtype), folds.cast(self.bias, dtype)
-        return _ended(bi.linear(x, weight, bias), folds, alone)
+        with _rows(x.shape[:-1]):
+            return _ended(bi.linear(x, weight, bias), folds, alone)
 
 
 class Embedding(Swapped):
@@ -53,7 +65,8 @@ class Embedding(Swapped):
     def forward(self, ids: Tensor) -> Tensor:
         folds, alone = _folds()
         folds.use(self.weight, embedding=True)
-        return _ended(bi.embedding(ids, self.weight, self.padding_idx), folds, alone)
+        with _rows(ids.shape):
+            return _ended(bi.embedding(ids, self.weight, self.padding_idx), folds, alone)
 
 
 class RMSNorm(Swapped):
@@ -63,8 +76,10 @@ class RMSNorm(Swapped):
         folds, alone = _folds()
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        norm, eps = bi.qk_norm if x.dim() == 4 else bi.rms_norm, torch.finfo(x.dtype).eps if eps is None else eps
-        return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+        norm, lead = (bi.qk_norm, x.shape[:-2]) if x.dim() == 4 else (bi.rms_norm, x.shape[:-1])
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        with _rows(lead):
+            return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
 
 
 class MLP(Swapped):
@@ -92,7 +107,9 @@ class Rotary(Swapped):
     def frequencies(self) -> Tensor:
         """Returns the module's frequencies; in fp32 where a cast of the model has rounded them."""
         given = self.inv_freq.detach().cpu()
-        make = self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        make = (
+            self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        )
         exact = make(self.config)[0]
         return exact if torch.equal(exact.to(given.dtype), given) else given
 

@@ -1,7 +1,6 @@
 """A module takes our forward by its class: a subclass of its own, of the same name, which `restore` takes away again."""
 
 import functools
-from collections.abc import Callable
 
 from torch import nn
 
@@ -16,13 +15,19 @@ class Swapped:
         """Returns what the class that takes the place of `replaces` has besides."""
         return {}
 
+    def __new__(cls, *args, **kwargs) -> nn.Module:
+        """Returns a new module of the class that was replaced, as `type(model)(config)` is meant."""
+        return cls.replaces(*args, **kwargs)
+
     def __reduce_ex__(self, protocol):
-        make, arguments, *state = super().__reduce_ex__(protocol)
-        return _made_again, (type(self).replaces, make, arguments[1:]), *state
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _made_again, (type(self).replaces,), *state
 
 
-def _made_again(replaces: type[nn.Module], make: Callable, arguments: tuple) -> nn.Module:
-    return make(swapped(replaces), *arguments)
+def _made_again(replaces: type[nn.Module]) -> nn.Module:
+    module = object.__new__(replaces)  # of a copy or a pickle
+    module.__class__ = swapped(replaces)
+    return module
 
 
 @functools.cache

@@ -58,7 +58,10 @@ def _kind(module: nn.Module) -> tuple[type[Swapped] | None, str]:
         head_dim = getattr(module.config, "head_dim", None)
         head_dim = head_dim or module.config.hidden_size // module.config.num_attention_heads
         if module.rope_type not in STATIC_ROPE or 2 * len(module.inv_freq) != head_dim:
-            return None, f"rope_type {module.rope_type!r} over {2 * len(module.inv_freq)} of {head_dim} is not a table's"
+            return (
+                None,
+                f"rope_type {module.rope_type!r} over {2 * len(module.inv_freq)} of {head_dim} is not a table's",
+            )
         return modules.Rotary, ""
     if _is_rms_norm(module):
         return modules.RMSNorm, ""
