@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import bi_kernels
 from bi_kernels.audit import runner
@@ -68,7 +69,7 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
 
 
 PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
-USE, TRAIN, AUDIT = PYTHON
+MODEL, USE, TRAIN, AUDIT = PYTHON
 COMMANDS = [
     line.split("#")[0].strip()
     for language, _, _, text in blocks("README.md")
@@ -79,6 +80,27 @@ COMMANDS = [
 
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def test_the_readme_uses_a_model():
+    """It is given ours, generates, is scored, makes a step, and is given its own back."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=None)).bfloat16()
+    before, kind = [p.detach().clone() for p in model.parameters()], type(model)
+    scope = {
+        "model": model,
+        "prompts": {"input_ids": torch.arange(1, 7).view(2, 3), "attention_mask": torch.ones(2, 3).long()},
+        "mask": torch.ones(2, 9).long(),
+        "advantages": torch.linspace(-1, 1, 18).view(2, 9),
+        "active_tokens": 12,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+    }
+    assert len(MODEL.splitlines()) <= 10
+    exec(MODEL.replace("max_new_tokens=64", "max_new_tokens=6"), scope)
+    assert scope["completions"].shape == scope["logprob"].shape == (2, 9) and scope["entropy"].requires_grad
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert type(model) is kind and all(p.grad.any() for p in model.parameters())
 
 
 def test_the_readme_uses_the_kernels():

@@ -52,6 +52,7 @@ LLAMA3 = {
 }
 MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "small": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | MIXED)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
@@ -143,7 +144,7 @@ def differing(found: dict, expected: dict) -> set[str]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, dict]:
-    return {name: step(applied(name), STEPS["packed"]) for name in MODELS}
+    return {name: step(applied(name), STEPS["packed"]) for name in MODELS if name != "small"}
 
 
 @pytest.mark.parametrize("name", [*STEPS][1:])
@@ -173,7 +174,7 @@ def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torc
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", [*MODELS])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral"])
 def test_what_is_generated_is_rescored_to_the_bit(name, cache):
     model, new = applied(name).eval(), 9
     given, _ = padded([0, 2, 1], left=True, width=17)
@@ -251,7 +252,7 @@ def trained(model: torch.nn.Module, folder, size: int, collator=collate, **chang
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": 8 // size,
         "max_steps": 2,
-        "learning_rate": 1e-3,
+        "learning_rate": 1 / 1024,
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -261,7 +262,7 @@ def trained(model: torch.nn.Module, folder, size: int, collator=collate, **chang
         "train_sampling_strategy": "sequential",
     }
     given = TrainingArguments(str(folder), **arguments | changes)
-    Trainer(model, given, train_dataset=Rows([3, 18, 7, 33, 2, 16, 11, 5] * 2), data_collator=collator).train()
+    Trainer(model, given, train_dataset=Rows([3, 18, 7, 21, 2, 16, 11, 5] * 2), data_collator=collator).train()
     digest = hashlib.sha256()
     for p in model.parameters():
         digest.update(p.detach().view(torch.uint8).numpy().tobytes())
@@ -270,14 +271,14 @@ def trained(model: torch.nn.Module, folder, size: int, collator=collate, **chang
 
 def test_trainer_gives_one_hash_for_every_split(tmp_path):
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    ours = {trained(applied(), tmp_path, size) for size in (1, 2, 4, 8)} | {trained(applied(), tmp_path, 4, flat)}
-    assert len(ours) == 1
-    stock = {trained(built(), tmp_path, size) for size in (1, 2, 4, 8)}
+    ours = {trained(applied("small"), tmp_path, size) for size in (1, 2, 4, 8)}
+    assert len(ours | {trained(applied("small"), tmp_path, 4, flat)}) == 1
+    stock = {trained(built("small"), tmp_path, size) for size in (1, 2, 4, 8)}
     assert len(stock) == 4
 
 
 def test_trainer_under_autocast(tmp_path):
-    fp32 = {trained(applied(dtype=torch.float32), tmp_path, size, bf16=True) for size in (1, 4)}
+    fp32 = {trained(applied("small", torch.float32), tmp_path, size, bf16=True) for size in (1, 4)}
     assert len(fp32) == 1
 
 
@@ -323,7 +324,7 @@ def test_what_a_user_does_to_grad_is_kept():
     model, weight = applied(), lambda m: m.model.layers[0].mlp.up_proj.weight
     half(model, 0).backward()
     before = weight(model).grad.clone()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1 / 64)
     clipped = weight(model).grad.clone()
     assert (clipped != before).any()
     half(model, 0, 0.0).backward()
@@ -395,7 +396,7 @@ def test_the_models_own_loss_and_logits(halves):
         found[left] = grads(model) | {"logits": out.logits.detach()[at >= 0]}
     assert_same(found[True], found[False])
     stock = built()(**given, labels=labels, num_items_in_batch=28).loss
-    assert abs(float(out.loss) - float(stock)) < abs(float(stock)) / 64
+    assert (out.loss - stock).abs() < stock.abs() / 64
     kept = {}
     for keep in (0, 6):
         model.zero_grad()

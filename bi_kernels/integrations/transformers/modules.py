@@ -1,4 +1,4 @@
-"""The modules that `apply` puts in: each is a subclass of the class that it takes the place of, with our ops in forward.
+"""The modules that `apply` puts in: subclasses of the classes whose place they take, with our ops in forward.
 
 A module is swapped by its `__class__`, so its parameters, buffers, hooks and names stay what they are, and `restore`
 only gives it its class back. Dtypes follow autocast as torch's own ops do.
@@ -107,10 +107,8 @@ class Rotary(Swapped):
     def frequencies(self) -> Tensor:
         """Returns the module's frequencies; in fp32 where a cast of the model has rounded them."""
         given = self.inv_freq.detach().cpu()
-        make = (
-            self.compute_default_rope_parameters if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
-        )
-        exact = make(self.config)[0]
+        make = self.compute_default_rope_parameters
+        exact = (make if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type])(self.config)[0].cpu()
         return exact if torch.equal(exact.to(given.dtype), given) else given
 
 

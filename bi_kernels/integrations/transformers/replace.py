@@ -58,10 +58,8 @@ def _kind(module: nn.Module) -> tuple[type[Swapped] | None, str]:
         head_dim = getattr(module.config, "head_dim", None)
         head_dim = head_dim or module.config.hidden_size // module.config.num_attention_heads
         if module.rope_type not in STATIC_ROPE or 2 * len(module.inv_freq) != head_dim:
-            return (
-                None,
-                f"rope_type {module.rope_type!r} over {2 * len(module.inv_freq)} of {head_dim} is not a table's",
-            )
+            turned = f"{2 * len(module.inv_freq)} of {head_dim}"
+            return None, f"rope_type {module.rope_type!r}, turning {turned} features, has no fixed table of all"
         return modules.Rotary, ""
     if _is_rms_norm(module):
         return modules.RMSNorm, ""
@@ -91,8 +89,8 @@ def _check(model: nn.Module) -> None:
             raise ValueError(f"apply: {name or 'the model'} is swapped already, expected restore(model) first")
         if "forward" in vars(module):
             raise ValueError(
-                f"apply: {name or 'the model'} has a forward of its own, as accelerate's hooks and mixed precision give "
-                "it, expected its class's: unwrap the model first"
+                f"apply: {name or 'the model'} has a forward of its own, as accelerate's hooks give it, "
+                "expected its class's: unwrap the model first"
             )
     given = [*model.named_parameters(), *model.named_buffers()]
     devices = {str(t.device): name for name, t in given}

@@ -30,9 +30,8 @@ def causal_lm_loss(
     if not bool(count):
         return (logits * 0).sum(dtype=torch.float32)
     logprob, _ = bi.token_logprob(logits, targets, ignore_index=ignore_index)
-    return -logprob.sum() / (
-        count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=count.device)
-    )
+    items = count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=count.device)
+    return -logprob.sum() / items
 
 
 def logprobs(

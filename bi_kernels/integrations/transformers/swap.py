@@ -1,4 +1,4 @@
-"""A module takes our forward by its class: a subclass of its own, of the same name, which `restore` takes away again."""
+"""A module takes our forward by its class: a subclass of its own, of the same name, until `restore`."""
 
 import functools
 
