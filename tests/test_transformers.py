@@ -27,6 +27,7 @@ from transformers import (
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers import apply, logprobs, restore
+from bi_kernels.integrations.transformers.swap import Swapped
 
 SIZES = {
     "vocab_size": 160,
@@ -427,6 +428,28 @@ def test_copies_and_pickles_stay_applied(whole):
         restore(other)
         assert type(other) is Qwen3ForCausalLM
     assert isinstance(model.lm_head, torch.nn.Linear)
+
+
+def test_a_vocabulary_that_grows_begins_a_fold_anew():
+    model = applied()
+    half(model, 1).backward()
+    model.zero_grad()
+    model.resize_token_embeddings(170, mean_resizing=False)
+    assert isinstance(model.lm_head, Swapped) and isinstance(model.model.embed_tokens, Swapped)
+    calls = {"together": [[0, 2]], "apart": [[0], [2]]}
+    assert_same(
+        *[step_of_loss(model, [padded(some)[0] for some in part]) for part in (calls["apart"], calls["together"])]
+    )
+    assert model.lm_head.weight.grad.shape == (170, 64) and model.lm_head.weight.grad[165].any()
+
+
+def step_of_loss(model, calls: list[dict]) -> dict[str, torch.Tensor]:
+    """Every parameter's `.grad` after a step of the model's own loss."""
+    model.zero_grad()
+    for given in calls:
+        labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+        model(**given, labels=labels, num_items_in_batch=20).loss.backward()
+    return grads(model)
 
 
 def test_restore_gives_the_original_back(tmp_path, whole):

@@ -81,7 +81,12 @@ class Folds:
                 f"apply: a parameter of shape {tuple(p.shape)} has a gradient hook, which autograd would not call; "
                 "expected none"
             )
-        _fold(p).uses.add(BUFFERS[embedding])
+        fold = _fold(p)
+        fold.uses.add(BUFFERS[embedding])
+        for name in BUFFERS:
+            if hasattr(p, name) and not _fits(p, name):  # the model was moved, or given another vocabulary
+                delattr(p, name)
+                fold.given = None
         if id(p) not in self.parameters:
             self.parameters[id(p)] = p
             if self.task >= 0 and torch._C._current_graph_task_id() >= 0:  # a checkpoint's, within the backward
@@ -121,7 +126,7 @@ class Folds:
                 continue
             fold.task, before = self.task, p.grad
             names = [n for n in BUFFERS if hasattr(p, n) or n == "main_grad" or len(fold.uses) > 1]
-            fits = all(_fits(p, n) for n in names if hasattr(p, n))
+            fits = all(_fits(p, n) for n in names if n == "main_grad" or hasattr(p, n))
             buffers = [buffer(p, n) for n in names]
             if not (fits and before is not None and before is fold.given and before._version == fold.version):
                 anew += buffers if before is None else buffers[1:]

@@ -194,7 +194,12 @@ def _model_forward(forward: Callable) -> Callable:
         with call:
             out = forward(self, *args, **kwargs)
         if keep is not None:
-            out["logits"] = out.logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
+            kept = slice(-keep, None) if isinstance(keep, int) else keep
+            if isinstance(out, tuple):
+                at = 0 if given.get("labels") is None else 1
+                out = (*out[:at], out[at][:, kept], *out[at + 1 :])
+            else:
+                out["logits"] = out.logits[:, kept]
         call.folds.attach(out)
         return out
 
