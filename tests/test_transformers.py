@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from conftest import assert_same_bits
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     ContinuousBatchingConfig,
     DataCollatorWithFlattening,
@@ -177,13 +178,16 @@ def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torc
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral"])
 def test_what_is_generated_is_rescored_to_the_bit(name, cache):
-    model, new = applied(name).eval(), 9
-    given, _ = padded([0, 2, 1], left=True, width=17)
-    sampled = {"do_sample": name == "qwen3", "max_new_tokens": new, "output_logits": True}
-    arguments = sampled | {"return_dict_in_generate": True, "disable_compile": True}
+    what_is_generated(applied(name).eval(), cache, [0, 2, 1])
+
+
+def what_is_generated(model, cache: str, sequences: list[int]) -> None:
+    """Asserts that the logits of tokens generated behind left-padded prompts are those of one packed call."""
+    given, _ = padded(sequences, left=True, width=17)
+    arguments = {"max_new_tokens": 9, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(**given, **arguments, cache_implementation={"dynamic": None}.get(cache, cache))
-    rows = [row[17 - LENGTHS[i] :] for i, row in zip([0, 2, 1], out.sequences)]
-    for row, (i, logits) in enumerate(zip([0, 2, 1], rescored(model, rows))):
+    rows = [row[17 - LENGTHS[i] :] for i, row in zip(sequences, out.sequences)]
+    for row, (i, logits) in enumerate(zip(sequences, rescored(model, rows))):
         told = torch.stack([step[row] for step in out.logits])
         assert_same_bits(told, logits[LENGTHS[i] - 1 : -1].float(), f"row {row}")
 
@@ -204,6 +208,7 @@ def test_continuous_batching_is_rescored_to_the_bit(name):
         assert_same_bits(there.argmax(-1), row[len(o.prompt_ids) :])
         logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
         assert_same_bits(torch.tensor(o.logprobs), logprob)
+    what_is_generated(model, "static", [0, 2])  # what it has set is no trap for another call
 
 
 def test_the_keys_that_a_window_drops_are_counted():
@@ -581,7 +586,7 @@ def test_a_model_is_never_left_half_replaced(monkeypatch):
     assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation == "sdpa"
 
 
-def test_bad_calls_are_refused_in_one_sentence():
+def test_bad_calls_are_refused_in_one_sentence(monkeypatch):
     model, (given, _) = applied(), padded([0, 1])
     ids, mask = given["input_ids"], given["attention_mask"]
     refused(ValueError, r"attention_mask has shape \(2, 19\), expected \(2, 20\)", model, ids, mask[:, 1:])
@@ -602,5 +607,9 @@ def test_bad_calls_are_refused_in_one_sentence():
         refused(ValueError, r"expected \(2, 21\)", model, ids[:, :1], mask[:, :1], past_key_values=cache)
     refused(ValueError, "a gradient is wanted behind a cache", model, ids[:, :1], past_key_values=cache)
     refused(ValueError, "output_attentions is True", model, ids, mask, output_attentions=True)
+    model(ids, mask, None)  # given by position
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", model)
+    refused(ValueError, "in a DistributedDataParallel, expected one process", model, ids, mask)
+    monkeypatch.undo()
     model.lm_head.weight.register_hook(lambda g: g)
     refused(ValueError, "has a gradient hook", model, ids, mask)

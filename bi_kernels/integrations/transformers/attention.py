@@ -134,4 +134,5 @@ def not_applied(module: nn.Module, *args, **kwargs) -> None:
 
 
 AttentionInterface.register(NAME, not_applied)
-AttentionMaskInterface.register(NAME, padding_mask)
+for name in (NAME, PAGED):
+    AttentionMaskInterface.register(name, padding_mask)

@@ -21,7 +21,7 @@ class _Fold:
     def __init__(self):
         self.uses: set[str] = set()  # buffers into which its ops accumulate
         self.task = -1  # of autograd's, in which it was opened last
-        self.given: Tensor | None = None  # what `.grad` was given, as of which version
+        self.mark: object = None  # that `.grad` bears as it was left, at which version
         self.version = -1
 
 
@@ -86,7 +86,7 @@ class Folds:
         for name in BUFFERS:
             if hasattr(p, name) and not _fits(p, name):  # the model was moved, or given another vocabulary
                 delattr(p, name)
-                fold.given = None
+                fold.mark = None
         if id(p) not in self.parameters:
             self.parameters[id(p)] = p
             if self.task >= 0 and torch._C._current_graph_task_id() >= 0:  # a checkpoint's, within the backward
@@ -128,7 +128,9 @@ class Folds:
             names = [n for n in BUFFERS if hasattr(p, n) or n == "main_grad" or len(fold.uses) > 1]
             fits = all(_fits(p, n) for n in names if n == "main_grad" or hasattr(p, n))
             buffers = [buffer(p, n) for n in names]
-            if not (fits and before is not None and before is fold.given and before._version == fold.version):
+            if not (
+                fits and fold.mark and getattr(before, STATE, None) is fold.mark and before._version == fold.version
+            ):
                 anew += buffers if before is None else buffers[1:]
                 if before is not None:
                     p.main_grad.copy_(before)
@@ -152,4 +154,5 @@ class Folds:
             torch._foreach_copy_(given, folded)
         for p, _ in opened:
             fold = _fold(p)
-            fold.given, fold.version = p.grad, p.grad._version
+            fold.mark, fold.version = object(), p.grad._version
+            setattr(p.grad, STATE, fold.mark)

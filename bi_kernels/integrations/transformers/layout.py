@@ -248,10 +248,10 @@ def _signature(forward: Callable) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def arguments(forward: Callable, *args, **kwargs) -> dict:
-    """Returns the arguments of a model's forward by their names."""
+def arguments(forward: Callable, *args, **kwargs) -> tuple[inspect.BoundArguments, dict]:
+    """Returns the arguments of a model's forward, bound, and all by their names."""
     bound, given = _signature(forward).bind_partial(*args, **kwargs), {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return given
+    return bound, given

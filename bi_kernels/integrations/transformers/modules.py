@@ -181,18 +181,20 @@ def _model_forward(forward: Callable) -> Callable:
         if not isinstance(self, Model) or current() is not None:
             return forward(self, *args, **kwargs)
         trains = torch.is_grad_enabled()
+        if not (trains or self.whole):
+            return forward(self, *args, **kwargs)
         if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-        given = arguments(forward, self, *args, **kwargs)
+        bound, given = arguments(forward, self, *args, **kwargs)
         call = read(**given)
-        if given.get("position_ids") is None and (positions := call.positions()) is not None:
-            kwargs["position_ids"] = positions
+        if self.whole and given.get("position_ids") is None and (positions := call.positions()) is not None:
+            bound.arguments["position_ids"] = positions
         keep = given.get("logits_to_keep", 0)
         keep = keep if trains and (isinstance(keep, Tensor) or keep) else None
         if keep is not None:  # the head's fold is over the call's tokens, so it is given them all
-            kwargs["logits_to_keep"] = 0
+            bound.arguments["logits_to_keep"] = 0
         with call:
-            out = forward(self, *args, **kwargs)
+            out = forward(*bound.args, **bound.kwargs)
         if keep is not None:
             kept = slice(-keep, None) if isinstance(keep, int) else keep
             if isinstance(out, tuple):
@@ -227,6 +229,8 @@ class Model(Swapped):
 
 class LanguageModel(Model):
     """reads which sequences a call holds, and hands gradients to the optimizer; its attention is ours"""
+
+    whole = True
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         """Raises ValueError for any other than that of `apply`."""

@@ -50,10 +50,10 @@ def logprobs(
     """
     owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
     head = None if owner is None else owner.get_output_embeddings()
-    if not isinstance(head, Swapped) or head.bias is not None:
+    if not isinstance(head, Swapped) or not owner.whole or head.bias is not None:
         raise ValueError(
             f"logprobs: model is a {type(model).__name__}, expected a model for causal language modelling after "
-            "apply(model), its head a linear without bias"
+            "apply(model), of an architecture that is swapped whole, its head a linear without bias"
         )
     call = read(input_ids, attention_mask, position_ids, cu_seq_lens_q=cu_seqlens)
     targets = call.next_tokens(input_ids, IGNORED)

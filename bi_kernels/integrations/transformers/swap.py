@@ -9,6 +9,7 @@ class Swapped:
     """In the place of `replaces`, of which it is a subclass too."""
 
     replaces: type[nn.Module]
+    whole = False  # a model whose attention is ours too
 
     @classmethod
     def members(cls, replaces: type[nn.Module]) -> dict:
