@@ -9,6 +9,7 @@ class Swapped:
     """In the place of `replaces`, of which it is a subclass too."""
 
     replaces: type[nn.Module]
+    kind: type["Swapped"]  # what is put in, whatever it replaces
     whole = False  # a model whose attention is ours too
 
     @classmethod
@@ -22,19 +23,18 @@ class Swapped:
 
     def __reduce_ex__(self, protocol):
         _, _, *state = super().__reduce_ex__(protocol)
-        return _made_again, (type(self).replaces,), *state
+        return _made_again, (type(self).replaces, type(self).kind), *state
 
 
-def _made_again(replaces: type[nn.Module]) -> nn.Module:
+def _made_again(replaces: type[nn.Module], kind: type[Swapped]) -> nn.Module:
     module = object.__new__(replaces)  # of a copy or a pickle
-    module.__class__ = swapped(replaces)
+    module.__class__ = swapped(replaces, kind)
     return module
 
 
 @functools.cache
-def swapped(replaces: type[nn.Module], kind: type[Swapped] | None = None) -> type[nn.Module]:
-    """Returns the class that takes the place of another: it is of a `kind`, which need be given once."""
-    if kind is None:
-        return next(c for c in replaces.__subclasses__() if c.__dict__.get("replaces") is replaces)
-    body = {"replaces": replaces, "__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
+def swapped(replaces: type[nn.Module], kind: type[Swapped]) -> type[nn.Module]:
+    """Returns the class of a kind that takes the place of another, under its name."""
+    body = {"replaces": replaces, "kind": kind}
+    body |= {"__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
     return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
