@@ -211,7 +211,8 @@ def read(
         return Call(0, 0)  # the model says so itself
     (batch, length), trains = x.shape[:2], torch.is_grad_enabled()
     if cache is not None:
-        return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids})
+        room = getattr(cache, "max_tokens_read", None) or cache.num_blocks * cache.block_size  # of older releases
+        return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids, "room": room})
     past = _seen(past_key_values)
     mask = _padding_mask(attention_mask)
     ends = None

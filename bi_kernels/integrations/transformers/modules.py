@@ -95,7 +95,8 @@ class Rotary(Swapped):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[bi.RopeTable, Tensor]:
         call = current()
         past = call.past if call is not None and isinstance(call.past, int) else 0
-        longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1])
+        room = call.paged["room"] if call is not None and call.paged is not None else 0  # its warm-up goes to the end
+        longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1], room)
         table = self.__dict__.get("bi_kernels_table")
         if table is None or table.cos.device != x.device or len(table.cos) < longest:
             position = torch.arange(longest, dtype=torch.float64)[:, None]
@@ -105,11 +106,14 @@ class Rotary(Swapped):
         return table, position_ids.expand(x.shape[:2]).contiguous()
 
     def frequencies(self) -> Tensor:
-        """Returns the module's frequencies; in fp32 where a cast of the model has rounded them."""
+        """Returns the module's frequencies; those that a CPU computes in fp32, where the module's are the same but for
+        a cast of the model, or for the last bits of the device on which it was built."""
         given = self.inv_freq.detach().cpu()
         make = self.compute_default_rope_parameters
         exact = (make if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type])(self.config)[0].cpu()
-        return exact if torch.equal(exact.to(given.dtype), given) else given
+        rounded = exact.to(given.dtype).float()
+        same = (rounded - given.float()).abs() <= 2.0**-20 * rounded.abs()
+        return exact if bool(same.all()) else given
 
 
 class Attention(Swapped):
