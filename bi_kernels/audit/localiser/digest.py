@@ -1,0 +1,109 @@
+"""64-bit digests of a tensor's bits, one a token: integer arithmetic on the device, without waiting for it."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from bi_kernels.audit.localiser.geometry import Geometry, Reading, by_rows
+
+VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
+LARGEST = 2**20  # bytes of a tensor without tokens that is digested
+AT_ONCE = 2**25  # words that are widened to 64 bits at a time
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+@cache
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Returns odd 64-bit integers that look random: splitmix64 (Steele et al., OOPSLA 2014) of 1, 2, 3, …"""
+    z = torch.arange(1, count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
+
+
+def weights(count: int, device: torch.device) -> torch.Tensor:
+    """Returns the first `count` of them."""
+    size = 1024
+    while size < count:
+        size *= 2
+    return _weights(size, device)[:count]
+
+
+class Digest(NamedTuple):
+    """The digests of one way to read a tensor: rows (as many as its form has), features a row, whether keys are among
+    them."""
+
+    form: str
+    features: int
+    keys: bool
+    rows: torch.Tensor
+    reading: Reading
+
+
+def _words(t: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of a (rows, features) tensor as integers of at most 32 bits."""
+    t = t.contiguous()
+    size = t.element_size()
+    if size < 4 and t.shape[1] * size % 4 == 0 and t.storage_offset() * size % 4 == 0:
+        return t.view(torch.int32)
+    return t.view(_WORD[size])
+
+
+def rows(t: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns (count,) int64 of a tensor whose first dimensions are `count` rows."""
+    words = _words(t.reshape(count, -1))
+    w = weights(words.shape[1], t.device)
+    if words.numel() <= AT_ONCE:
+        return (words * w).sum(1)
+    step = max(1, AT_ONCE // words.shape[1])
+    return torch.cat([(part * w).sum(1) for part in words.split(step)])
+
+
+def _of_keys(t: torch.Tensor, reading: Reading, geometry: Geometry) -> torch.Tensor:
+    """Digests scores: of the keys of the query's own sample, up to the query, weighed by their positions."""
+    on = lambda a: torch.from_numpy(a).to(t.device)
+    keys = geometry.grid if geometry.cached is None else geometry.cached
+    samples, positions = on(geometry.tokens.samples()), on(geometry.tokens.positions())
+    queries, keys = on(geometry.grid), on(keys)
+    shape = geometry.rows, geometry.width, -1, keys.shape[1]
+    words = by_rows(t, reading).reshape(shape).contiguous().view(_WORD[t.element_size()])
+    words = words.unflatten(-1, (keys.shape[1], -1))
+    of_query, of_key = (positions[at.clamp(min=0)] for at in (queries, keys))
+    seen = (queries >= 0)[:, :, None] & (keys >= 0)[:, None, :] & (of_query[:, :, None] >= of_key[:, None, :])
+    seen &= samples[queries.clamp(min=0)][:, :, None] == samples[keys.clamp(min=0)][:, None, :]
+    by_key = weights(geometry.tokens.count, t.device)[of_key]
+    of = weights(words.shape[2] * words.shape[4], t.device).view(1, words.shape[2], 1, words.shape[4])
+    rows = [((words[i] * of).sum(-1) * by_key[i] * seen[i][:, None, :]).sum((1, 2)) for i in range(geometry.rows)]
+    return torch.cat(rows)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """Returns (1,) int64 of a tensor of any size."""
+    words = _words(t.detach().reshape(1, -1)).view(-1)
+    even = len(words) // 4096 * 4096
+    parts = [rows(part.view(len(part) // 4096 or 1, -1), len(part) // 4096 or 1) for part in (words[:even], words[even:]) if len(part)]
+    return (torch.cat(parts) * weights(sum(map(len, parts)), t.device)).sum(0, keepdim=True)
+
+
+def digests(t: torch.Tensor, geometry: Geometry) -> tuple[Digest, ...]:
+    """Returns the digests of every way to read a tensor; none for what has no tokens and is large."""
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    found = []
+    for reading in geometry.readings(t.shape):
+        if reading.form == "n" and reading.keys is None and t.numel() * t.element_size() > LARGEST and geometry.width > 1:
+            continue
+        if not t.numel():
+            continue
+        view = by_rows(t, reading)
+        count = view.shape[: len(reading.dims)].numel()
+        if reading.keys is not None:
+            k = t.shape[reading.keys]
+            found.append(Digest(reading.form, t.numel() // (count * k), True, _of_keys(t, reading, geometry), reading))
+        else:
+            found.append(Digest(reading.form, t.numel() // count, False, rows(view, count), reading))
+    return tuple(found)

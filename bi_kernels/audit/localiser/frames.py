@@ -1,0 +1,65 @@
+"""Which module called an op, and from which line of the user's code."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+
+PACKAGE = Path(__file__).parents[2]
+LIBRARIES = tuple(
+    str(p) + "/"
+    for p in (
+        Path(torch.__file__).parent,
+        *(PACKAGE / name for name in ("ops", "interpreter", "audit/localiser", "audit/static")),
+    )
+)
+LIBRARY_FILES = tuple(str(PACKAGE / f"{name}.py") for name in ("tokens", "grads", "checks", "eager"))
+SKIP, USER, MODULE, COMPILED, STOP = range(5)
+
+
+class Place(NamedTuple):
+    """Where an op was called: the module's path, the line, and whether torch.compile's code did."""
+
+    path: str | None
+    source: str
+    compiled: bool
+
+
+@cache
+def _kind(code: CodeType) -> int:
+    file, name = code.co_filename, code.co_name
+    if name == "_run_the_model" or file.endswith("torch/autograd/graph.py") and name == "_engine_run_backward":
+        return STOP
+    if file.startswith("<eval_with_key>") or name == "compile_wrapper" or "torchinductor_" in file:
+        return COMPILED
+    if file.endswith("torch/nn/modules/module.py") and name == "_call_impl":
+        return MODULE
+    other = file.startswith((*LIBRARIES, "<frozen")) or file in LIBRARY_FILES or "/triton/" in file
+    return SKIP if other or file.startswith("<") and not file.startswith(("<ipython", "<stdin", "<string")) else USER
+
+
+@cache
+def _shown(file: str) -> str:
+    parts = Path(file).parts
+    return "/".join(parts[-3:]) if "site-packages" in parts else "/".join(parts[-2:])
+
+
+def place(names: dict[int, str]) -> Place:
+    """Reads the stack from the op outwards; names: the path of each module, by its id."""
+    frame, path, source, compiled = sys._getframe(2), None, "", False
+    while frame is not None:
+        code = frame.f_code
+        kind = _kind(code)
+        if kind == STOP:
+            break
+        if kind == USER and not source:
+            source = f"{_shown(code.co_filename)}:{frame.f_lineno}"
+        elif kind == COMPILED:
+            compiled = True
+        elif kind == MODULE and path is None:
+            path = names.get(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return Place(path, source, compiled)

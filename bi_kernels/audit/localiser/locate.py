@@ -1,0 +1,104 @@
+"""Names the first op that drifts: between two layouts of a model, or between two recorded runs."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from bi_kernels.audit.localiser.calls import plan
+from bi_kernels.audit.localiser.compare import PARAMETER, Cause, Comparison
+from bi_kernels.audit.localiser.repair import look_into
+from bi_kernels.audit.localiser.report import Report
+from bi_kernels.audit.localiser.step import Run, freeze, step
+
+ROUNDS = 6
+
+
+def locate(
+    model: nn.Module | Callable,
+    batch,
+    layouts: Sequence[str] = ("batch", "singles"),
+    loss: Callable | None = None,
+    backward: bool = True,
+    calls: Callable | None = None,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    folder: str | Path | None = None,
+    measure: bool = False,
+) -> Report:
+    """Runs a model in two or more layouts and returns a report of the ops whose inputs agree and outputs differ.
+
+    model: a bi_kernels.model.Decoder, a Transformers causal LM, any other module, or a function.
+    batch: token ids, a 1-D tensor a sample, for the first two; else a tensor whose dimension 0 counts samples and, of
+        (B, L, F) floating or (B, L) integers, dimension 1 positions; or a list of a tensor a sample; or a dict of these,
+        by the names of arguments.
+    layouts: of which each is compared with the first; docs/locate.md says which model supports which.
+    loss: loss(output, tokens), a value a token, where tokens is (rows, width, 2), the sample and position of each
+        place, −1 for padding. Without it, logprobs of language models and any other output are weighed by random
+        numbers of each token's own, and divided by the number of tokens of the step.
+    calls: calls(batch, layout), for a packing of your own: a list of (args, kwargs, tokens), tokens as above.
+    rounds: after each, the drifting ops' outputs are repaired, and what drifts beside them is looked for.
+    folder: where a reproducer of each cause is written; measure: time a plain step too, once it is warm.
+
+    Raises ValueError: a layout that the model does not support, a batch that it does not take, a model on two devices.
+    """
+    layouts = _checked(model, layouts)
+    plans = {name: partial(plan, model, batch, name, calls) for name in dict.fromkeys(layouts)}
+    made = {name: make() for name, make in plans.items()}
+    backward = backward and all(p.trains for p in made.values())
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
+    report = Report(name, tuple(layouts), tokens=made[layouts[0]].tokens.count)
+    go = partial(step, model, loss=loss, backward=backward, seed=seed)
+    plain = {}
+    for layout, one in made.items():
+        for _ in range(1 + measure):  # what compiles does so here
+            plain[layout] = go(one, watch=False).seconds
+    runs = {}
+    for layout in layouts:
+        runs[layout] = freeze(go(plans[layout]()))
+    report.overhead = max(runs[k].seconds / plain[k] for k in runs)
+    report.digest_share = max(r.digest_bytes / r.activation_bytes if r.activation_bytes else 0.0 for r in runs.values())
+    first = layouts[0]
+    for other in layouts[1:]:
+        _pair(report, go, plans[first], plans[other], runs[first], runs[other], rounds, folder)
+    return report
+
+
+def _checked(model, layouts: Sequence[str]) -> list[str]:
+    if not callable(model):
+        raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module or a function")
+    if isinstance(layouts, str) or len(dict.fromkeys(layouts)) < 2:
+        raise ValueError(f"layouts is {layouts!r}, expected two or more different layouts")
+    one_device(model)
+    return list(dict.fromkeys(layouts))
+
+
+def one_device(model) -> None:
+    """Raises ValueError for a model on several devices."""
+    devices = sorted({str(p.device) for p in model.parameters()}) if isinstance(model, nn.Module) else []
+    if len(devices) > 1:
+        raise ValueError(f"model is on {' and '.join(devices)}, expected all of it on one device")
+
+
+def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int, folder) -> None:
+    """Finds the causes between two layouts, repairing those that are known, round by round."""
+    known: dict[tuple, Cause] = {}
+    repairs: dict = {}
+    for turn in range(rounds + 1):
+        comparison = Comparison(a, b)
+        if not turn:
+            report.events = len(comparison.canonical)
+            report.compared += sum(p is not None for p in comparison.pairs.values())
+            report.unaligned += comparison.unaligned
+        fresh = [c for c in comparison.causes() if c.key not in known]
+        if not fresh:
+            break
+        if turn == rounds:
+            report.complete = False
+            break
+        known |= {c.key: c for c in fresh}
+        b = look_into(comparison, fresh, go, (of_a, of_b), repairs, folder, len(known) - len(fresh))
+        if all(c.direction == PARAMETER for c in fresh):
+            break
+    report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == "backward"))

@@ -1,0 +1,72 @@
+"""What the localiser found, for people and for programs."""
+
+from dataclasses import dataclass, field
+
+from bi_kernels.audit.localiser.compare import PARAMETER, Cause
+
+
+@dataclass
+class Report:
+    """The ops that drift by themselves, the first one first. Shows itself as Markdown in Jupyter and as text elsewhere.
+
+    layouts: what was compared; events: ops that ran in one call; unaligned: tensors that no token could be found in;
+    overhead: time of a watched step over that of a plain one, the larger of the layouts'; digest_share: bytes of
+    digests over bytes of activations; complete: whether the last round found nothing new.
+    """
+
+    model: str
+    layouts: tuple[str, ...]
+    causes: list[Cause] = field(default_factory=list)
+    events: int = 0
+    compared: int = 0
+    unaligned: int = 0
+    tokens: int = 0
+    overhead: float = float("nan")
+    digest_share: float = float("nan")
+    complete: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Cause | None:
+        return self.causes[0] if self.causes else None
+
+    @property
+    def passed(self) -> bool:
+        return not self.causes
+
+    def rows(self) -> list[dict]:
+        """Returns a line a cause, of strings and numbers."""
+        return [
+            {
+                "direction": c.direction,
+                "module": c.path or "(the model)",
+                "op": c.op,
+                "source": c.source,
+                "parameter": c.parameter,
+                "layouts": f"{c.layouts[0]} against {c.layouts[1]}",
+                "tokens": f"{c.tokens} of {c.compared}" if c.direction != PARAMETER else "–",
+                "drift": str(c.drift) if c.drift else "–",
+                "reproducer": c.script.name if c.script else "–",
+            }
+            for c in self.causes
+        ]
+
+    def markdown(self) -> str:
+        between = " and ".join(self.layouts)
+        lines = [f"### {self.model}, {between}: " + (f"{len(self.causes)} ops drift" if self.causes else "nothing drifts"), ""]
+        if self.causes:
+            rows = self.rows()
+            head = [k for k in rows[0] if any(r[k] not in ("", "–") for r in rows)]
+            lines += ["| " + " | ".join(head) + " |", "|" + ":--|" * len(head)]
+            lines += ["| " + " | ".join(str(r[k]).replace("|", "\\|") for k in head) + " |" for r in rows] + [""]
+        lines.append(
+            f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} without "
+            f"tokens that could be found; a watched step took {self.overhead:.2g} times a plain one, digests "
+            f"{self.digest_share:.2%} of the activations' bytes."
+        )
+        if not self.complete:
+            lines.append("There may be more: the rounds were over while new ones were found.")
+        return "\n".join(lines + self.notes)
+
+    _repr_markdown_ = markdown
+    __repr__ = markdown

@@ -1,0 +1,299 @@
+"""Watches what a model runs: every aten op, custom op and Triton launch, with digests of what it reads and writes."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bi_kernels.audit.localiser.digest import Digest, digests
+from bi_kernels.audit.localiser.frames import place
+from bi_kernels.audit.localiser.geometry import Geometry
+
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "ones_like", "full_like", "new_zeros")
+CONSTANT += ("new_ones", "new_full", "zero_", "fill_", "eye", "linspace")
+SILENT = ("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "lift_fresh", "equal", "is_same_size", "set_")
+OUTPUT = "(output)"
+At = tuple[int, int]  # the call and the number of an event in it
+Wrote = tuple[int, int, int]  # and of its output
+
+
+@dataclass(slots=True)
+class Slot:
+    """A tensor that an op reads or writes. parameter: the name of the model's own; digests: None where it is not
+    compared; writers: the events that wrote into its memory before."""
+
+    parameter: str = ""
+    digests: tuple[Digest, ...] | None = None
+    writers: tuple[Wrote, ...] = ()
+    floating: bool = True
+    fresh: bool = False  # allocated, and not written yet
+
+
+@dataclass(slots=True)
+class Event:
+    """An op that ran."""
+
+    phase: str  # forward or backward
+    path: str
+    op: str
+    source: str
+    node: str  # of the autograd graph, in the backward
+    inputs: list[Slot]
+    outputs: list[Slot] = field(default_factory=list)
+    launch: bool = False  # of a Triton kernel: outputs are all its tensors, in the order of its inputs
+
+    @property
+    def signature(self) -> tuple:
+        """Returns what the same op has in another layout."""
+        like = lambda slots: tuple((s.parameter, s.digests[0][1:3] if s.digests else None) for s in slots)
+        return self.phase, self.path, self.op, like(self.inputs), like(self.outputs)
+
+
+@dataclass(slots=True)
+class Store:
+    """What is known of a piece of memory."""
+
+    alive: StorageWeakRef
+    writers: list[Wrote] = field(default_factory=list)
+    fresh: bool = False  # allocated, and not written yet
+    found: dict = field(default_factory=dict)  # digests of views of it, until it is written
+
+
+@dataclass
+class Edit:
+    """What is done to a tensor of an event beside looking at it: kept: it is copied; rows: it is overwritten."""
+
+    io: str  # in or out
+    slot: int
+    change: Callable[[torch.Tensor], None]
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+    """Yields the tensors of an op's arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, TensorDescriptor):
+        yield value.base
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)
+
+
+@cache
+def _written(func) -> tuple[str, ...] | None:
+    """Returns the names of the arguments that an operator writes into; None for one that computes nothing."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    if name in SILENT or name in CONSTANT or not schema.returns and name.startswith("_assert"):
+        return None
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return None if views and not written else written
+
+
+class Watched:
+    """One run of a layout: its events, and what it needs to see them. names: the modules' paths by id; own: the names
+    of parameters and buffers by the storage that holds them."""
+
+    def __init__(self, names: dict[int, str], own: dict[int, str], edits: dict[At, list[Edit]], tape=None):
+        self.names, self.own, self.edits, self.tape = names, own, edits, tape
+        self.events: list[list[Event]] = []
+        self.geometry: Geometry | None = None
+        self.stores: dict[int, Store] = {}
+        self.nodes: dict[int, tuple[str, str]] = {}
+        self.paused = True
+        self.activations = 0
+
+    def begin(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.events.append([])
+
+    def store(self, t: torch.Tensor) -> Store:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        found = self.stores.get(key)
+        if found is None or found.alive.expired():
+            found = self.stores[key] = Store(StorageWeakRef(storage))
+        return found
+
+    def slot(self, t: torch.Tensor, look: bool, written: bool = False) -> Slot:
+        store = self.store(t)
+        name = self.own.get(t.untyped_storage()._cdata, "")
+        numbers = t.is_floating_point() or t.is_complex()
+        slot = Slot(name, None, tuple(store.writers), numbers, store.fresh)
+        if name or not look or not numbers and not written or store.fresh and not written:
+            return slot
+        version = -1 if t.is_inference() else t._version
+        key = t.storage_offset(), t.shape, t.stride(), t.dtype, id(self.geometry)
+        held = store.found.get(key)
+        if written or held is None or held[0] != version:
+            with torch.no_grad():
+                held = store.found[key] = version, digests(t.detach(), self.geometry)
+        slot.digests = held[1]
+        return slot
+
+    def wrote(self, t: torch.Tensor, at: Wrote, whole: bool) -> None:
+        store = self.store(t)
+        store.fresh = False
+        store.found.clear()
+        if whole and t.numel() * t.element_size() == t.untyped_storage().nbytes():
+            store.writers = [at]
+        elif not store.writers or store.writers[-1] != at:
+            store.writers.append(at)
+
+    def event(self, op: str, inputs: list[Slot]) -> tuple[Event, At]:
+        where = place(self.names)
+        path, source, node, phase = where.path, where.source, "", "forward"
+        if torch._C._current_graph_task_id() == -1:
+            self.nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, (path or "", source))
+        else:
+            running = torch._C._current_autograd_node()
+            phase, node = "backward", type(running).__name__ if running is not None else ""
+            known = self.nodes.get(running._sequence_nr() if running is not None else -1, ("", ""))
+            path, source = known[0] if path is None else path, source or known[1]
+        compiled = where.compiled or node.startswith("CompiledFunction")
+        event = Event(phase, path or "", f"compiled {op}" if compiled else op, source, node, inputs)
+        events = self.events[-1]
+        events.append(event)
+        return event, (len(self.events) - 1, len(events) - 1)
+
+    def edit(self, at: At, io: str, tensors: list[torch.Tensor]) -> None:
+        for e in self.edits.get(at, ()):
+            if e.io == io:
+                e.change(tensors[e.slot])
+                self.store(tensors[e.slot]).found.clear()
+
+    def next(self) -> At:
+        return len(self.events) - 1, len(self.events[-1])
+
+    def operator(self, func, args: tuple, kwargs: dict):
+        written = _written(func)
+        if written is None:
+            return func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name in EMPTY:
+            out = func(*args, **kwargs)
+            if out.numel():
+                out.zero_()  # what a kernel leaves unwritten must not differ by chance
+            self.store(out).fresh = True
+            return out
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        self.edit(self.next(), "in", given)
+        numbers = any(t.is_floating_point() or t.is_complex() for t in given)
+        inputs = [self.slot(t, numbers) for t in given]
+        event, at = self.event(str(func).removesuffix(".default"), inputs)
+        records = self.tape.before(at, func, args, kwargs) if self.tape else ()
+        out = func(*args, **kwargs)
+        changed = []
+        if written:
+            named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+            changed = [*tensors_in([named.get(k) for k in written])]
+        made = [t for t in tensors_in(out) if all(t is not c for c in changed)]
+        for record in records:
+            record([*tensors_in(out)])
+        self._outputs(event, at, changed + made, changed, numbers or not given)
+        return out
+
+    def _outputs(self, event: Event, at: At, tensors: list, changed: list, numbers: bool) -> None:
+        self.edit(at, "keep", tensors)
+        self.edit(at, "out", tensors)
+        for k, t in enumerate(tensors):
+            self.wrote(t, (*at, k), all(t is not c for c in changed) or t.is_contiguous())
+            look = numbers or t.is_floating_point()
+            slot = self.slot(t, look, written=numbers or t.is_floating_point())
+            event.outputs.append(slot)
+            if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
+                self.activations += t.numel() * t.element_size()
+
+    def output(self, tensors: list[torch.Tensor]) -> None:
+        """Notes what a call returned, as if an op had read it."""
+        at = self.next()
+        self.edit(at, "in", tensors)
+        self.events[-1].append(Event("forward", "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
+
+    def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
+        """Runs a Triton kernel; each of its tensors is looked at before and after."""
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        self.edit(self.next(), "in", given)
+        inputs = [self.slot(t, True) for t in given]
+        event, at = self.event(kernel.fn.__name__, inputs)
+        event.launch = True
+        records = self.tape.before(at, kernel, args, kwargs) if self.tape else ()
+        result = run()
+        for record in records:
+            record([])
+        self.edit(at, "keep", given)
+        self.edit(at, "out", given)
+        for k, (t, before) in enumerate(zip(given, inputs)):
+            if before.parameter:
+                event.outputs.append(Slot(before.parameter))
+                continue
+            self.wrote(t, (*at, k), False)
+            event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
+            if event.phase == "forward" and before.fresh:
+                self.activations += t.numel() * t.element_size()
+        return result
+
+
+@cache
+def _mode(beside_dynamo: bool) -> type[TorchDispatchMode]:
+    """Makes the mode; beside_dynamo: torch.compile may be at work, and must leave the mode alone."""
+
+    class Watching(TorchDispatchMode):
+        _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
+        ignore_compile_internals = classmethod(lambda cls: True)  # what is compiled stays compiled
+
+        def __init__(self, watched: Watched):
+            super().__init__()
+            self.watched = watched
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            w = self.watched
+            if w.paused or not isinstance(func, torch._ops.OpOverload):
+                return func(*args, **(kwargs or {}))
+            w.paused = True
+            try:
+                return w.operator(func, args, kwargs or {})
+            finally:
+                w.paused = False
+
+    return Watching
+
+
+@contextlib.contextmanager
+def watching(watched: Watched) -> Iterator[None]:
+    """Records into `watched` what runs inside."""
+
+    def of(kind):
+        def run(self, *args, **kwargs):
+            if watched.paused or kwargs.get("warmup"):
+                return stock[kind](self, *args, **kwargs)
+            watched.paused = True
+            try:
+                return watched.launch(self, lambda: stock[kind](self, *args, **kwargs), args, kwargs)
+            finally:
+                watched.paused = False
+
+        return run
+
+    stock = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
+    with contextlib.ExitStack() as undo:
+        for kind in stock:
+            undo.callback(setattr, kind, "run", stock[kind])
+            kind.run = of(kind)
+        undo.enter_context(_mode("torch._dynamo" in sys.modules)(watched))
+        watched.paused = False
+        undo.callback(setattr, watched, "paused", True)
+        yield
