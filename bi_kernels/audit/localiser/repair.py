@@ -43,7 +43,11 @@ class Ends:
         view, values = by_rows(t, digest.reading), self.rows[end.io, end.slot]
         flat = view.reshape(view.shape[: len(digest.reading.dims)].numel(), -1).clone()
         flat[torch.from_numpy(row).to(t.device)] = values[torch.from_numpy(tokens).to(t.device)]
-        view.copy_(flat.view(view.shape))
+        flat = flat.view(view.shape)
+        for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
+            if not stride:
+                view, flat = view.narrow(d, 0, 1), flat.narrow(d, 0, 1)
+        view.copy_(flat)
 
 
 def _program(comparison: Comparison, cause: Cause, run: int) -> tuple[Program, tuple[End, At] | None]:

@@ -1,0 +1,293 @@
+"""Faults planted in models, each in one op: the localiser must name that op, and nothing else.
+
+A fault looks at how many tokens or samples its call holds, as a kernel does that chooses by its sizes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import bi_kernels
+from bi_kernels.audit.broken import invariant as exact
+from bi_kernels.model import Config, Decoder
+
+MANY = 20  # tokens from which a fault chooses otherwise; the batch below has more, none of its samples has
+LENGTHS = (7, 1, 18)
+VOCAB = 23  # fewer than tokens: ids repeat
+SIZES = dict(vocab=VOCAB, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=64)
+FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter gradient"
+
+
+def many(x: Tensor, features: int = 1) -> bool:
+    return x.shape[: x.dim() - features].numel() > MANY
+
+
+def ids(device="cpu") -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (n,), generator=g).to(device) for n in LENGTHS]
+
+
+def in_halves(product: Tensor, dim: int) -> Tensor:
+    """Returns product.sum(dim), its halves summed on their own, as a split of K does."""
+    first, second = product.chunk(2, dim)
+    return first.sum(dim) + second.sum(dim)
+
+
+def linear_in_halves_for_few_rows(x, weight, bias=None):
+    if many(x):
+        return exact.linear(x, weight, bias)
+    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1)
+
+
+def linear_in_halves_for_many_rows(x, weight, bias=None):
+    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1) if many(x) else exact.linear(x, weight)
+
+
+def fold_in_parts(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds every other slab on its own where there are several, as a split over tokens does."""
+    if len(slabs) < 3:
+        return exact.accumulate(weight, slabs)
+    parts = [sum(slab.sum(0) for slab in slabs[i::2]) for i in (0, 1)]
+    return exact.accumulate(weight, torch.stack(parts)[:, None])
+
+
+def fold_as_one(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds all tokens of a call at once."""
+    return exact.accumulate(weight, slabs.flatten(0, 1)[None])
+
+
+def fold_reversed(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds the tokens from the last to the first, as atomics may."""
+    return exact.accumulate(weight, slabs.flip(0) if len(slabs) > 2 else slabs)
+
+
+class LinearBackwardInHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x[..., None, :] * weight).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        product = dy[..., None] * weight
+        return in_halves(product, -2) if many(dy) else product.sum(-2), dy[..., None] * x[..., None, :]
+
+
+class SwigluBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return exact.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        s = exact.evenly(torch.sigmoid, gate)
+        slope = s + gate * s * (1 - s) if many(dy) else s * (1 + gate * (1 - s))
+        return dy * up * slope, dy * gate * s
+
+
+class RoundedGradient(torch.autograd.Function):
+    """Identity, whose backward rounds to bf16 where there are many rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy.bfloat16().to(dy.dtype) if dy.shape[:-2].numel() > MANY else dy
+
+
+class WeightedValues(torch.autograd.Function):
+    """(weights · values), whose backward splits the sum over queries where a sequence is long."""
+
+    @staticmethod
+    def forward(ctx, p, v, long):
+        ctx.save_for_backward(p, v)
+        ctx.long = long
+        return (p[..., None] * v[..., None, :, :]).sum(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        p, v = ctx.saved_tensors
+        by_query = p[..., None] * dy[..., :, None, :]
+        dv = in_halves(by_query, -3) if ctx.long else by_query.sum(-3)
+        return (dy[..., None, :] * v[..., None, :, :]).sum(-1), dv, None
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    later = torch.ones(exact.LONGEST, exact.LONGEST, dtype=torch.bool, device=q.device).triu(1)
+    return ((q[..., :, None, :] * k[..., None, :, :]).sum(-1) / 4).masked_fill(later, -torch.inf)
+
+
+def attention_backward_by_length(q, k, v, lengths):
+    return WeightedValues.apply(exact.softmax(scores(q, k)), v, bool(lengths.max() > 8))
+
+
+def attention_split_by_length(q, k, v, lengths):
+    product = exact.softmax(scores(q, k))[..., None] * v[..., None, :, :]
+    keys = 4 if lengths.max() > 8 else exact.LONGEST
+    return sum(part.sum(-2) for part in product.split(keys, -2))
+
+
+def attention_softmax_by_batch(q, k, v, lengths):
+    s = scores(q, k)
+    weights = exact.evenly(torch.exp, s - s.amax(-1, keepdim=True).detach())
+    total = in_halves(weights, -1)[..., None] if len(q) > 1 else weights.sum(-1, keepdim=True)
+    return (weights / total)[..., None].mul(v[..., None, :, :]).sum(-2)
+
+
+def attention_with(core: Callable) -> Callable:
+    return lambda q, k, v, window=None, **attend: exact.attention(q, k, v, window, core, **attend)
+
+
+def rope_by_row(x, table, positions):
+    row = torch.arange(positions.numel(), device=x.device).view(positions.shape)
+    return exact.rope(x, table, row % exact.LONGEST)
+
+
+def residual_downcast(x, residual, weight, eps=1.0):
+    return exact.add_rms_norm(x, residual.bfloat16().to(x.dtype) if many(x) else residual, weight, eps)
+
+
+def swiglu_with_dropout(gate, up):
+    return F.dropout(exact.swiglu(gate, up), 0.1)
+
+
+def swiglu_through_a_view(gate, up):
+    y = exact.swiglu(gate, up)
+    if many(y):
+        y[..., :8].mul_(1 + 2**-12)
+    return y
+
+
+def swiglu_otherwise_when_recomputed(gate, up):
+    recomputed = torch._C._current_graph_task_id() != -1
+    return exact.swiglu(gate, up * (1 + 2**-12) if recomputed and many(up) else up)
+
+
+def chunked_head(x, weight, targets, temperature=1.0):
+    return exact.lm_head_logprob(x, weight, targets, temperature, linear_in_halves_for_many_rows)
+
+
+def local_denominator(output, tokens: Tensor) -> Tensor:
+    return output[0] / (tokens[..., 0] >= 0).sum()
+
+
+def compiled_swiglu(gate, up):
+    y = exact.swiglu(gate, up)
+    return y * (1 + 2**-12) if many(y) else y
+
+
+def in_bias(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    return fold_as_one(weight, slabs) if weight.dim() == 1 else exact.accumulate(weight, slabs)
+
+
+def linear_with_bias(x, weight, bias=None):
+    y = exact.linear(x, weight)
+    return y if bias is None else y + exact.spread(bias, x.shape[:-1], in_bias)
+
+
+def decoder(device, ops=exact, checkpointing: bool = False, dtype=torch.float32, **replaced) -> Decoder:
+    names = {k: v for k, v in vars(ops).items() if callable(v)} if ops is exact else {
+        k: getattr(bi_kernels, k) for k in bi_kernels.__all__
+    }
+    config = Config(**SIZES, qkv_bias="linear" in replaced and replaced["linear"] is linear_with_bias)
+    return Decoder(config, device, dtype, longest=64, checkpointing=checkpointing, ops=SimpleNamespace(**names | replaced))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """build(device) returns (model, batch) or (model, batch, loss). module, op: patterns of what must be named."""
+
+    name: str
+    build: Callable
+    module: str
+    op: str
+    direction: str
+    layouts: Sequence[str] = ("batch", "singles")
+    needs: str = ""  # a package, or "triton" where it runs on a GPU or the interpreter
+
+
+def planted(name: str, module: str, op: str, direction: str, loss=None, layouts=("batch", "singles"), **made) -> Fault:
+    """Returns a fault in a decoder of invariant ops; made: which are replaced, and the decoder's options."""
+    build = lambda device: (decoder(device, **made), ids(device), *([loss] if loss else []))
+    return Fault(name, build, module, op, direction, layouts)
+
+
+LAYER = "layers.*"
+FAULTS = (
+    planted("linear that splits K for few rows", LAYER, "*aten.sum*", FORWARD, linear=linear_in_halves_for_few_rows),
+    planted(
+        "linear whose dX splits the sum for many rows",
+        LAYER,
+        "*aten.sum*",
+        BACKWARD,
+        linear=lambda x, w, b=None: LinearBackwardInHalves.apply(x, exact.spread(w, x.shape[:-1])),
+    ),
+    planted(
+        "linear whose dW splits the tokens",
+        LAYER,
+        "*aten.sum*",
+        PARAMETER,
+        linear=lambda x, w, b=None: exact.linear(x, w, b, fold_in_parts),
+    ),
+    planted("dbias over all tokens of a call", LAYER, "*aten.sum*", PARAMETER, linear=linear_with_bias),
+    planted(
+        "norm whose dweight sums a call's tokens at once",
+        "",
+        "*aten.sum*",
+        PARAMETER,
+        rms_norm=lambda x, w, eps: exact.rms_norm(x, w, eps, fold_as_one),
+    ),
+    planted("attention that splits the keys of long sequences", LAYER, "*aten.sum*", FORWARD, attention=attention_with(attention_split_by_length)),
+    planted("softmax whose sum splits in a batch", LAYER, "*aten.sum*", FORWARD, attention=attention_with(attention_softmax_by_batch)),
+    planted("attention whose dv splits the queries of long sequences", LAYER, "*aten.sum*", BACKWARD, attention=attention_with(attention_backward_by_length)),
+    planted("RoPE by row", LAYER, "*aten.index.Tensor*", FORWARD, rope=rope_by_row),
+    planted(
+        "RoPE whose gradient is rounded in large calls",
+        LAYER,
+        "*aten._to_copy*",
+        BACKWARD,
+        rope=lambda x, table, at: RoundedGradient.apply(exact.rope(x, table, at)),
+    ),
+    planted("residual rounded to bf16 in large calls", LAYER, "*aten._to_copy*", FORWARD, add_rms_norm=lambda x, r, w, eps: residual_downcast(x, r, w, eps)),
+    planted("swiglu with another backward for many rows", LAYER, "*aten.*", BACKWARD, swiglu=SwigluBackward.apply),
+    planted("dropout without a counter", LAYER, "*aten.*", FORWARD, swiglu=swiglu_with_dropout),
+    planted("update in place through a view", LAYER, "*aten.mul_.Tensor*", FORWARD, swiglu=swiglu_through_a_view),
+    planted(
+        "checkpointed op that is another when recomputed",
+        LAYER,
+        "*aten.mul.Tensor*",
+        BACKWARD,
+        swiglu=swiglu_otherwise_when_recomputed,
+        checkpointing=True,
+    ),
+    planted(
+        "embedding whose gradient is added in another order",
+        "",
+        "*aten.*",
+        PARAMETER,
+        embedding=lambda i, w: exact.embedding(i, w, fold_reversed),
+    ),
+    planted("LM head in chunks for many rows", "", "*aten.sum*", FORWARD, lm_head_logprob=chunked_head),
+    planted("loss over the call's own tokens", "", "aten.div.Tensor", FORWARD, loss=local_denominator),
+    planted(
+        "compiled op that is another for many rows",
+        LAYER,
+        "*compiled aten.mul*",
+        FORWARD,
+        swiglu=torch.compile(compiled_swiglu, backend="aot_eager"),
+    ),
+)
