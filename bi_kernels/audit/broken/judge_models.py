@@ -13,12 +13,8 @@ from bi_kernels.audit.localiser.locate import locate
 
 
 def names_it(fault: Fault, cause: Cause) -> bool:
-    """Returns whether a cause is the one that was planted."""
-    return (
-        fnmatchcase(cause.path, fault.module)
-        and fnmatchcase(cause.op, fault.op)
-        and cause.direction == fault.direction
-    )
+    """Returns whether a cause is in the op that was planted."""
+    return fnmatchcase(cause.path, fault.module) and fnmatchcase(cause.op, fault.op)
 
 
 def judge_fault(fault: Fault, device: torch.device | str, folder: Path | None = None) -> dict:
@@ -31,7 +27,7 @@ def judge_fault(fault: Fault, device: torch.device | str, folder: Path | None = 
         return line | {"right": False, "named": f"raised {sentence(error)}", "causes": 0}
     first = report.first
     said = f"{first.direction}: {first.path or '(the model)'}, {first.op}, {first.source}" if first else "nothing"
-    right = bool(report.causes) and all(names_it(fault, c) for c in report.causes)
+    right = bool(first) and first.direction == fault.direction and all(names_it(fault, c) for c in report.causes)
     scripts = [c.script for c in report.causes if c.script]
     return line | {"right": right, "named": said, "causes": len(report.causes), "scripts": scripts, "report": report}
 

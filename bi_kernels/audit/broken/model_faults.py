@@ -122,7 +122,7 @@ class WeightedValues(torch.autograd.Function):
     def backward(ctx, dy):
         p, v = ctx.saved_tensors
         by_query = p[..., None] * dy[..., :, None, :]
-        dv = in_halves(by_query, -3) if ctx.long else by_query.sum(-3)
+        dv = sum(part.sum(-3) for part in by_query.split(4 if ctx.long else exact.LONGEST, -3))
         return (dy[..., None, :] * v[..., None, :, :]).sum(-1), dv, None
 
 
@@ -226,6 +226,62 @@ def planted(name: str, module: str, op: str, direction: str, loss=None, layouts=
     return Fault(name, build, module, op, direction, layouts)
 
 
+class Mixer(nn.Module):
+    """A user's own module, in which op is one of the ops below."""
+
+    def __init__(self, op: Callable):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        return self.op(x)
+
+
+class User(nn.Module):
+    """A user's own network: nested modules, a dict of outputs, and parameters that nothing but a fault can move."""
+
+    def __init__(self, op: Callable):
+        super().__init__()
+        self.first, self.inner = Mixer(lambda x: x * 2), nn.Sequential(Mixer(lambda x: x + 1), Mixer(op))
+
+    def forward(self, x):
+        return {"hidden": (self.inner(self.first(x)), None)}
+
+
+def floats(device) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 64, generator=g).to(device) for n in LENGTHS]
+
+
+def in_user(name: str, op: str, direction: str, function: Callable, needs: str = "", rows=floats) -> Fault:
+    return Fault(name, lambda device: (User(function), rows(device)), "inner.1", op, direction, needs=needs)
+
+
+def autocast_when_many(x: Tensor) -> Tensor:
+    eye = torch.eye(x.shape[-1], device=x.device)
+    with torch.autocast(x.device.type, torch.float16 if x.is_cuda else torch.bfloat16, enabled=many(x)):
+        return (x @ eye).float()
+
+
+def cumsum_over_the_batch(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).cumsum(0).view_as(x)
+
+
+class Reciprocal(torch.autograd.Function):
+    """1 / x, with another backward in large calls."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 1 / x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return -dy * (1 / x) * (1 / x) if many(dy) else -dy / (x * x)
+
+
 LAYER = "layers.*"
 FAULTS = (
     planted("linear that splits K for few rows", LAYER, "*aten.sum*", FORWARD, linear=linear_in_halves_for_few_rows),
@@ -265,7 +321,7 @@ FAULTS = (
     planted("residual rounded to bf16 in large calls", LAYER, "*aten._to_copy*", FORWARD, add_rms_norm=lambda x, r, w, eps: residual_downcast(x, r, w, eps)),
     planted("swiglu with another backward for many rows", LAYER, "*aten.*", BACKWARD, swiglu=SwigluBackward.apply),
     planted("dropout without a counter", LAYER, "*aten.*", FORWARD, swiglu=swiglu_with_dropout),
-    planted("update in place through a view", LAYER, "*aten.mul_.Tensor*", FORWARD, swiglu=swiglu_through_a_view),
+    planted("update in place through a view", LAYER, "*aten.mul*", FORWARD, swiglu=swiglu_through_a_view),
     planted(
         "checkpointed op that is another when recomputed",
         LAYER,
@@ -290,4 +346,8 @@ FAULTS = (
         FORWARD,
         swiglu=torch.compile(compiled_swiglu, backend="aot_eager"),
     ),
+    in_user("reduction over the batch in a user's module", "*aten.div.Tensor", FORWARD, lambda x: x / x.abs().amax()),
+    in_user("cumsum that runs on from sample to sample", "aten.cumsum*", FORWARD, cumsum_over_the_batch),
+    in_user("16-bit product under autocast for many rows", "*aten._to_copy*", FORWARD, autocast_when_many),
+    in_user("autograd.Function with another backward", "*aten.*", BACKWARD, Reciprocal.apply),
 )

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ class Call:
 
     geometry: Geometry
     run: Callable[[], object]
+    leaves: list[torch.Tensor] = field(default_factory=list)  # floating inputs, whose gradients are compared
 
 
 @dataclass
@@ -256,8 +257,14 @@ def _of_any(model, batch, layout: str) -> Plan:
                 return torch.stack(rows)
 
             named = {k: laid(split[k]) if k in split else v for k, v in given.items()}
+            leaves = []
+            for k in split:
+                if torch.is_grad_enabled() and named[k].is_floating_point():
+                    leaves.append(named[k].requires_grad_())
+                    named[k] = named[k].clone()  # so that it may be written into
             positional = [named.pop("")] if "" in named else []
-            yield Call(Geometry(grid_of(tokens, part, width, left), tokens), lambda: model(*positional, **named))
+            geometry = Geometry(grid_of(tokens, part, width, left), tokens)
+            yield Call(geometry, lambda: model(*positional, **named), leaves)
 
     return Plan(layout, tokens, calls)
 

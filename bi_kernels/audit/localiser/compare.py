@@ -1,8 +1,8 @@
 """Compares two runs: which op's inputs agree while its outputs do not."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +66,45 @@ class Pair:
 
 
 def _matches(first: list[Event], other: list[Event]) -> dict[int, int]:
-    """Returns which event of `first` each event of `other` is, by module, op and what a token of it holds."""
+    """Returns which event of `first` each event of `other` is: by module, op and what a token of it holds, in order,
+    where both have as many of a kind; else by order between two events that are known."""
     a, b = [e.signature for e in first], [e.signature for e in other]
     if a == b:
         return {i: i for i in range(len(a))}
-    number = {s: i for i, s in enumerate(dict.fromkeys(a + b))}
-    blocks = SequenceMatcher(None, [number[s] for s in a], [number[s] for s in b], autojunk=False).get_matching_blocks()
-    return {m.b + i: m.a + i for m in blocks for i in range(m.size)}
+    found: dict[int, int] = {}
+
+    def pair_up(here: range, there: range) -> None:
+        of: tuple[dict, dict] = {}, {}
+        for held, signatures, span in ((of[0], a, here), (of[1], b, there)):
+            for i in span:
+                held.setdefault(signatures[i], []).append(i)
+        for signature, mine in of[0].items():
+            if len(others := of[1].get(signature, ())) == len(mine):
+                found.update(zip(others, mine))
+
+    pair_up(range(len(a)), range(len(b)))
+    found = _in_order(found)  # what two runs do in another order is not matched
+    known = [(-1, -1), *sorted(found.items())]
+    for (i, c), (j, d) in zip(known, [*known[1:], (len(b), len(a))]):
+        if j - i > 1 and d - c > 1:
+            pair_up(range(c + 1, d), range(i + 1, j))
+    return found
+
+
+def _in_order(found: dict[int, int]) -> dict[int, int]:
+    """Returns the most pairs that ascend in both numbers."""
+    ends: list[int] = []
+    last: list[int] = []  # of the best run of each length
+    before: dict[int, int | None] = {}
+    for i in sorted(found):
+        at = bisect_left(ends, found[i])
+        ends[at:] = [found[i], *ends[at + 1 :]]
+        last[at:] = [i, *last[at + 1 :]]
+        before[i] = last[at - 1] if at else None
+    kept, i = {}, last[-1] if last else None
+    while i is not None:
+        kept[i], i = found[i], before[i]
+    return kept
 
 
 class Comparison:
@@ -275,7 +307,7 @@ class Comparison:
     def _cause(self, e: Event, chain: list, pairs: list[Pair], clean: np.ndarray, ends: list[End]) -> Cause:
         a, b = self.runs
         ops = [list(dict.fromkeys(self.runs[run].at(at).op for at in chain[run])) for run in (0, 1)]
-        short = [" → ".join(o[-4:]) or UNSEEN for o in ops]
+        short = [" → ".join(o[:5] + ["…"] * (len(o) > 5)) or UNSEEN for o in ops]
         both = [f"{o} in {run.layout}" for o, run in zip(short, self.runs) if o != UNSEEN]
         name = short[0] if ops[0] == ops[1] else ", ".join(both)
         differs = np.any([p.differs for p in pairs], 0) if pairs else np.ones(len(self.samples), bool)

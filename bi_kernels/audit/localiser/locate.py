@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from bi_kernels.audit.localiser import recording
 from bi_kernels.audit.localiser.calls import plan
 from bi_kernels.audit.localiser.compare import PARAMETER, Cause, Comparison
 from bi_kernels.audit.localiser.repair import look_into
@@ -102,3 +105,63 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
         if all(c.direction == PARAMETER for c in fresh):
             break
     report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == "backward"))
+
+
+def record(
+    model,
+    batch,
+    layout: str,
+    folder: str | Path,
+    loss: Callable | None = None,
+    backward: bool = True,
+    calls: Callable | None = None,
+    seed: int = 0,
+) -> Run:
+    """Runs a layout and writes what `against` compares another run with: no tensors, but their digests by token.
+
+    Raises ValueError as `locate` does."""
+    one_device(model)
+    run = _run(model, batch, layout, loss, backward, calls, seed)
+    recording.save(run, _hash(batch), Path(folder))
+    return run
+
+
+def against(
+    model,
+    batch,
+    layout: str,
+    folder: str | Path,
+    loss: Callable | None = None,
+    backward: bool = True,
+    calls: Callable | None = None,
+    seed: int = 0,
+) -> Report:
+    """Runs a layout and compares it with a run that `record` wrote, of another process, layout or machine.
+
+    Only digests are known of that one: causes have no drift, no script, and none is repaired. Raises ValueError for a
+    recording of another batch or format, and as `locate` does.
+    """
+    one_device(model)
+    other = recording.load(Path(folder), _hash(batch))
+    run = _run(model, batch, layout, loss, backward, calls, seed)
+    run.layout, other.layout = f"{layout} here", f"{other.layout} in {Path(folder).name}"
+    report = Report(type(model).__name__, (other.layout, run.layout), tokens=run.tokens.count)
+    comparison = Comparison(other, run)
+    report.events = len(comparison.canonical)
+    report.compared, report.unaligned = sum(p is not None for p in comparison.pairs.values()), comparison.unaligned
+    changed = [n for n, d in run.weights.items() if other.weights.get(n) != d]
+    if changed or len(run.weights) != len(other.weights):
+        report.notes.append(f"The weights differ: {len(changed) or 'their names'}, {', '.join(changed[:3])} …")
+    report.causes = comparison.causes()
+    report.complete = not report.causes
+    return report
+
+
+def _run(model, batch, layout, loss, backward, calls, seed) -> Run:
+    made = plan(model, batch, layout, calls)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if isinstance(model, nn.Module) else {}
+    return freeze(step(model, made, loss, backward, seed), held)
+
+
+def _hash(batch) -> str:
+    return recording.hash_of(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))

@@ -42,7 +42,7 @@ class Ends:
         tokens, row = self.comparison.runs[1].geometries[call].places(digest.form)
         view, values = by_rows(t, digest.reading), self.rows[end.io, end.slot]
         flat = view.reshape(view.shape[: len(digest.reading.dims)].numel(), -1).clone()
-        flat[torch.from_numpy(row).to(t.device)] = values[torch.from_numpy(tokens).to(t.device)]
+        flat[torch.from_numpy(row).to(t.device)] = values[torch.from_numpy(tokens).to(t.device)].to(t.dtype)
         flat = flat.view(view.shape)
         for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
             if not stride:
@@ -126,7 +126,7 @@ def look_into(
         else:
             end = cause.ends[0]
             a, b = (of[n].rows.get((end.io, end.slot)) for of in found)
-        if a is not None and b is not None and a.shape == b.shape:
+        if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
             cause.drift = compare(b, a)
         if folder is not None and n < MOST:
             write(cause, [p[n] for p in programs], Path(folder), before + n)

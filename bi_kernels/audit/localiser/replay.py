@@ -61,6 +61,8 @@ class Program:
     def _kept(self, value):
         if isinstance(value, torch.Tensor):
             return self.view(value)
+        if isinstance(value, torch.memory_format | torch.layout):
+            return {"attribute": str(value).removeprefix("torch.")}
         if isinstance(value, TensorDescriptor):
             return {"descriptor": self.view(value.base), "of": (value.shape, value.strides, value.block_shape)}
         if isinstance(value, list | tuple):

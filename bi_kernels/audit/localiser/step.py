@@ -120,6 +120,8 @@ def step(
                     watched.paused = not watch
                     _run_the_model(lambda: torch.autograd.backward(ends, given))
                 watched.paused = True
+                if watch and any(t.grad is not None for t in call.leaves):
+                    watched.output([t.grad for t in call.leaves if t.grad is not None], "backward")
                 del out, found, ends
             if finish is not None:
                 watched.paused = not watch

@@ -32,6 +32,7 @@ class Slot:
     compared; writers: the events that wrote into its memory before."""
 
     parameter: str = ""
+    size: int | None = None  # of a parameter
     digests: tuple[Digest, ...] | None = None
     writers: tuple[Wrote, ...] = ()
     floating: bool = True
@@ -54,7 +55,7 @@ class Event:
     @property
     def signature(self) -> tuple:
         """Returns what the same op has in another layout."""
-        like = lambda slots: tuple((s.parameter, s.digests[0][1:3] if s.digests else None) for s in slots)
+        like = lambda slots: tuple(s.digests[0][1:3] if s.digests else (s.size, False) for s in slots)
         return self.phase, self.path, self.op, like(self.inputs), like(self.outputs)
 
 
@@ -132,7 +133,7 @@ class Watched:
         store = self.store(t)
         name = self.own.get(t.untyped_storage()._cdata, "")
         numbers = t.is_floating_point() or t.is_complex()
-        slot = Slot(name, None, tuple(store.writers), numbers, store.fresh)
+        slot = Slot(name, t.numel() if name else None, None, tuple(store.writers), numbers, store.fresh)
         if name or not look or not numbers and not written or store.fresh and not written:
             return slot
         version = -1 if t.is_inference() else t._version
@@ -161,7 +162,8 @@ class Watched:
         else:
             running = torch._C._current_autograd_node()
             phase, node = "backward", type(running).__name__ if running is not None else ""
-            known = self.nodes.get(running._sequence_nr() if running is not None else -1, ("", ""))
+            number = running._sequence_nr() if running is not None else -1  # an update through a view has two nodes
+            known = self.nodes.get(number) or self.nodes.get(number - 1, ("", ""))
             path, source = known[0] if path is None else path, source or known[1]
         compiled = where.compiled or node.startswith("CompiledFunction")
         event = Event(phase, path or "", f"compiled {op}" if compiled else op, source, node, inputs)
@@ -217,11 +219,11 @@ class Watched:
             if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
                 self.activations += t.numel() * t.element_size()
 
-    def output(self, tensors: list[torch.Tensor]) -> None:
-        """Notes what a call returned, as if an op had read it."""
+    def output(self, tensors: list[torch.Tensor], phase: str = "forward") -> None:
+        """Notes what a call returned, or the gradients of what it was given, as if an op had read them."""
         at = self.next()
         self.edit(at, "in", tensors)
-        self.events[-1].append(Event("forward", "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
+        self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
         """Runs a Triton kernel; each of its tensors is looked at before and after."""
@@ -238,7 +240,7 @@ class Watched:
         self.edit(at, "out", given)
         for k, (t, before) in enumerate(zip(given, inputs)):
             if before.parameter:
-                event.outputs.append(Slot(before.parameter))
+                event.outputs.append(Slot(before.parameter, before.size))
                 continue
             self.wrote(t, (*at, k), False)
             event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
