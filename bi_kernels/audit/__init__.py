@@ -1,6 +1,7 @@
 """The auditor: does a token's result depend on what else was in the batch?
 
-`start` begins the audit of a notebook, and `audit` judges a callable of yours.
+`start` begins the audit of a notebook, `audit` judges a callable of yours, and `locate` names the op of a model that
+drifts.
 """
 
 import importlib
@@ -53,4 +54,8 @@ def __getattr__(name: str):
         from bi_kernels.audit.callables.audit import audit  # noqa: PLC0415 (imports triton: `start` chooses first)
 
         return audit
+    if name == "locate":
+        from bi_kernels.audit.localiser.locate import locate  # noqa: PLC0415 (likewise)
+
+        return locate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

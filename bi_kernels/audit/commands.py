@@ -94,6 +94,26 @@ def digest(file, names, extra, check, **options) -> None:
     sys.exit(bool(check and warnings))
 
 
+def locate(candidate, layouts, forward, out, record, against, device, seed) -> None:
+    """Names the ops of a candidate's model that drift; ends the process with 1 if one does."""
+    names = [name for name in (layouts or "").split(",") if name]
+    if record and against:
+        raise click.UsageError("--record and --against are two runs; give one of them")
+    if (record or against) and len(names) > 1:
+        raise click.UsageError(f"--layouts is {layouts!r}, expected one layout with --record or --against")
+    if record:
+        _writable("--record", record / ".writable")
+    try:
+        choose(device)
+        from bi_kernels.audit.localiser import command  # noqa: PLC0415 (imports triton: `choose` comes first)
+
+        found = command.run(candidate, names, not forward, out, record, against, seed)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(found if isinstance(found, str) else str(found))
+    sys.exit(0 if isinstance(found, str) else int(not found.passed))
+
+
 def report(folder: Path) -> None:
     """Writes the index of a folder of documents."""
     if not folder.is_dir():

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -282,6 +284,81 @@ class Reciprocal(torch.autograd.Function):
         return -dy * (1 / x) * (1 / x) if many(dy) else -dy / (x * x)
 
 
+@triton.jit
+def _row_mean_kernel(x, y, width: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    total = 0.0
+    for first in range(0, width, TILE):
+        at = first + tl.arange(0, TILE)
+        total += tl.sum(tl.load(x + row * width + at), 0)
+    tl.store(y + row, total / width)
+
+
+def row_mean(x: Tensor) -> Tensor:
+    """Takes a row's mean off, in tiles whose size follows the number of rows."""
+    rows = x.shape[:-1].numel()
+    mean = x.new_empty(x.shape[:-1])
+    _row_mean_kernel[(rows,)](x.contiguous(), mean, x.shape[-1], TILE=64 if many(x) else 8)
+    return x - mean[..., None]
+
+
+def ours_in_halves(x, weight, bias=None):
+    """Our linear, with K in halves for few rows."""
+    if many(x):
+        return bi_kernels.linear(x, weight, bias)
+    half = x.shape[-1] // 2
+    first = bi_kernels.linear(x[..., :half], weight[:, :half], bias)
+    return bi_kernels.add(first, bi_kernels.linear(x[..., half:], weight[:, half:]))
+
+
+def ours_rounded_backward(gate, up):
+    return RoundedGradient.apply(bi_kernels.swiglu(gate, up)[..., None, :])[..., 0, :]
+
+
+def qwen3(device, where: str, change: Callable) -> tuple:
+    """Returns a small Qwen3 of Transformers whose products are those of invariant.py, one of its modules changed."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 (an optional package)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    def attend(module, query, key, value, mask, scaling=None, **more):
+        group = query.shape[1] // key.shape[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (key, value))
+        s = (query[..., :, None, :] * k[..., None, :, :]).sum(-1) * scaling
+        later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        weights = F.pad(s.masked_fill(later, -torch.inf), (0, exact.LONGEST - s.shape[-1]), value=-torch.inf)
+        v = F.pad(v, (0, 0, 0, exact.LONGEST - v.shape[-2]))
+        return (exact.softmax(weights)[..., None] * v[..., None, :, :]).sum(-2).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("bi_kernels_exact", attend)
+    torch.manual_seed(0)
+    sizes = {k: SIZES[k] for k in ("head_dim",)} | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = Qwen3Config(
+        vocab_size=97, num_attention_heads=4, num_key_value_heads=2, attn_implementation="bi_kernels_exact", **sizes
+    )
+    model = Qwen3ForCausalLM(config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x, m=module: (x[..., None, :] * m.weight).sum(-1)
+            if name.endswith(where):
+                module.forward = lambda x, m=module: change(x, m.weight)
+    for p in model.parameters():
+        p.requires_grad_(False)  # Transformers adds up gradients by call; what is planted is in activations
+    model.model.embed_tokens.weight.requires_grad_()
+    g = torch.Generator().manual_seed(0)
+    unlike = (1 + torch.randperm(96, generator=g)).split(LENGTHS + (96 - sum(LENGTHS),))[:-1]
+    return model.to(device), [t.to(device) for t in unlike]
+
+
+def few_rows_in_halves(x, weight):
+    product = x[..., None, :] * weight
+    return product.sum(-1) if many(x) else in_halves(product, -1)
+
+
+def in_qwen3(name: str, where: str, direction: str, change: Callable) -> Fault:
+    build = lambda device: qwen3(device, where, change)
+    return Fault(name, build, f"model.layers.*.{where}", "*aten.sum*", direction, needs="transformers")
+
+
 LAYER = "layers.*"
 FAULTS = (
     planted("linear that splits K for few rows", LAYER, "*aten.sum*", FORWARD, linear=linear_in_halves_for_few_rows),
@@ -346,8 +423,22 @@ FAULTS = (
         FORWARD,
         swiglu=torch.compile(compiled_swiglu, backend="aot_eager"),
     ),
-    in_user("reduction over the batch in a user's module", "*aten.div.Tensor", FORWARD, lambda x: x / x.abs().amax()),
+    in_user("reduction over the batch in a user's module", "*aten.div.Tensor", FORWARD, lambda x: x / x.detach().abs().amax()),
     in_user("cumsum that runs on from sample to sample", "aten.cumsum*", FORWARD, cumsum_over_the_batch),
     in_user("16-bit product under autocast for many rows", "*aten._to_copy*", FORWARD, autocast_when_many),
     in_user("autograd.Function with another backward", "*aten.*", BACKWARD, Reciprocal.apply),
+    in_user("Triton kernel whose tile follows the rows", "_row_mean_kernel", FORWARD, lambda x: row_mean(x.detach())),
+    planted(
+        "our linear with K in halves for few rows", LAYER, "*_gemm_kernel*", FORWARD, ops=bi_kernels, linear=ours_in_halves
+    ),
+    planted(
+        "our swiglu with a rounded gradient", LAYER, "*aten._to_copy*", BACKWARD, ops=bi_kernels, swiglu=ours_rounded_backward
+    ),
+    in_qwen3("Transformers' down_proj in halves for few rows", "mlp.down_proj", FORWARD, few_rows_in_halves),
+    in_qwen3(
+        "Transformers' q_proj whose dX splits the sum",
+        "self_attn.q_proj",
+        BACKWARD,
+        lambda x, w: LinearBackwardInHalves.apply(x, w.expand(*x.shape[:-1], *w.shape)),
+    ),
 )

@@ -24,6 +24,7 @@ class Ends:
     def __init__(self, comparison: Comparison, run: int, cause: Cause):
         self.comparison, self.run, self.cause = comparison, run, cause
         self.rows: dict[tuple[str, int], torch.Tensor] = {}
+        self.known = np.zeros(len(comparison.samples), bool)  # the tokens of the first end that there are
 
     def keep(self, end: End, call: int, t: torch.Tensor) -> None:
         digest = end.digests[self.run][call]
@@ -32,6 +33,7 @@ class Ends:
         flat = view.reshape(view.shape[: len(digest.reading.dims)].numel(), -1)
         held = self.rows.setdefault((end.io, end.slot), flat.new_zeros(len(self.comparison.samples), flat.shape[1]))
         if held.shape[1] == flat.shape[1]:
+            self.known[tokens] |= end is self.cause.ends[0]
             held[torch.from_numpy(tokens).to(t.device)] = flat[torch.from_numpy(row).to(t.device)]
 
     def overwrite(self, end: End, call: int, t: torch.Tensor) -> None:
@@ -126,6 +128,10 @@ def look_into(
         else:
             end = cause.ends[0]
             a, b = (of[n].rows.get((end.io, end.slot)) for of in found)
+            both = found[0][n].known & found[1][n].known
+            if a is not None and b is not None:
+                there = torch.from_numpy(both).to(a.device)
+                a, b = a[there], b[there]
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
             cause.drift = compare(b, a)
         if folder is not None and n < MOST:

@@ -61,9 +61,13 @@ class Report:
             lines += ["| " + " | ".join(str(r[k]).replace("|", "\\|") for k in head) + " |" for r in rows] + [""]
         lines.append(
             f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} without "
-            f"tokens that could be found; a watched step took {self.overhead:.2g} times a plain one, digests "
-            f"{self.digest_share:.2%} of the activations' bytes."
+            "tokens that could be found."
         )
+        if self.overhead == self.overhead:  # of recordings it is not known
+            lines.append(
+                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} of the "
+                "activations' bytes."
+            )
         if not self.complete:
             lines.append("There may be more: the rounds were over while new ones were found.")
         return "\n".join(lines + self.notes)
