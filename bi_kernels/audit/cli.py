@@ -92,12 +92,16 @@ def run() -> None:
 
 @cli.command(cls=Loaded)
 @click.option("--candidate", required=True, help="file.py:build or package.module:build; build() makes (model, batch).")
-@click.option("--layouts", help="Layouts to compare, batch,singles unless given; one of them with --record or --against.")
+@click.option(
+    "--layouts", help="Layouts to compare, batch,singles unless given; one of them with --record or --against."
+)
 @click.option("--forward", is_flag=True, help="Leaves the backward out.")
 @click.option("--out", type=PATH, help="Folder of reproducers, a script a cause.")
 @click.option("--record", type=PATH, metavar="DIR", help="Writes the digests of one layout's run to DIR.")
 @click.option("--against", type=PATH, metavar="DIR", help="Compares one layout's run with the one recorded in DIR.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda: what build() is to use, if it asks.")
+@click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu or cuda: what build() is to use, if it asks."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 def locate() -> None:
     """Names the first op that drifts, in a model or between two recorded runs.

@@ -1,4 +1,4 @@
-"""A decoder's ops in plain torch, invariant on a CPU and a GPU: elementwise steps, and sums along fixed dimensions alone.
+"""A decoder's ops in plain torch, invariant by construction: elementwise steps, and sums along fixed dimensions.
 
 Slow and small, to plant faults in: nothing but the fault drifts. Names and arguments are those of bi_kernels.
 """

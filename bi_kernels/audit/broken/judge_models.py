@@ -8,7 +8,7 @@ import torch
 
 from bi_kernels.audit.broken.model_faults import FAULTS, Fault
 from bi_kernels.audit.evidence.verdicts import sentence
-from bi_kernels.audit.localiser.compare import Cause
+from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.locate import locate
 
 

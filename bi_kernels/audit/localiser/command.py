@@ -19,7 +19,11 @@ def built(spec: str) -> tuple:
     except Exception as error:
         said = str(error).partition("\n")[0]
         raise ValueError(f"candidate {spec!r} raised {type(error).__name__}: {said}") from None
-    if not isinstance(found, tuple) or len(found) not in (2, 3) or not (isinstance(found[0], nn.Module) or callable(found[0])):
+    if (
+        not isinstance(found, tuple)
+        or len(found) not in (2, 3)
+        or not (isinstance(found[0], nn.Module) or callable(found[0]))
+    ):
         raise ValueError(
             f"candidate {spec!r} returned a {type(found).__name__}, expected (model, batch) or (model, batch, loss)"
         )

@@ -1,110 +1,13 @@
 """Compares two runs: which op's inputs agree while its outputs do not."""
 
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.localiser.digest import Digest
-from bi_kernels.audit.localiser.step import Run
-from bi_kernels.audit.localiser.watch import OUTPUT, At, Event, Slot, Wrote
-
-FORWARD, BACKWARD, PARAMETER, UNSEEN = "forward", "backward", "parameter gradient", "(not seen)"
-
-
-@dataclass
-class Cause:
-    """An op that drifts by itself. path: the module; op: an aten or custom operator or a Triton kernel, or several
-    joined by arrows where only the last leaves something that can be compared."""
-
-    path: str
-    op: str
-    source: str
-    direction: str  # forward, backward or parameter gradient
-    node: str = ""  # of the autograd graph
-    parameter: str = ""
-    layouts: tuple[str, str] = ("", "")
-    tokens: int = 0  # that differ
-    compared: int = 0
-    token: int = 0  # one of those that differ
-    chain: tuple[tuple[At, ...], tuple[At, ...]] = ((), ())  # the ops of each run, in order
-    ends: tuple["End", ...] = ()  # the tensors that are compared, those that differ first
-    drift: Drift | None = None
-    script: Path | None = None  # shows the drift by itself
-
-    @property
-    def key(self) -> tuple:
-        return self.path, self.op, self.source, self.direction, self.parameter
-
-    @property
-    def share(self) -> float:
-        """Returns the share of the tokens that differ."""
-        return self.tokens / self.compared if self.compared else 1.0
-
-
-@dataclass
-class End:
-    """A tensor that two runs are compared by: which event's, and where its tokens are; by run, then by call."""
-
-    io: str  # in or out
-    slot: int
-    events: tuple[dict[int, At], dict[int, At]]
-    digests: tuple[dict[int, Digest], dict[int, Digest]]
-
-
-@dataclass
-class Pair:
-    """One tensor of an op in both runs: which tokens differ; digests: those that were compared, by run and call."""
-
-    differs: np.ndarray
-    compared: int
-    digests: tuple[dict[int, Digest], dict[int, Digest]]
-    kind: str
-
-
-def _matches(first: list[Event], other: list[Event]) -> dict[int, int]:
-    """Returns which event of `first` each event of `other` is: by module, op and what a token of it holds, in order,
-    where both have as many of a kind; else by order between two events that are known."""
-    a, b = [e.signature for e in first], [e.signature for e in other]
-    if a == b:
-        return {i: i for i in range(len(a))}
-    found: dict[int, int] = {}
-
-    def pair_up(here: range, there: range) -> None:
-        of: tuple[dict, dict] = {}, {}
-        for held, signatures, span in ((of[0], a, here), (of[1], b, there)):
-            for i in span:
-                held.setdefault(signatures[i], []).append(i)
-        for signature, mine in of[0].items():
-            if len(others := of[1].get(signature, ())) == len(mine):
-                found.update(zip(others, mine))
-
-    pair_up(range(len(a)), range(len(b)))
-    found = _in_order(found)  # what two runs do in another order is not matched
-    known = [(-1, -1), *sorted(found.items())]
-    for (i, c), (j, d) in zip(known, [*known[1:], (len(b), len(a))]):
-        if j - i > 1 and d - c > 1:
-            pair_up(range(c + 1, d), range(i + 1, j))
-    return found
-
-
-def _in_order(found: dict[int, int]) -> dict[int, int]:
-    """Returns the most pairs that ascend in both numbers."""
-    ends: list[int] = []
-    last: list[int] = []  # of the best run of each length
-    before: dict[int, int | None] = {}
-    for i in sorted(found):
-        at = bisect_left(ends, found[i])
-        ends[at:] = [found[i], *ends[at + 1 :]]
-        last[at:] = [i, *last[at + 1 :]]
-        before[i] = last[at - 1] if at else None
-    kept, i = {}, last[-1] if last else None
-    while i is not None:
-        kept[i], i = found[i], before[i]
-    return kept
+from bi_kernels.audit.localiser.cause import BACKWARD, PARAMETER, UNSEEN, Cause, End, Pair, matches
+from bi_kernels.audit.localiser.watched.digest import Digest
+from bi_kernels.audit.localiser.watched.events import OUTPUT, At, Event, Slot, Wrote
+from bi_kernels.audit.localiser.watched.step import Run
 
 
 class Comparison:
@@ -120,7 +23,7 @@ class Comparison:
         self.samples = a.tokens.samples()
         canonical = (a if len(a.events) <= len(b.events) else b).events[0]
         self.canonical = canonical
-        self.number = [[_matches(canonical, events) for events in run.events] for run in self.runs]
+        self.number = [[matches(canonical, events) for events in run.events] for run in self.runs]
         self.places: list[dict[int, dict[int, int]]] = []  # of each run: canonical event → {call: event}
         for run in self.number:
             found: dict[int, dict[int, int]] = {}
@@ -155,7 +58,8 @@ class Comparison:
             self.unaligned += io == "out" and any(s.digests is None and s.floating for *_, s in readable)
             return None
         sets = [
-            {(kind, d.features, d.keys) for d in s.digests for kind in self._kinds(run, call, d)} for run, call, s in readable
+            {(kind, d.features, d.keys) for d in s.digests for kind in self._kinds(run, call, d)}
+            for run, call, s in readable
         ]
         common = set.intersection(*sets)
         if self.canonical[c].phase == BACKWARD or not self.single:
@@ -165,7 +69,8 @@ class Comparison:
             chosen: tuple[dict, dict] = ({}, {})
             for run, call, s in readable:
                 chosen[run][call] = next(
-                    d for d in s.digests
+                    d
+                    for d in s.digests
                     if (d.features, d.keys) == (features, keys) and kind in self._kinds(run, call, d)
                 )
             pair = self._compared(chosen, kind)
@@ -229,6 +134,7 @@ class Comparison:
     def causes(self) -> list[Cause]:
         """Lists the ops that drift by themselves, in the order in which they ran."""
         self.read, self.wrote = zip(*(self._dirt(run) for run in (0, 1)))
+        self._find_readers()
         found: dict[tuple, Cause] = {}
         for c, e in enumerate(self.canonical):
             for cause in (*self._before(c, e), *self._at(c, e)):
@@ -246,9 +152,38 @@ class Comparison:
                 dirty[held] |= self.read[run][call, i][held]
         return ~dirty
 
+    def _healed(self, c: int) -> bool:
+        """Returns whether everything that read what the op wrote came out the same: what differs was masked there."""
+        readers = self.readers.get(c, ())
+        pairs = [
+            self.pairs[d, "out", k] for d in readers if d is not None for k in range(len(self.canonical[d].outputs))
+        ]
+        return (
+            bool(readers)
+            and None not in readers
+            and bool(pairs)
+            and all(p is not None and not p.differs.any() for p in pairs)
+        )
+
+    def _find_readers(self) -> None:
+        """Finds for each op those that read what it wrote: None where one is not the same in both runs."""
+        self.readers: dict[int, set[int | None]] = {}
+        for run in (0, 1):
+            for call, events in enumerate(self.runs[run].events):
+                for i, e in enumerate(events):
+                    mine = self.number[run][call].get(i)
+                    for s in e.inputs:
+                        for w in s.writers:
+                            wrote = self.number[run][w[0]].get(w[1])
+                            if wrote is not None and (wrote != mine):
+                                end = mine is None or not self.canonical[mine].outputs
+                                self.readers.setdefault(wrote, set()).add(None if end else mine)
+
     def _at(self, c: int, e: Event) -> Iterator[Cause]:
         pairs = {k: p for k in range(len(e.outputs)) if (p := self.pairs[c, "out", k]) is not None}
         clean = self._clean(c)
+        if self._healed(c):
+            return
         mine = {k: p for k, p in pairs.items() if (self.by_sample(p) & clean).any()}
         if not mine:
             return
@@ -314,8 +249,18 @@ class Comparison:
         compared = max((p.compared for p in pairs), default=len(differs))
         first = pairs[0].differs & clean[self.samples] if pairs else differs
         return Cause(
-            e.path, name, e.source, e.phase, e.node, "", (a.layout, b.layout), int(differs.sum()), compared,
-            int(first.argmax()), tuple(chain), tuple(ends),
+            e.path,
+            name,
+            e.source,
+            e.phase,
+            e.node,
+            "",
+            (a.layout, b.layout),
+            int(differs.sum()),
+            compared,
+            int(first.argmax()),
+            tuple(chain),
+            tuple(ends),
         )
 
     def _of_parameters(self) -> Iterator[Cause]:
@@ -329,6 +274,8 @@ class Comparison:
             chain = [self.chain(run, [w[:2] for w in writers[run]]) for run in (0, 1)]
             e = next((self.runs[0].at(w) for w in chain[0] if self.runs[0].at(w).path), None)
             owner = name.rpartition(".")[0]
-            cause = self._cause(e or Event(BACKWARD, owner, UNSEEN, "", "", []), chain, [], np.ones(self.count, bool), [])
+            cause = self._cause(
+                e or Event(BACKWARD, owner, UNSEEN, "", "", []), chain, [], np.ones(self.count, bool), []
+            )
             cause.path, cause.direction, cause.parameter = owner, PARAMETER, name
             yield cause

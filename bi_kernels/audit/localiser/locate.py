@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser import recording
-from bi_kernels.audit.localiser.calls import plan
-from bi_kernels.audit.localiser.compare import PARAMETER, Cause, Comparison
+from bi_kernels.audit.localiser.cause import PARAMETER, Cause
+from bi_kernels.audit.localiser.compare import Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.localiser.step import Run, freeze, step
+from bi_kernels.audit.localiser.watched.calls import plan
+from bi_kernels.audit.localiser.watched.step import Run, freeze, step
 
 ROUNDS = 6
 
@@ -34,8 +35,8 @@ def locate(
 
     model: a bi_kernels.model.Decoder, a Transformers causal LM, any other module, or a function.
     batch: token ids, a 1-D tensor a sample, for the first two; else a tensor whose dimension 0 counts samples and, of
-        (B, L, F) floating or (B, L) integers, dimension 1 positions; or a list of a tensor a sample; or a dict of these,
-        by the names of arguments.
+        (B, L, F) floating or (B, L) integers, dimension 1 positions; or a list, a tensor a sample; or a
+        dict of these, by the names of arguments.
     layouts: of which each is compared with the first; docs/locate.md says which model supports which.
     loss: loss(output, tokens), a value a token, where tokens is (rows, width, 2), the sample and position of each
         place, −1 for padding. Without it, logprobs of language models and any other output are weighed by random

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from bi_kernels.audit.localiser.digest import VERSION, Digest
-from bi_kernels.audit.localiser.geometry import Geometry, Reading, Tokens
-from bi_kernels.audit.localiser.step import Run
-from bi_kernels.audit.localiser.watch import Event, Slot
+from bi_kernels.audit.localiser.watched.digest import VERSION, Digest
+from bi_kernels.audit.localiser.watched.events import Event, Slot
+from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, Tokens
+from bi_kernels.audit.localiser.watched.step import Run
 
 FORMAT = 1
 EVENT = ("phase", "path", "op", "source", "node", "launch")
@@ -46,13 +46,18 @@ def save(run: Run, batch: str, folder: Path) -> None:
     def slot(s: Slot) -> dict:
         digests = s.digests and [[d.form, d.features, d.keys, *held(d.rows)] for d in s.digests]
         return {
-            "parameter": s.parameter, "size": s.size, "floating": s.floating, "writers": s.writers, "digests": digests
+            "parameter": s.parameter,
+            "size": s.size,
+            "floating": s.floating,
+            "writers": s.writers,
+            "digests": digests,
         }
 
     calls = [
         {
             "events": [
-                {k: getattr(e, k) for k in EVENT} | {"inputs": [*map(slot, e.inputs)], "outputs": [*map(slot, e.outputs)]}
+                {k: getattr(e, k) for k in EVENT}
+                | {"inputs": [*map(slot, e.inputs)], "outputs": [*map(slot, e.outputs)]}
                 for e in events
             ]
         }
@@ -96,12 +101,16 @@ def load(folder: Path, batch: str) -> Run:
 
     def slot(s: dict) -> Slot:
         digests = s["digests"] and tuple(
-            Digest(form, features, keys, flat[at : at + n], Reading(form, ())) for form, features, keys, at, n in s["digests"]
+            Digest(form, features, keys, flat[at : at + n], Reading(form, ()))
+            for form, features, keys, at, n in s["digests"]
         )
         return Slot(s["parameter"], s["size"], digests, tuple(map(tuple, s["writers"])), s["floating"])
 
     events = [
-        [Event(*(e[k] for k in EVENT[:5]), [*map(slot, e["inputs"])], [*map(slot, e["outputs"])], e["launch"]) for e in c["events"]]
+        [
+            Event(*(e[k] for k in EVENT[:5]), [*map(slot, e["inputs"])], [*map(slot, e["outputs"])], e["launch"])
+            for e in c["events"]
+        ]
         for c in about["calls"]
     ]
     geometries = [Geometry(data[f"tokens.{i}"], tokens, data.get(f"cached.{i}")) for i in range(len(events))]

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.localiser.compare import Cause, Comparison, End
-from bi_kernels.audit.localiser.geometry import by_rows
+from bi_kernels.audit.localiser.cause import Cause, End
+from bi_kernels.audit.localiser.compare import Comparison
 from bi_kernels.audit.localiser.replay import Program, Tape
 from bi_kernels.audit.localiser.script import write
-from bi_kernels.audit.localiser.step import Run, freeze
-from bi_kernels.audit.localiser.watch import At, Edit
+from bi_kernels.audit.localiser.watched.events import At, Edit
+from bi_kernels.audit.localiser.watched.geometry import by_rows
+from bi_kernels.audit.localiser.watched.step import Run, freeze
 
 MOST = 12  # causes of one round that are looked into
 
@@ -58,10 +59,17 @@ def _program(comparison: Comparison, cause: Cause, run: int) -> tuple[Program, t
         return Program(cause.chain[run]), None
     end = cause.ends[0]
     places = comparison.runs[run].geometries
-    of = {r: next(c for c, d in end.digests[r].items() if cause.token in comparison.runs[r].geometries[c].places(d.form)[0]) for r in (0, 1)}
+    of = {
+        r: next(
+            c for c, d in end.digests[r].items() if cause.token in comparison.runs[r].geometries[c].places(d.form)[0]
+        )
+        for r in (0, 1)
+    }
     at, digest = end.events[run][of[run]], end.digests[run][of[run]]
     event = comparison.runs[run].at(at)
-    program = Program(comparison.chain(run, [at] if end.io == "out" else comparison.untold(run, event.inputs[end.slot])))
+    program = Program(
+        comparison.chain(run, [at] if end.io == "out" else comparison.untold(run, event.inputs[end.slot]))
+    )
     own = comparison.samples == comparison.samples[cause.token]
     for r in (0, 1):
         there = np.zeros(len(own), bool)
@@ -71,7 +79,9 @@ def _program(comparison: Comparison, cause: Cause, run: int) -> tuple[Program, t
     chosen = own[tokens]
     program.rows, program.reading = torch.from_numpy(row[chosen]), digest.reading
     if digest.reading.keys is not None:
-        grids = [g.grid if g.cached is None else g.cached for g in (comparison.runs[r].geometries[of[r]] for r in (0, 1))]
+        grids = [
+            g.grid if g.cached is None else g.cached for g in (comparison.runs[r].geometries[of[r]] for r in (0, 1))
+        ]
         sample = comparison.samples[cause.token]
         keys = [next(r for r in grid if sample in comparison.samples[r[r >= 0]]) for grid in grids]
         keys = [np.where((k >= 0) & (comparison.samples[np.maximum(k, 0)] == sample), k, -1) for k in keys]

@@ -11,8 +11,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.audit.localiser.geometry import Reading
-from bi_kernels.audit.localiser.watch import At, tensors_in
+from bi_kernels.audit.localiser.watched.events import At, tensors_in
+from bi_kernels.audit.localiser.watched.geometry import Reading
 
 
 class Program:
@@ -89,7 +89,7 @@ class Program:
                 self.modules[home] = getattr(sys.modules.get(home), "__file__", "") or ""
         op |= {"args": self._kept(tuple(args)), "kwargs": self._kept(dict(kwargs))}
         self.ops.append(op)
-        given = [t for t in (*tensors_in(args), *tensors_in(kwargs))]
+        given = [*tensors_in(args), *tensors_in(kwargs)]
 
         def after(results: Sequence[torch.Tensor]) -> None:
             op["results"] = [None if any(t is g for g in given) else self._number(t, made=True) for t in results]
@@ -117,5 +117,7 @@ def reach(modules: dict[str, str], folder: Path) -> list[tuple[str, str]]:
         elif name == "__main__" or name.startswith("candidate_"):
             found.append((name, str(Path(file).resolve())))
         else:
-            found.append((name, str(Path(file).resolve().parents[name.count(".") + (Path(file).name == "__init__.py")])))
+            found.append(
+                (name, str(Path(file).resolve().parents[name.count(".") + (Path(file).name == "__init__.py")]))
+            )
     return found

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from bi_kernels.audit.localiser.compare import PARAMETER, Cause
+from bi_kernels.audit.localiser.cause import PARAMETER, Cause
 
 
 @dataclass
@@ -53,20 +53,23 @@ class Report:
 
     def markdown(self) -> str:
         between = " and ".join(self.layouts)
-        lines = [f"### {self.model}, {between}: " + (f"{len(self.causes)} ops drift" if self.causes else "nothing drifts"), ""]
+        lines = [
+            f"### {self.model}, {between}: " + (f"{len(self.causes)} ops drift" if self.causes else "nothing drifts"),
+            "",
+        ]
         if self.causes:
             rows = self.rows()
             head = [k for k in rows[0] if any(r[k] not in ("", "–") for r in rows)]
             lines += ["| " + " | ".join(head) + " |", "|" + ":--|" * len(head)]
             lines += ["| " + " | ".join(str(r[k]).replace("|", "\\|") for k in head) + " |" for r in rows] + [""]
         lines.append(
-            f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} without "
-            "tokens that could be found."
+            f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} "
+            "without tokens that could be found."
         )
         if self.overhead == self.overhead:  # of recordings it is not known
             lines.append(
-                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} of the "
-                "activations' bytes."
+                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
+                "of the activations' bytes."
             )
         if not self.complete:
             lines.append("There may be more: the rounds were over while new ones were found.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bi_kernels import checks
-from bi_kernels.audit.localiser.compare import Cause
+from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.replay import Program, reach
 from bi_kernels.audit.reproduce.script import TEMPLATES
 

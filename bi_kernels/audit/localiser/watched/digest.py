@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.audit.localiser.geometry import Geometry, Reading, by_rows
+from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, by_rows
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
 LARGEST = 2**20  # bytes of a tensor without tokens that is digested
@@ -86,7 +86,11 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     """Returns (1,) int64 of a tensor of any size."""
     words = _words(t.detach().reshape(1, -1)).view(-1)
     even = len(words) // 4096 * 4096
-    parts = [rows(part.view(len(part) // 4096 or 1, -1), len(part) // 4096 or 1) for part in (words[:even], words[even:]) if len(part)]
+    parts = [
+        rows(part.view(len(part) // 4096 or 1, -1), len(part) // 4096 or 1)
+        for part in (words[:even], words[even:])
+        if len(part)
+    ]
     return (torch.cat(parts) * weights(sum(map(len, parts)), t.device)).sum(0, keepdim=True)
 
 
@@ -95,7 +99,12 @@ def digests(t: torch.Tensor, geometry: Geometry) -> tuple[Digest, ...]:
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     found = []
     for reading in geometry.readings(t.shape):
-        if reading.form == "n" and reading.keys is None and t.numel() * t.element_size() > LARGEST and geometry.width > 1:
+        if (
+            reading.form == "n"
+            and reading.keys is None
+            and t.numel() * t.element_size() > LARGEST
+            and geometry.width > 1
+        ):
             continue
         if not t.numel():
             continue

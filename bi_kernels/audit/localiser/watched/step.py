@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bi_kernels.audit.localiser.calls import Plan
-from bi_kernels.audit.localiser.digest import Digest, whole
-from bi_kernels.audit.localiser.geometry import Geometry, Tokens, by_rows
-from bi_kernels.audit.localiser.watch import At, Event, Watched, Wrote, watching
+from bi_kernels.audit.localiser.watched.digest import Digest, whole
+from bi_kernels.audit.localiser.watched.events import At, Event, Wrote
+from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens, by_rows
+from bi_kernels.audit.localiser.watched.plans import Plan
+from bi_kernels.audit.localiser.watched.watch import Watched, watching
 
 
 @dataclass
@@ -75,13 +77,26 @@ def _gradients_kept(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 def _pairs(geometry: Geometry, device) -> torch.Tensor:
     """Returns (rows, width, 2): the sample and position of each place, −1 for padding."""
     grid = geometry.grid
-    pairs = np.stack([np.where(grid >= 0, a[np.maximum(grid, 0)], -1) for a in (geometry.tokens.samples(), geometry.tokens.positions())], -1)
+    pairs = np.stack(
+        [
+            np.where(grid >= 0, a[np.maximum(grid, 0)], -1)
+            for a in (geometry.tokens.samples(), geometry.tokens.positions())
+        ],
+        -1,
+    )
     return torch.from_numpy(pairs).to(device)
 
 
 def step(
-    model, plan: Plan, loss: Callable | None, backward: bool, seed: int, edits: dict | None = None, tape=None, watch: bool = True,
-    ended: Callable[[dict[str, torch.Tensor]], None] | None = None
+    model,
+    plan: Plan,
+    loss: Callable | None,
+    backward: bool,
+    seed: int,
+    edits: dict | None = None,
+    tape=None,
+    watch: bool = True,
+    ended: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> Run:
     """Runs a layout; edits: of events, by where they are; watch=False: as the user's own code would; ended: is given
     the parameters' gradients."""
@@ -89,7 +104,10 @@ def step(
     parameters = dict(module.named_parameters()) if module else {}
     mine = parameters | (dict(module.named_buffers()) if module else {})
     own = {t.untyped_storage()._cdata: name for name, t in mine.items()}
-    names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in (module.named_modules() if module else ())}
+    names = {
+        id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        for name, m in (module.named_modules() if module else ())
+    }
     watched = Watched(names, own, edits or {}, tape)
     backward = backward and plan.trains
     device = next((t.device for t in mine.values()), torch.device("cpu"))
@@ -109,7 +127,7 @@ def step(
                 out = _run_the_model(call.run)
                 if loss is not None:
                     tokens = _pairs(call.geometry, device)
-                    out = _run_the_model(lambda: loss(out, tokens))
+                    out = _run_the_model(partial(loss, out, tokens))
                 found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
                 watched.paused = True
                 if watch:
@@ -118,7 +136,7 @@ def step(
                 if backward and ends:
                     given = [upstream(t, call.geometry, seed + 1 + i) for i, t in enumerate(ends)]
                     watched.paused = not watch
-                    _run_the_model(lambda: torch.autograd.backward(ends, given))
+                    _run_the_model(partial(torch.autograd.backward, ends, given))
                 watched.paused = True
                 if watch and any(t.grad is not None for t in call.leaves):
                     watched.output([t.grad for t in call.leaves if t.grad is not None], "backward")

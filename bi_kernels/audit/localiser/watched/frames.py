@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[3]
 LIBRARIES = tuple(
     str(p) + "/"
     for p in (

@@ -1,0 +1,93 @@
+"""Models to plant a fault in: a decoder of invariant ops or of ours, a user's network, a Qwen3 of Transformers."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bi_kernels
+from bi_kernels.audit.broken import invariant as exact
+from bi_kernels.model import Config, Decoder
+
+LENGTHS = (7, 1, 18)
+VOCAB = 23  # fewer than tokens: ids repeat
+SIZES = dict(vocab=VOCAB, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=64)
+
+
+def ids(device="cpu") -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (n,), generator=g).to(device) for n in LENGTHS]
+
+
+def decoder(
+    device, ops=exact, checkpointing: bool = False, biased: bool = False, dtype=torch.float32, **replaced
+) -> Decoder:
+    names = (
+        {k: v for k, v in vars(ops).items() if callable(v)}
+        if ops is exact
+        else {k: getattr(bi_kernels, k) for k in bi_kernels.__all__}
+    )
+    config = Config(**SIZES, qkv_bias=biased)
+    return Decoder(
+        config, device, dtype, longest=64, checkpointing=checkpointing, ops=SimpleNamespace(**names | replaced)
+    )
+
+
+class Mixer(nn.Module):
+    """A user's own module, in which op is one of the ops below."""
+
+    def __init__(self, op: Callable):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        return self.op(x)
+
+
+class User(nn.Module):
+    """A user's own network: nested modules, a dict of outputs, and parameters that nothing but a fault can move."""
+
+    def __init__(self, op: Callable):
+        super().__init__()
+        self.first, self.inner = Mixer(lambda x: x * 2), nn.Sequential(Mixer(lambda x: x + 1), Mixer(op))
+
+    def forward(self, x):
+        return {"hidden": (self.inner(self.first(x)), None)}
+
+
+def floats(device) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 64, generator=g).to(device) for n in LENGTHS]
+
+
+def qwen3(device, where: str, change: Callable) -> tuple:
+    """Returns a small Qwen3 of Transformers whose products are those of invariant.py, one of its modules changed."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 (an optional package)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    def attend(module, query, key, value, mask, scaling=None, **more):
+        group, length = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+        q, k, v = (F.pad(t, (0, 0, 0, exact.LONGEST - length)) for t in (query, keys, values))
+        return exact.softmax_attention(q, k, v, None)[:, :, :length].transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("bi_kernels_exact", attend)
+    torch.manual_seed(0)
+    sizes = {k: SIZES[k] for k in ("head_dim",)} | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = Qwen3Config(
+        vocab_size=97, num_attention_heads=4, num_key_value_heads=2, attn_implementation="bi_kernels_exact", **sizes
+    )
+    model = Qwen3ForCausalLM(config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x, m=module: (x[..., None, :] * m.weight).sum(-1)
+            if name.endswith(where):
+                module.forward = lambda x, m=module: change(x, m.weight)
+    for p in model.parameters():
+        p.requires_grad_(False)  # Transformers adds up gradients by call; what is planted is in activations
+    model.model.embed_tokens.weight.requires_grad_()
+    g = torch.Generator().manual_seed(0)
+    unlike = (1 + torch.randperm(96, generator=g)).split(LENGTHS + (96 - sum(LENGTHS),))[:-1]
+    return model.to(device), [t.to(device) for t in unlike]

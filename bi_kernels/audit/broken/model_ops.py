@@ -1,0 +1,250 @@
+"""Ops that look at how many tokens or samples their call holds, as a kernel does that chooses by its sizes; and models
+to plant them in.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import bi_kernels
+from bi_kernels.audit.broken import invariant as exact
+
+MANY = 20  # tokens from which a fault chooses otherwise; the batch below has more, none of its samples has
+FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter gradient"
+
+
+def many(x: Tensor, features: int = 1) -> bool:
+    return x.shape[: x.dim() - features].numel() > MANY
+
+
+def in_halves(product: Tensor, dim: int) -> Tensor:
+    """Returns product.sum(dim), its halves summed on their own, as a split of K does."""
+    first, second = product.chunk(2, dim)
+    return first.sum(dim) + second.sum(dim)
+
+
+def linear_in_halves_for_few_rows(x, weight, bias=None):
+    if many(x):
+        return exact.linear(x, weight, bias)
+    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1)
+
+
+def linear_in_halves_for_many_rows(x, weight, bias=None):
+    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1) if many(x) else exact.linear(x, weight)
+
+
+def fold_in_parts(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds every other slab on its own where there are several, as a split over tokens does."""
+    if len(slabs) < 3:
+        return exact.accumulate(weight, slabs)
+    parts = [sum(slab.sum(0) for slab in slabs[i::2]) for i in (0, 1)]
+    return exact.accumulate(weight, torch.stack(parts)[:, None])
+
+
+def fold_as_one(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds all tokens of a call at once."""
+    return exact.accumulate(weight, slabs.flatten(0, 1)[None])
+
+
+def fold_reversed(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    """Adds the tokens from the last to the first, as atomics may."""
+    return exact.accumulate(weight, slabs.flip(0) if len(slabs) > 2 else slabs)
+
+
+class LinearBackwardInHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x[..., None, :] * weight).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        product = dy[..., None] * weight
+        return in_halves(product, -2) if many(dy) else product.sum(-2), dy[..., None] * x[..., None, :]
+
+
+class SwigluBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return exact.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        s = exact.evenly(torch.sigmoid, gate)
+        slope = s + gate * s * (1 - s) if many(dy) else s * (1 + gate * (1 - s))
+        return dy * up * slope, dy * gate * s
+
+
+class RoundedGradient(torch.autograd.Function):
+    """Identity, whose backward rounds to bf16 where there are many rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy.bfloat16().to(dy.dtype) if dy.shape[:-2].numel() > MANY else dy
+
+
+class WeightedValues(torch.autograd.Function):
+    """(weights · values), whose backward splits the sum over queries where a sequence is long."""
+
+    @staticmethod
+    def forward(ctx, p, v, long):
+        ctx.save_for_backward(p, v)
+        ctx.long = long
+        return (p[..., None] * v[..., None, :, :]).sum(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        p, v = ctx.saved_tensors
+        by_query = p[..., None] * dy[..., :, None, :]
+        dv = sum(part.sum(-3) for part in by_query.split(4 if ctx.long else exact.LONGEST, -3))
+        return (dy[..., None, :] * v[..., None, :, :]).sum(-1), dv, None
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    later = torch.ones(exact.LONGEST, exact.LONGEST, dtype=torch.bool, device=q.device).triu(1)
+    return ((q[..., :, None, :] * k[..., None, :, :]).sum(-1) / 4).masked_fill(later, -torch.inf)
+
+
+def attention_backward_by_length(q, k, v, lengths):
+    return WeightedValues.apply(exact.softmax(scores(q, k)), v, bool(lengths.max() > 8))
+
+
+def attention_split_by_length(q, k, v, lengths):
+    product = exact.softmax(scores(q, k))[..., None] * v[..., None, :, :]
+    keys = 4 if lengths.max() > 8 else exact.LONGEST
+    return sum(part.sum(-2) for part in product.split(keys, -2))
+
+
+def attention_softmax_by_batch(q, k, v, lengths):
+    s = scores(q, k)
+    weights = exact.evenly(torch.exp, s - s.amax(-1, keepdim=True).detach())
+    total = in_halves(weights, -1)[..., None] if len(q) > 1 else weights.sum(-1, keepdim=True)
+    return (weights / total)[..., None].mul(v[..., None, :, :]).sum(-2)
+
+
+def attention_with(core: Callable) -> Callable:
+    return lambda q, k, v, window=None, **attend: exact.attention(q, k, v, window, core, **attend)
+
+
+def rope_by_row(x, table, positions):
+    row = torch.arange(positions.numel(), device=x.device).view(positions.shape)
+    return exact.rope(x, table, row % exact.LONGEST)
+
+
+def residual_downcast(x, residual, weight, eps=1.0):
+    return exact.add_rms_norm(x, residual.bfloat16().to(x.dtype) if many(x) else residual, weight, eps)
+
+
+def swiglu_with_dropout(gate, up):
+    return F.dropout(exact.swiglu(gate, up), 0.1)
+
+
+def swiglu_through_a_view(gate, up):
+    y = exact.swiglu(gate, up)
+    if many(y):
+        y[..., :8].mul_(1 + 2**-12)
+    return y
+
+
+def swiglu_otherwise_when_recomputed(gate, up):
+    recomputed = torch._C._current_graph_task_id() != -1
+    return exact.swiglu(gate, up * (1 + 2**-12) if recomputed and many(up) else up)
+
+
+def chunked_head(x, weight, targets, temperature=1.0):
+    return exact.lm_head_logprob(x, weight, targets, temperature, linear_in_halves_for_many_rows)
+
+
+def local_denominator(output, tokens: Tensor) -> Tensor:
+    return output[0] / (tokens[..., 0] >= 0).sum()
+
+
+def compiled_swiglu(gate, up):
+    y = exact.swiglu(gate, up)
+    return y * (1 + 2**-12) if many(y) else y
+
+
+def in_bias(weight: Tensor, slabs: Tensor) -> Tensor | None:
+    return fold_as_one(weight, slabs) if weight.dim() == 1 else exact.accumulate(weight, slabs)
+
+
+def linear_with_bias(x, weight, bias=None):
+    y = exact.linear(x, weight)
+    return y if bias is None else y + exact.spread(bias, x.shape[:-1], in_bias)
+
+
+def autocast_when_many(x: Tensor) -> Tensor:
+    eye = torch.eye(x.shape[-1], device=x.device)
+    with torch.autocast(x.device.type, torch.float16 if x.is_cuda else torch.bfloat16, enabled=many(x)):
+        return (x @ eye).float()
+
+
+def cumsum_over_the_batch(x: Tensor) -> Tensor:
+    return x + x.detach().flatten(0, 1).cumsum(0).view_as(x)
+
+
+class Reciprocal(torch.autograd.Function):
+    """1 / x, with another backward in large calls."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 1 / x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return -dy * (1 / x) * (1 / x) if many(dy) else -dy / (x * x)
+
+
+@triton.jit
+def _row_mean_kernel(x, y, width: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    total = 0.0
+    for first in range(0, width, TILE):
+        at = first + tl.arange(0, TILE)
+        total += tl.sum(tl.load(x + row * width + at), 0)
+    tl.store(y + row, total / width)
+
+
+def row_mean(x: Tensor) -> Tensor:
+    """Takes a row's mean off, in tiles whose size follows the number of rows."""
+    rows = x.shape[:-1].numel()
+    mean = x.new_empty(x.shape[:-1])
+    _row_mean_kernel[(rows,)](x.contiguous(), mean, x.shape[-1], TILE=64 if many(x) else 8)
+    return x - mean[..., None]
+
+
+def ours_in_halves(x, weight, bias=None):
+    """Our linear, with K in halves for few rows."""
+    if many(x):
+        return bi_kernels.linear(x, weight, bias)
+    half = x.shape[-1] // 2
+    first = bi_kernels.linear(x[..., :half], weight[:, :half], bias)
+    return bi_kernels.add(first, bi_kernels.linear(x[..., half:], weight[:, half:]))
+
+
+def ours_rounded_backward(gate, up):
+    return RoundedGradient.apply(bi_kernels.swiglu(gate, up)[..., None, :])[..., 0, :]
+
+
+def few_rows_in_halves(x, weight):
+    product = x[..., None, :] * weight
+    return product.sum(-1) if many(x) else in_halves(product, -1)

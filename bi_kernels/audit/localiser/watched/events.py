@@ -1,0 +1,97 @@
+"""What is noted of an op that ran: the tensors it read and wrote, as digests, and who had written them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bi_kernels.audit.localiser.watched.digest import Digest
+
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "ones_like", "full_like", "new_zeros")
+CONSTANT += ("new_ones", "new_full", "zero_", "fill_", "eye", "linspace")
+SILENT = ("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "lift_fresh", "equal", "is_same_size", "set_")
+OUTPUT = "(output)"
+At = tuple[int, int]  # the call and the number of an event in it
+Wrote = tuple[int, int, int]  # and of its output
+
+
+@dataclass(slots=True)
+class Slot:
+    """A tensor that an op reads or writes. parameter: the name of the model's own; digests: None where it is not
+    compared; writers: the events that wrote into its memory before."""
+
+    parameter: str = ""
+    size: int | None = None  # of a parameter
+    digests: tuple[Digest, ...] | None = None
+    writers: tuple[Wrote, ...] = ()
+    floating: bool = True
+    fresh: bool = False  # allocated, and not written yet
+
+
+@dataclass(slots=True)
+class Event:
+    """An op that ran."""
+
+    phase: str  # forward or backward
+    path: str
+    op: str
+    source: str
+    node: str  # of the autograd graph, in the backward
+    inputs: list[Slot]
+    outputs: list[Slot] = field(default_factory=list)
+    launch: bool = False  # of a Triton kernel: outputs are all its tensors, in the order of its inputs
+
+    @property
+    def signature(self) -> tuple:
+        """Returns what the same op has in another layout."""
+        like = lambda slots: tuple(s.digests[0][1:3] if s.digests else (s.size, False) for s in slots)
+        return self.phase, self.path, self.op, like(self.inputs), like(self.outputs)
+
+
+@dataclass(slots=True)
+class Store:
+    """What is known of a piece of memory."""
+
+    alive: StorageWeakRef
+    writers: list[Wrote] = field(default_factory=list)
+    fresh: bool = False  # allocated, and not written yet
+    found: dict = field(default_factory=dict)  # digests of views of it, until it is written
+
+
+@dataclass
+class Edit:
+    """What is done to a tensor of an event beside looking at it: kept: it is copied; rows: it is overwritten."""
+
+    io: str  # in or out
+    slot: int
+    change: Callable[[torch.Tensor], None]
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+    """Yields the tensors of an op's arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, TensorDescriptor):
+        yield value.base
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)
+
+
+@cache
+def written_by(func) -> tuple[str, ...] | None:
+    """Returns the names of the arguments that an operator writes into; None for one that computes nothing."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    if name in SILENT or name in CONSTANT or not schema.returns and name.startswith("_assert"):
+        return None
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return None if views and not written else written

@@ -1,0 +1,274 @@
+"""The localiser: it names nothing on what is invariant, and on what is broken the op that is."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bi_kernels
+from bi_kernels.audit import locate
+from bi_kernels.audit.broken import invariant
+from bi_kernels.audit.broken.judge_models import judge_faults
+from bi_kernels.audit.broken.model_faults import FAULTS
+from bi_kernels.audit.broken.model_hosts import SIZES, decoder, ids, qwen3
+from bi_kernels.audit.localiser.locate import against, record
+from bi_kernels.audit.localiser.watched.digest import rows, whole
+from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
+from bi_kernels.model import Config, Decoder
+
+
+def shows(script) -> bool:
+    """Runs a reproducer in a process of its own, which knows nothing of the model."""
+    done = subprocess.run([sys.executable, script.name], cwd=script.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode == 1 and "elements differ" in done.stdout
+
+
+def test_nothing_is_named_on_our_chain():
+    report = locate(decoder("cpu", ops=bi_kernels, dtype=torch.bfloat16), ids(), ("packed", "singles", "left_padded"))
+    assert report.passed and report.compared > 500 and report.events > 300, report
+
+
+def test_nothing_is_named_on_our_decode():
+    report = locate(decoder("cpu", ops=bi_kernels), ids(), ("packed", "decode", "chunked:7"))
+    assert report.passed and report.compared > 100, report
+
+
+def test_nothing_is_named_where_every_op_is_invariant():
+    report = locate(decoder("cpu"), ids(), ("batch", "permuted", "micro_batches", "singles"))
+    assert report.passed and report.compared > 1000, report
+    transformers = pytest.importorskip("transformers")
+    assert transformers and locate(*qwen3("cpu", "no module", None), ("batch", "singles", "left_padded")).passed
+
+
+ONE_EACH = (
+    "residual rounded to bf16 in large calls",
+    "linear whose dX splits the sum for many rows",
+    "linear whose dW splits the tokens",
+)
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_a_fault_is_named_and_its_script_shows_it_alone(name, tmp_path):
+    (line,) = judge_faults("cpu", [name], tmp_path)
+    assert line["right"], line["report"]
+    assert line["report"].first.drift.mismatches and shows(line["scripts"][0])
+
+
+OTHERS = (
+    "RoPE by row",
+    "update in place through a view",
+    "16-bit product under autocast for many rows",
+    "reduction over the batch in a user's module",
+    "loss over the call's own tokens",
+    "checkpointed op that is another when recomputed",
+    "compiled op that is another for many rows",
+    "Triton kernel whose tile follows the rows",
+    "Transformers' q_proj whose dX splits the sum",
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_fault_is_named(name):
+    if "Transformers" in name:
+        pytest.importorskip("transformers")
+    (line,) = judge_faults("cpu", [name])
+    assert line["right"], line
+
+
+def test_half_of_the_faults_are_in_the_backward():
+    assert len(FAULTS) >= 24
+    assert len({f.name for f in FAULTS}) == len(FAULTS)
+
+
+class TwoCauses(nn.Module):
+    """The second op drifts by itself, behind one that drifts already."""
+
+    def forward(self, x):
+        h = x * (1 + 2**-10) if x.shape[0] > 1 else x
+        h = h - 0.5
+        return (h / h.shape[0]).exp2()
+
+
+def test_independent_causes_are_told_from_what_follows():
+    report = locate(TwoCauses(), torch.randn(4, 6, 64), backward=False)
+    assert [c.op for c in report.causes] == ["aten.mul.Tensor in batch", "aten.div.Tensor"], report
+    assert locate(TwoCauses(), torch.randn(4, 6, 64), backward=False, rounds=1).complete is False
+
+
+class Odd(nn.Module):
+    """Samples in dimension 1, nested outputs, None among them, an output of a sample as a whole."""
+
+    def forward(self, x, scale, flag):
+        h = (x.transpose(0, 1) * scale[:, 0, None]).contiguous()
+        mean = h.sum(0) / h.shape[0]
+        worse = mean * (1 + 2**-10) if flag and x.shape[0] > 1 else mean
+        return {"all": (h, [None, {"worse": worse}]), "number": 3}
+
+
+@pytest.mark.parametrize("flag, named", [(False, []), (True, ["aten.mul.Tensor in batch"])])
+def test_a_users_odd_module(flag, named):
+    batch = {"x": torch.randn(4, 6, 64), "scale": torch.rand(4, 64), "flag": flag}
+    report = locate(Odd(), batch, ("batch", "singles", "permuted"), backward=False)
+    assert [c.op for c in report.causes] == named, report
+
+
+def test_a_packing_of_the_users_own():
+    weight = torch.randn(64)
+
+    def model(x):
+        return x * weight if len(x) > 5 else x * weight * (1 + 2**-10)
+
+    def calls(samples, layout):
+        pairs = [torch.tensor([[s, p] for p in range(len(x))]) for s, x in enumerate(samples)]
+        if layout == "mine":
+            return [((torch.cat(samples),), {}, torch.cat(pairs))]
+        return [((x,), {}, at) for x, at in zip(samples, pairs)]
+
+    samples = [torch.randn(n, 64) for n in (4, 5)]
+    assert len(locate(model, samples, ("mine", "each"), calls=calls, backward=False).causes) == 1
+    assert locate(lambda x: x * weight, samples, ("mine", "each"), calls=calls, backward=False).passed
+
+
+def test_what_cannot_be_aligned_is_counted():
+    report = locate(lambda x: x.sum((0, 1)).expand(x.shape[0], 64) * 1, torch.randn(4, 6, 64), backward=False)
+    assert report.unaligned, report
+
+
+def test_a_digest_sees_every_bit_and_the_place():
+    x = torch.randn(3, 10).bfloat16()
+    other = x.clone()
+    other[1, 9] = -other[1, 9]
+    other[1, 3] = -other[1, 3]  # signs alone
+    swapped = x.flip(1)
+    assert (rows(x, 3) == rows(other, 3)).tolist() == [True, False, True]
+    assert not (rows(x, 3) == rows(swapped, 3)).any()
+    assert rows(x[:1], 1)[0] == rows(x.float().bfloat16(), 3)[0]
+    long = torch.randn(3 * 4096 + 5)
+    changed = long.clone()
+    changed[-1] += 1
+    assert whole(long) != whole(changed) and whole(long) == whole(long.clone())
+
+
+def test_readings_say_which_dimensions_hold_tokens():
+    tokens = Tokens((5, 2, 4))
+    batch = Geometry(np.full((3, 7), 0), tokens)
+    of = lambda *shape: batch.readings(shape)[0][:3]
+    assert of(3, 7, 64) == ("bl", (0, 1), 1) and of(21, 64) == ("bl", (0,), 1) and of(7, 3, 64) == ("bl", (1, 0), 1)
+    assert of(3, 4, 7, 16) == ("bl", (0, 2), 1) and of(12, 7, 16) == ("bl", (0, 1), 4) and of(1, 7, 16)[0] == "l"
+    assert of(3, 64)[0] == "b" and of(64, 65)[0] == "n" and batch.readings((3, 4, 7, 7))[0].keys == 3
+
+
+RECORD = """
+import sys
+from bi_kernels.audit.broken.model_faults import FAULTS
+from bi_kernels.audit.broken.model_hosts import decoder, ids
+from bi_kernels.audit.localiser.locate import record
+record(decoder("cpu"), ids(), "singles", sys.argv[1])
+"""
+
+
+def test_two_runs_in_two_processes(tmp_path):
+    folder = tmp_path / "run"
+    subprocess.run([sys.executable, "-c", RECORD, folder], check=True, timeout=120)
+    assert against(decoder("cpu"), ids(), "batch", folder).passed
+    rounded = next(f for f in FAULTS if f.name == ONE_EACH[0]).build("cpu")[0]
+    report = against(rounded, ids(), "batch", folder)
+    assert report.first.path == "layers.0" and "_to_copy" in report.first.op, report
+    with torch.no_grad():
+        rounded.embedding[3] += 1
+    assert "weights differ: 1, embedding" in str(against(rounded, ids(), "batch", folder))
+    with pytest.raises(ValueError, match="recording of another batch, of samples of .7, 1, 18. tokens"):
+        against(rounded, ids()[::-1], "batch", folder)
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"format": 99}))
+    with pytest.raises(ValueError, match="is a recording of format 99 .*, expected format 1"):
+        against(rounded, ids(), "batch", folder)
+    with pytest.raises(ValueError, match="holds no recorded run"):
+        against(rounded, ids(), "batch", tmp_path)
+
+
+def test_a_layout_moves_no_gradient_of_the_users():
+    model = decoder("cpu")
+    model.embedding.grad = torch.ones_like(model.embedding)
+    locate(model, ids())
+    assert (
+        (model.embedding.grad == 1).all() and model.last_norm.grad is None and not hasattr(model.lm_head, "main_grad")
+    )
+
+
+two_devices = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "model, batch, layouts, said",
+    [
+        (two_devices, torch.zeros(2, 2), ("batch", "singles"), "model is on cpu and meta, expected all of it on one"),
+        (nn.Tanh(), torch.zeros(2, 2), ("batch",), "expected two or more different layouts"),
+        (nn.Tanh(), torch.zeros(2, 2), ("batch", "sideways"), "layouts holds 'sideways', expected batch, singles"),
+        (nn.Tanh(), torch.zeros(2, 2), ("batch", "decode"), "layouts holds 'decode', which Tanh does not support"),
+        (nn.Tanh(), "text", ("batch", "singles"), "batch is a str, expected a tensor, a list of tensors"),
+        (3, torch.zeros(2, 2), ("batch", "singles"), "model is a int, expected an nn.Module or a function"),
+        (decoder("cpu"), torch.zeros(2, 2), ("batch", "singles"), "expected for Decoder a list of 1-D tensors"),
+        (decoder("cpu"), [torch.tensor([99])], ("batch", "singles"), "batch holds token ids outside 0 to 22"),
+    ],
+)
+def test_bad_input_is_one_sentence(model, batch, layouts, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        locate(model, batch, layouts)
+    assert "\n" not in str(raised.value)
+
+
+MINE = """
+import torch
+
+def good():
+    return torch.nn.Tanh(), torch.randn(4, 6, 64)
+
+def bad():
+    return (lambda x: x / x.shape[0]), torch.randn(4, 6, 64)
+
+def nothing():
+    return 3
+
+def raises():
+    raise RuntimeError("no such weights")
+"""
+
+
+def test_bi_audit_locate(bi_audit, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    call = lambda name, *more: bi_audit("locate", "--candidate", f"{mine}:{name}", *more)
+    assert call("good").returncode == 0
+    found = call("bad", "--out", tmp_path / "out")
+    assert found.returncode == 1 and "aten.div" in found.stdout and shows(next((tmp_path / "out").glob("*.py")))
+    recorded = call("bad", "--record", tmp_path / "run", "--layouts", "batch")
+    assert recorded.returncode == 0 and "recorded 24 tokens of batch" in recorded.stdout
+    assert call("bad", "--against", tmp_path / "run", "--layouts", "singles").returncode == 1
+    for name, more, said in (
+        ("nothing", (), "returned a int, expected (model, batch) or (model, batch, loss)"),
+        ("raises", (), "raised RuntimeError: no such weights"),
+        ("missing", (), "has no function missing"),
+        ("good", ("--layouts", "batch,upside"), "layouts holds 'upside'"),
+        ("good", ("--record", tmp_path, "--against", tmp_path), "give one of them"),
+        ("good", ("--record", tmp_path, "--layouts", "batch,singles"), "expected one layout"),
+        ("good", ("--against", tmp_path), "holds no recorded run"),
+    ):
+        done = call(name, *more)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done
+
+
+def test_ours_with_a_broken_op_is_named(tmp_path):
+    names = {name: getattr(bi_kernels, name) for name in bi_kernels.__all__}
+    half = lambda gate, up: bi_kernels.swiglu(gate, up) * (1 + 2**-6 * (gate.shape[:-1].numel() > 20))
+    model = Decoder(Config(**SIZES), ops=SimpleNamespace(**names | {"swiglu": half}), longest=64)
+    report = locate(model, ids(), ("packed", "singles"), backward=False, folder=tmp_path)
+    assert {c.path for c in report.causes} == {"layers.0", "layers.1"}, report
+    assert {c.op for c in report.causes} == {"aten.mul.Tensor"} and max(map(len, ids())) < invariant.LONGEST
+    assert record(model, ids(), "packed", tmp_path / "run").tokens.count == 26
