@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import bi_kernels
 from bi_kernels.audit import runner
+from bi_kernels.audit.broken.model_hosts import decoder, ids
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 
@@ -69,7 +70,7 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
 
 
 PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
-MODEL, USE, TRAIN, AUDIT = PYTHON
+MODEL, USE, TRAIN, AUDIT, LOCATE = PYTHON
 COMMANDS = [
     line.split("#")[0].strip()
     for language, _, _, text in blocks("README.md")
@@ -198,6 +199,13 @@ def test_the_readme_audits(tmp_path, monkeypatch):
     op, *others = said
     assert len(others) == 3 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
     assert {r.tensor for r in op.rows if r.verdict == NEEDS_FIX} == {"dweight"}, "torch adds that up by the split"
+
+
+def test_the_readme_locates():
+    model, said = decoder("cpu"), []
+    text = re.sub(r"^locate\((.*)\)(\s+#.*)$", r"said.append(locate(\1))", LOCATE, flags=re.M)
+    exec(text, {"model": model, "batch": ids(), "said": said})
+    assert len(said) == 2 and all(report.passed for report in said)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -92,7 +92,9 @@ class Geometry:
 
     def readings(self, shape: Sequence[int]) -> list[Reading]:
         """Lists the ways to read a tensor of a shape, the likeliest first."""
-        found = list(dict.fromkeys(self._exact(tuple(shape)))) or list(self._merged(tuple(shape)))
+        found = list(dict.fromkeys(self._exact(tuple(shape))))
+        if all(r.form != "bl" for r in found):
+            found = [*self._merged(tuple(shape)), *found]
         return found[:MOST] or [Reading("n", ())]
 
     def _exact(self, shape: tuple[int, ...]) -> Iterator[Reading]:
