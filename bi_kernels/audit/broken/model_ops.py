@@ -70,6 +70,10 @@ class LinearBackwardInHalves(torch.autograd.Function):
         return in_halves(product, -2) if many(dy) else product.sum(-2), dy[..., None] * x[..., None, :]
 
 
+def head_backward_in_halves(x: Tensor, weight: Tensor) -> Tensor:
+    return LinearBackwardInHalves.apply(x, exact.spread(weight, x.shape[:-1]))
+
+
 class SwigluBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
