@@ -3,13 +3,13 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.audit.localiser.watched.events import At, tensors_in
 from bi_kernels.audit.localiser.watched.geometry import Reading
@@ -63,8 +63,10 @@ class Program:
             return self.view(value)
         if isinstance(value, torch.memory_format | torch.layout):
             return {"attribute": str(value).removeprefix("torch.")}
-        if isinstance(value, TensorDescriptor):
-            return {"descriptor": self.view(value.base), "of": (value.shape, value.strides, value.block_shape)}
+        if hasattr(value, "block_shape"):  # a TMA descriptor, of Triton or of Gluon
+            descriptor = copy(value)
+            descriptor.base = None
+            return {"descriptor": descriptor, "of": self.view(value.base)}
         if isinstance(value, list | tuple):
             return type(value)(map(self._kept, value)) if type(value) in (list, tuple) else list(map(self._kept, value))
         return {k: self._kept(v) for k, v in value.items()} if type(value) is dict else value

@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.audit.localiser.watched.digest import Digest
 
@@ -75,7 +74,7 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
     """Yields the tensors of an op's arguments, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, TensorDescriptor):
+    elif hasattr(value, "block_shape"):  # a TMA descriptor, of Triton or of Gluon
         yield value.base
     elif isinstance(value, list | tuple):
         for v in value:
