@@ -149,12 +149,13 @@ class Step:
         yield "decode", self.cached(1, [max(n - self.case["decoded"], 0) for n in self.lengths])
 
 
+def hash_of(t: Tensor) -> bytes:
+    """Returns the SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(t.detach().contiguous().cpu().view(torch.uint8).numpy()).digest()
+
+
 def sha256(tensors: dict[str, Tensor]) -> str:
-    """Returns the SHA-256 of the names of tensors and the SHA-256 of the bytes of each, which threads compute."""
-
-    def one(t: Tensor) -> bytes:
-        return hashlib.sha256(t.detach().contiguous().cpu().view(torch.uint8).numpy()).digest()
-
+    """Returns the SHA-256 of the names of tensors and of the SHA-256 of each, which threads compute."""
     with ThreadPoolExecutor(THREADS) as threads:
-        hashed = threads.map(one, tensors.values())
+        hashed = threads.map(hash_of, tensors.values())
         return hashlib.sha256(b"".join(name.encode() + b for name, b in zip(tensors, hashed))).hexdigest()

@@ -2,6 +2,9 @@
 
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
+from bi_kernels.audit import parallel
 from bi_kernels.audit.chain import generation, plain
 from bi_kernels.audit.chain.layouts import Step, case
 from bi_kernels.audit.chain.relations import CONTROLS, GENERATING, invariance
@@ -53,19 +56,22 @@ class ModelSession(Session):
 
     def controls(self) -> list[Row]:
         """Judges decoders with one op broken, or one thing forgotten: each must be flagged by its relation."""
-        rows = []
-        for name, relation, telling, change in CONTROLS:
-            step = self.step("bf16", layers="control_layers", **change)
-            found = up_to_a_drift(
-                row for row in invariance(step, self.device_label, "", telling) if row.relation == relation
-            )
-            rows.append(self._control(name, found))
-        for name, relation, ops in GENERATING:
-            found, _ = generation.judge(self, "bf16", ops, "control_layers")
-            rows.append(self._control(name, [row for row in found if row.relation == relation]))
+        torch.cuda.empty_cache()  # the processes that judge them need memory too
+        rows = list(parallel.each(self, control, [name for name, *_ in (*CONTROLS, *GENERATING)]))
+        self.add(rows)
         return rows
 
-    def _control(self, name: str, found: list[Row]) -> Row:
-        row = replace((needs_fix(found) or found)[0], candidate=name).as_control()
-        self.add([row])
-        return row
+
+def control(session: ModelSession, name: str) -> Row:
+    """Returns the row of a control: the one that flags it, or the first of its relation."""
+    found = next(c for c in (*CONTROLS, *GENERATING) if c[0] == name)
+    if len(found) == 4:
+        _, relation, telling, change = found
+        step = session.step("bf16", layers="control_layers", **change)
+        rows = invariance(step, session.device_label, "", telling)
+        rows = up_to_a_drift(row for row in rows if row.relation == relation)
+    else:
+        _, relation, ops = found
+        rows, _ = generation.judge(session, "bf16", ops, "control_layers")
+        rows = [row for row in rows if row.relation == relation]
+    return replace((needs_fix(rows) or rows)[0], candidate=name).as_control()

@@ -13,7 +13,7 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.generation import figures
-from bi_kernels.audit.chain.layouts import parts, rows_of, sha256
+from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
 from bi_kernels.audit.chain.relations import GRADIENT, with_ops
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
@@ -80,8 +80,8 @@ class Run:
         self.model = Decoder(config, self.device, DTYPES[dtype], self.seed, longest, ops=OPS[candidate])
         self.grads = MainGrads(self.model.parameters(), self.model.tied)
         self.optimizer = torch.optim.AdamW(self.grads.masters, lr=self.case["learning_rate"], weight_decay=0.0)
-        count = sum(p.numel() for p in self.grads.parameters)
-        self.said, self.begin = Trained(candidate, split, count), [m.detach().clone() for m in self.grads.masters]
+        self.said = Trained(candidate, split, sum(p.numel() for p in self.grads.parameters))
+        self.begin = [hash_of(m) for m in self.grads.masters]
         self.steps = 0
 
     def rollout(self, number: int) -> list[Generated]:
@@ -104,7 +104,7 @@ class Run:
             for first in range(0, len(generated), size):
                 chosen = slice(first, first + size)
                 self.step(generated[chosen], advantages[chosen], fresh=first == 0)
-        moved = [not torch.equal(m, b) for m, b in zip(self.grads.masters, self.begin)]
+        moved = [hash_of(m) != b for m, b in zip(self.grads.masters, self.begin)]
         weights = {name: m.detach() for (name, _), m in zip(self.model.named_parameters(), self.grads.masters)}
         self.said.sha256, self.said.tensors, self.said.unmoved = sha256(weights), len(moved), len(moved) - sum(moved)
         self.said.sample = torch.cat([w.flatten()[:4] for w in weights.values()]).tolist()
