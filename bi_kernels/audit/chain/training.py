@@ -79,7 +79,9 @@ class Run:
         config = CONFIGS[self.case["model"]]
         self.model = Decoder(config, self.device, DTYPES[dtype], self.seed, longest, ops=OPS[candidate])
         self.grads = MainGrads(self.model.parameters(), self.model.tied)
-        self.optimizer = torch.optim.AdamW(self.grads.masters, lr=self.case["learning_rate"], weight_decay=0.0)
+        how = {"lr": self.case["learning_rate"], "weight_decay": 0.0, "fused": self.device.type == "cuda"}
+        self.optimizer = torch.optim.AdamW(self.grads.masters, **how)
+        self.rollouts = 1 if candidate == CONTROL else self.case["rollouts"]
         self.said = Trained(candidate, split, sum(p.numel() for p in self.grads.parameters))
         self.begin = [hash_of(m) for m in self.grads.masters]
         self.steps = 0
@@ -95,7 +97,7 @@ class Run:
 
     def train(self) -> Trained:
         c, size = self.case, self.case["minibatch"]
-        for number in range(c["rollouts"]):
+        for number in range(self.rollouts):
             generated = self.rollout(number)
             rewards = torch.tensor([reward(one) for one in generated]).view(-1, c["group"])
             self.said.rewards.append(float(rewards.mean()))
