@@ -73,7 +73,7 @@ class MainGrads:
     def mark(self) -> None:
         """Says that the buffers are zero as they stand: a step's first fold need not read them (see tokens.begins)."""
         for p in self.parameters:
-            p.main_grad_zeros = p.main_grad, p.main_grad._version
+            p.main_grad.zeros_at = id(p.main_grad), p.main_grad._version
 
     @property
     def _made(self) -> list[torch.nn.Parameter]:

@@ -217,10 +217,10 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
     return buffer
 
 
-def begins(parameter: torch.Tensor, buffer: torch.Tensor) -> bool:
+def begins(buffer: torch.Tensor) -> bool:
     """Tells whether `buffer` holds the zeros that MainGrads left there, so that a fold may begin without reading them;
     asked again, it says no. Not in the capture of a CUDA graph, whose replays go on from each other."""
     if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    left, parameter.main_grad_zeros = getattr(parameter, "main_grad_zeros", None), None
-    return left is not None and left[0] is buffer and left[1] == buffer._version
+    left, buffer.zeros_at = getattr(buffer, "zeros_at", None), None
+    return left == (id(buffer), buffer._version)

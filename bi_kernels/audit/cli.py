@@ -37,7 +37,7 @@ OF_A_RUN = (
     click.option(
         "--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."
     ),
-    click.option("--dtype", help="bf16, fp16 or fp32; all of them unless given."),
+    click.option("--dtype", help="bf16, fp16 or fp32; unless given, all of them for ops, bf16 for whole models."),
     click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
     click.option(
         "--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."

@@ -28,7 +28,8 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
     if out is None:
         parts = [re.sub(r"[^a-z0-9]+", "-", device_name(choose(told["device"])).lower()), told.get("shapes", "any")]
         parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
-        parts += [told[k] for k in ("op", "dtype") if told.get(k, "all") not in ("", "all")]
+        usual = defaults(names[0])
+        parts += [told[k] for k in ("op", "dtype") if told.get(k) != usual.get(k)]
         out = Path("audits", "-".join(parts))
     for option, file in (("--out", out / ".writable"), ("--junit", junit), ("--summary", summary)):
         if file:
@@ -130,8 +131,7 @@ def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict
         if name not in every:
             raise click.UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
     names = list(dict.fromkeys(names)) or [name for name, audit in every.items() if not audit.only_named]
-    # a notebook by itself may look at bf16 alone
-    parameters = {"dtype": "all"} | {k: v for k, v in options.items() if v is not None}
+    parameters = {k: v for k, v in options.items() if v is not None}
     for name, value in extra:
         if name not in defaults(names[0]):
             raise click.UsageError(f"unknown parameter {name!r}, expected one of {', '.join(defaults(names[0]))}")

@@ -121,8 +121,10 @@ def defaults(audit: str) -> dict:
 
 
 def accepted(audit: str, given: Mapping) -> dict:
-    """Returns those of `given` that an audit has: `any` and `zoo` have neither dtype nor shapes."""
-    return {k: v for k, v in given.items() if k in defaults(audit)}
+    """Returns those of `given` that an audit has, and its dtype: all of them for the registry's ops, whose notebooks by
+    themselves may look at one, bf16 for a whole model; `any` and `zoo` have neither dtype nor shapes."""
+    known = defaults(audit)
+    return {k: known[k] for k in ("dtype",) if k in known} | {k: v for k, v in given.items() if k in known}
 
 
 def read(audit: str, given: Mapping) -> Parameters:

@@ -54,7 +54,7 @@ def _fold(
     if buffer is None:
         return product(dy.t(), x.t(), out_dtype=parameter.dtype)
     into = buffer.view(dy.shape[1], x.shape[1])
-    product(dy.t(), x.t(), None if begins(parameter, buffer) else into, into, torch.float32)
+    product(dy.t(), x.t(), None if begins(buffer) else into, into, torch.float32)
     return None
 
 

@@ -82,7 +82,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
         buffer = main_grad("lm_head_logprob", ctx.parameter) if needs_weight else None
         dw = torch.empty_like(weight) if needs_weight and buffer is None else None
-        first_fold = buffer is not None and begins(ctx.parameter, buffer)
+        first_fold = buffer is not None and begins(buffer)
         folded = ctx.layout.gather(hidden).t() if needs_weight else None
         scratch = dhidden = None
         for first, end in _chunks(len(hidden), len(weight), ctx.columns):

@@ -72,7 +72,8 @@ def judge(session, dtype: str, ops, layers: str = "") -> tuple[list[Row], dict]:
     """Generates, rescores, and continues a few prompts once more in another batch; returns the rows of that, and the
     figures."""
     step = session.step(dtype, ops=ops, layers=layers)
-    who, model = Whole(step, session.device_label, session.command), step.model
+    model = step.model
+    who = Whole(model.config.layers, dtype, session.device_label, session.command)
     for p in model.parameters():
         del p.main_grad
     rollout = Rollout(session.parameters["shapes"], model.config.vocab, session.device, session.parameters["seed"])
@@ -94,5 +95,5 @@ def judge(session, dtype: str, ops, layers: str = "") -> tuple[list[Row], dict]:
     return rows, told | {
         "tokens / s": told["tokens"] / seconds,
         "prompts": len(generated),
-        "layers": step.model.config.layers,
+        "layers": model.config.layers,
     }

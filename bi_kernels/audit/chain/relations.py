@@ -23,13 +23,13 @@ INVARIANCE, GRADIENT, PARITY, DETERMINISM = "invariance", "gradient invariance",
 class Whole(Named):
     """A decoder whose rows are about its logprobs, and about its gradients, a part a parameter."""
 
-    def __init__(self, step: Step, device: str, command: str):
-        self.step, self.command, self.parts = step, command, ["logprob"]
-        self.whose = "chain", "decoder", f"{step.model.config.layers} layers", "bi_kernels", step.dtype, device
+    def __init__(self, layers: int, dtype: str, device: str, command: str):
+        self.command, self.parts = command, ["logprob"]
+        self.whose = "chain", "decoder", f"{layers} layers", "bi_kernels", dtype, device
 
     def about(self, relation: str, layout: str, drift: Drift, parts: Collection[str] = ("logprob",), **more) -> Row:
         self.parts = list(parts)
-        return self.row(relation, layout, drift, "packed", rows=self.step.count, **more)
+        return self.row(relation, layout, drift, "packed", **more)
 
 
 def invariance(
@@ -41,14 +41,13 @@ def invariance(
     only: these layouts; shares: gets {layout: {kind of tensor: share of its elements that differ}}.
     """
     shares = {} if shares is None else shares
-    who = Whole(step, device, command)
+    who = Whole(step.model.config.layers, step.dtype, device, command)
+    about = partial(who.about, rows=step.count)
     logprob = step.run("packed")
     names, whole = list(step.gradients), tuple(g.clone() for g in step.gradients.values())
     unmoved = [name for name, g in zip(names, whole) if not g.any()]
     detail = f"SHA-256 {sha256({'logprob': logprob} | dict(zip(names, whole)))}"
-    yield who.about(
-        GRADIENT, "packed", Drift(len(unmoved), len(names)), ["parameters without a gradient"], detail=detail
-    )
+    yield about(GRADIENT, "packed", Drift(len(unmoved), len(names)), ["parameters without a gradient"], detail=detail)
     runs = CONTRACT["sweep"]["runs" if step.device.type == "cuda" else "interpreter_gradient_runs"]
     layouts = {"packed": step.layouts["packed"]} | {k: v for k, v in step.layouts.items() if k != "packed"}
     for layout, calls in layouts.items():
@@ -67,15 +66,15 @@ def invariance(
         detail = f"{runs} runs" if again else shapes_launched(calls)
         if layout == [*layouts][-1]:
             detail += f"; SHA-256 {sha256({'logprob': found} | step.gradients)}"
-        yield who.about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
-        yield who.about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail)
+        yield about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
+        yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail)
     del whole
     torch.cuda.empty_cache()
     if not only or {layout.partition(":")[0] for layout in only} & {"chunked", "decode"}:
         for layout, found in step.in_chunks():
             drift = compare(found, logprob)
             shares[layout] = _by_kind({"logprob": drift})
-            yield who.about(PARITY, layout, drift)
+            yield about(PARITY, layout, drift)
 
 
 def _by_kind(drifts: dict[str, Drift]) -> dict[str, float]:

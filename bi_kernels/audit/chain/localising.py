@@ -1,0 +1,86 @@
+"""The first op that drifts in a decoder of stock ops and in ours, and whether a planted fault is named."""
+
+from textwrap import shorten
+
+import torch
+
+import bi_kernels
+from bi_kernels.audit import locate
+from bi_kernels.audit.broken.judge_models import judge_faults
+from bi_kernels.audit.broken.model_faults import FAULTS
+from bi_kernels.audit.chain import plain
+from bi_kernels.audit.chain.relations import INVARIANCE, Whole
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.localiser.report import Report
+from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.contract import CONTRACT
+
+SETTINGS = {  # the layouts of each, the tokens of its sequences at tiny shapes and at real ones
+    "one sample a call": (("batch", "singles"), (5, 1, 17, 9), (37, 1, 300, 513, 129, 64)),
+    "decode against prefill": (("singles", "decode"), (5, 9), (24, 9)),
+    "micro-batches": (("batch", "micro_batches"), (5, 1, 17, 9), (37, 1, 300, 513, 129, 64)),
+}
+FEW = ("linear that splits K for few rows", "linear whose dW splits the tokens")  # that are judged without a GPU
+
+
+def looked_at(session) -> dict[tuple[str, str], Report]:
+    """Returns what the localiser says of ours and of stock ops in every setting, by candidate and setting."""
+    out, tiny = {}, session.parameters["shapes"] == "tiny"
+    for candidate, ops in (("bi_kernels", bi_kernels), ("torch", plain)):
+        model = session.step("bf16", layers="control_layers", ops=ops, checkpointing=False).model
+        for p in model.parameters():
+            del p.main_grad
+        for setting, (layouts, small, large) in SETTINGS.items():
+            g = generator(session.device, session.parameters["seed"], setting)
+            draw = lambda n: torch.randint(0, model.config.vocab, (n,), generator=g, device=session.device)
+            batch = [draw(n) for n in (small if tiny else large)]
+            folder = session.out and session.out / "repro" / f"{candidate} {setting}".replace(" ", "-")
+            out[candidate, setting] = locate(model, batch, layouts, rounds=1, folder=folder)
+    return out
+
+
+def _who(session) -> Whole:
+    return Whole(CONTRACT["chain"]["control_layers"], "bf16", session.device_label, session.command)
+
+
+def rows(session, found: dict[tuple[str, str], Report]) -> list[Row]:
+    """Returns the rows of ours: in no setting does the localiser name an op."""
+    who, out = _who(session), []
+    for (candidate, setting), report in found.items():
+        if candidate == "bi_kernels":
+            drift = Drift(len(report.causes), report.compared)
+            said = {"tensor": "tensors of its ops", "against": " and ".join(report.layouts)}
+            out.append(who.row(INVARIANCE, f"localiser, {setting}", drift, rows=report.tokens, **said))
+    return out
+
+
+def first(found: dict[tuple[str, str], Report]) -> list[dict]:
+    """Returns a line a candidate and setting: the first op that is named, and how many are."""
+    lines = []
+    for (candidate, setting), report in found.items():
+        named = report.rows()[0] if report.causes else dict.fromkeys(("module", "op", "source", "direction"), "–")
+        drift = str(report.first.drift or "–") if report.causes else "–"
+        lines.append(
+            {"candidate": candidate, "setting": setting, "ops named": len(report.causes)}
+            | {k: shorten(named[k], 90, placeholder=" …") for k in ("direction", "module", "op", "source")}
+            | {"drift": drift, "tensors compared": report.compared}
+        )
+    return lines
+
+
+def faults(session) -> tuple[list[Row], list[dict]]:
+    """Plants faults, all of them on a GPU; returns a row each, a control that is caught if the localiser names it and
+    nothing else, and a line each."""
+    chosen = FAULTS if session.on_gpu else [f for f in FAULTS if f.name in FEW]
+    lines, out = judge_faults(session.device, faults=chosen), []
+    for line in lines:
+        who = _who(session)
+        report = line.get("report")
+        drift = report.first.drift if report and report.causes else None
+        row = who.row(
+            INVARIANCE, "localiser", drift or Drift(1, 1), detail=f"{line['expected']}; named {line['named']}"
+        )
+        row.candidate, row.control, row.caught = f"{line['fault']}, by name", True, line["right"]
+        out.append(row)
+    return out, lines
