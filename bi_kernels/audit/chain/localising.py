@@ -5,7 +5,7 @@ from textwrap import shorten
 import torch
 
 import bi_kernels
-from bi_kernels.audit import locate
+from bi_kernels.audit import locate, parallel
 from bi_kernels.audit.broken.judge_models import judge_faults
 from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.chain import plain
@@ -72,15 +72,17 @@ def first(found: dict[tuple[str, str], Report]) -> list[dict]:
 def faults(session) -> tuple[list[Row], list[dict]]:
     """Plants faults, all of them on a GPU; returns a row each, a control that is caught if the localiser names it and
     nothing else, and a line each."""
-    chosen = FAULTS if session.on_gpu else [f for f in FAULTS if f.name in FEW]
-    lines, out = judge_faults(session.device, faults=chosen), []
-    for line in lines:
-        who = _who(session)
-        report = line.get("report")
-        drift = report.first.drift if report and report.causes else None
-        row = who.row(
-            INVARIANCE, "localiser", drift or Drift(1, 1), detail=f"{line['expected']}; named {line['named']}"
-        )
-        row.candidate, row.control, row.caught = f"{line['fault']}, by name", True, line["right"]
-        out.append(row)
-    return out, lines
+    chosen = [f.name for f in FAULTS if session.on_gpu or f.name in FEW]
+    found = list(parallel.each(session, planted, chosen))
+    return [row for row, _ in found], [line for _, line in found]
+
+
+def planted(session, name: str) -> tuple[Row, dict]:
+    """Returns the row and the line of a planted fault."""
+    (line,) = judge_faults(session.device, [name])
+    report = line.pop("report", None)
+    drift = report.first.drift if report and report.causes else None
+    detail = f"{line['expected']}; named {line['named']}"
+    row = _who(session).row(INVARIANCE, "localiser", drift or Drift(1, 1), detail=detail)
+    row.candidate, row.control, row.caught = f"{name}, by name", True, line["right"]
+    return row, line
