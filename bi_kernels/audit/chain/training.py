@@ -10,11 +10,12 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel
+from bi_kernels.audit.broken.attention import padding_keys_seen
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
-from bi_kernels.audit.chain.relations import GRADIENT, with_ops
+from bi_kernels.audit.chain.relations import GRADIENT, PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
@@ -24,11 +25,12 @@ from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
 
-CONTROL = "dW as the sum of separately accumulated partials, trained"
+SEPARATE, PADDING = "dW as the sum of separately accumulated partials, trained", "rollouts that see a cache's padding"
 OPS = {
     "bi_kernels": bi_kernels,
     "torch": plain,
-    CONTROL: with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight)),
+    SEPARATE: with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight)),
+    PADDING: with_ops(attention=padding_keys_seen),
 }
 SPLITS: dict[str, Callable[[list, int], list[Call]]] = {  # the calls of step `number`, of its samples' tokens
     "packed": lambda s, number: [pack(s)],
@@ -39,7 +41,7 @@ SPLITS: dict[str, Callable[[list, int], list[Call]]] = {  # the calls of step `n
         pad(part) if i % 2 else pack(part) for i, part in enumerate(parts(s, 1 + number % len(s)))
     ],
 }
-TELLING = ("packed", "micro_batches:each")  # between which the control shows
+CONTROLS = ((SEPARATE, "packed"), (SEPARATE, "micro_batches:each"), (PADDING, "packed"))  # in which each shows
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Run:
         self.grads = MainGrads(self.model.parameters(), self.model.tied)
         how = {"lr": self.case["learning_rate"], "weight_decay": 0.0, "fused": self.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.grads.masters, **how)
-        self.rollouts = 1 if candidate == CONTROL else self.case["rollouts"]
+        self.rollouts = 1 if (candidate, split) in CONTROLS else self.case["rollouts"]
         self.said = Trained(candidate, split, sum(p.numel() for p in self.grads.parameters))
         self.begin = [hash_of(m) for m in self.grads.masters]
         self.steps = 0
@@ -147,14 +149,14 @@ def train(session, which: tuple[str, str], dtype: str) -> Trained:
 
 
 def runs(session, dtype: str) -> list[Trained]:
-    """Trains ours, stock and the control, the last under the two splits that tell; on a GPU side by side."""
-    every = [(c, split) for c in ("bi_kernels", "torch") for split in SPLITS] + [(CONTROL, s) for s in TELLING]
+    """Trains ours, stock and the controls, these under the splits that tell; on a GPU side by side."""
+    every = [*((c, split) for c in ("bi_kernels", "torch") for split in SPLITS), *CONTROLS]
     return list(parallel.each(session, train, every, dtype))
 
 
 def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
     """Returns the rows: our weights' SHA-256 is that of the first split, our rollouts' logprobs are those of the step
-    that follows, every tensor moved; and the control's weights differ."""
+    that follows, every tensor moved; and the first of the controls' rows by which each is flagged."""
     who, rows = Named(), []
     for run in found:
         steps = f"{len(run.losses)} AdamW steps, {run.split}"
@@ -163,18 +165,19 @@ def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
         who.command = session.command
         told = {"against": first.split, "tensor": "SHA-256 of the weights", "detail": run.sha256}
         weights = who.row(GRADIENT, steps, Drift(int(run.sha256 != first.sha256), 1), **told)
-        if run.candidate == CONTROL and run is not first:
-            rows.append(weights.as_control())
-        if run.candidate != "bi_kernels":
-            continue
         differ, tokens = (sum(p[k] for p in run.parity) for k in ("logprobs that differ", "tokens"))
         worst, kl = (max(p[k] for p in run.parity) for k in ("max |Δ logprob|", "KL"))
         said = {"against": "generated", "tensor": "logprob", "detail": f"{len(run.parity)} rollouts; KL {kl:.3g}"}
         verdict = PASS if not differ and max(worst, kl) <= CONTRACT["chain"]["parity"] else NEEDS_FIX
-        rows.append(who.row("parity", steps, Drift(differ, tokens, worst), verdict=verdict, **said))
-        moved = Drift(run.unmoved, run.tensors)
-        rows.append(who.row(GRADIENT, steps, moved, "the initial weights", tensor="tensors left unmoved"))
-        rows += [weights] if run is not first else []
+        parity = who.row(PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
+        if run.candidate == "bi_kernels":
+            moved = Drift(run.unmoved, run.tensors)
+            rows += [parity, who.row(GRADIENT, steps, moved, "the initial weights", tensor="tensors left unmoved")]
+            rows += [weights] if run is not first else []
+        elif run.candidate == SEPARATE and run is not first:
+            rows.append(weights.as_control())
+        elif run.candidate == PADDING:
+            rows.append(parity.as_control())
     return rows
 
 
