@@ -1,6 +1,8 @@
-"""A decoder's ops in plain torch, invariant by construction: elementwise steps, and sums along fixed dimensions.
+"""A decoder's ops in plain torch, invariant by construction: elementwise steps, and sums in a fixed order.
 
-Slow and small, to plant faults in: nothing but the fault drifts. Names and arguments are those of bi_kernels.
+Slow and small, to plant faults in: nothing but the fault drifts, on the CPU and on a GPU. `total` is the only sum and
+`along` the only broadcast of what has a gradient, for torch's own sums choose their order by the size of the call.
+Names and arguments are those of bi_kernels.
 """
 
 import math
@@ -22,6 +24,51 @@ def evenly(function, x: Tensor) -> Tensor:
     return function(torch.cat((flat, flat.new_ones(-len(flat) % LANES))))[: len(flat)].view(x.shape)
 
 
+@torch.library.custom_op("bi_kernels_audit::total", mutates_args=())
+def total(t: Tensor, dim: int) -> Tensor:
+    """Returns the sum along a dimension: its second half is added to its first, element by element, until one is left."""
+    left = t.clone()
+    while (count := left.shape[dim]) > 1:
+        kept = (count + 1) // 2
+        left.narrow(dim, 0, count - kept).add_(left.narrow(dim, kept, count - kept))
+        left = left.narrow(dim, 0, kept)
+    return left.squeeze(dim).clone()
+
+
+def _keep_size(ctx, inputs, output):
+    ctx.dim, ctx.count = inputs[1], inputs[0].shape[inputs[1]]
+
+
+def _total_backward(ctx, dy):
+    return dy.unsqueeze(ctx.dim).expand(*_with(dy.shape, ctx.dim, ctx.count)), None
+
+
+def _with(shape: torch.Size, dim: int, count: int) -> list[int]:
+    """Returns a shape with one more dimension."""
+    at = dim % (len(shape) + 1)
+    return [*shape[:at], count, *shape[at:]]
+
+
+total.register_autograd(_total_backward, setup_context=_keep_size)
+
+
+class Along(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, count):
+        ctx.dim = dim
+        return x.unsqueeze(dim).expand(_with(x.shape, dim, count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return total(dy, ctx.dim), None, None
+
+
+def along(x: Tensor, dim: int, count: int) -> Tensor:
+    """Repeats x along a new dimension; the gradient is the total."""
+    return Along.apply(x, dim, count)
+
+
 def slabs_of(dy: Tensor, layout: TokenLayout) -> Tensor:
     """Returns (slabs, 16, …) of (tokens, …): the rows in the order of the fold, zeros in free slots."""
     slots = layout.slots_on(dy.device).long()
@@ -32,10 +79,10 @@ def slabs_of(dy: Tensor, layout: TokenLayout) -> Tensor:
 def accumulate(weight: Tensor, slabs: Tensor) -> Tensor | None:
     """Adds slabs to a parameter's main_grad, one after another; returns their sum where it has none."""
     buffer = getattr(weight, "main_grad", None)
-    total = torch.zeros_like(weight) if buffer is None else buffer
+    summed = torch.zeros_like(weight) if buffer is None else buffer
     for slab in slabs:
-        total.add_(slab.sum(0))
-    return total if buffer is None else None
+        summed.add_(total(slab, 0))
+    return summed if buffer is None else None
 
 
 class Spread(torch.autograd.Function):
@@ -58,18 +105,21 @@ def spread(weight: Tensor, lead: torch.Size, fold=accumulate) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fold=accumulate) -> Tensor:
-    y = (x[..., None, :] * spread(weight, x.shape[:-1], fold)).sum(-1)
+    y = total(along(x, -2, len(weight)) * spread(weight, x.shape[:-1], fold), -1)
     return y if bias is None else y + spread(bias, x.shape[:-1])
 
 
+def normed(x: Tensor, eps: float) -> Tensor:
+    count = x.shape[-1]
+    return x / along((total(x * x, -1) / count + eps).sqrt(), -1, count)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS, fold=accumulate) -> Tensor:
-    mean = (x * x).sum(-1, keepdim=True) / x.shape[-1]
-    return x / (mean + eps).sqrt() * spread(weight, x.shape[:-1], fold)
+    return normed(x, eps) * spread(weight, x.shape[:-1], fold)
 
 
 def qk_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    mean = (x * x).sum(-1, keepdim=True) / x.shape[-1]
-    return x / (mean + eps).sqrt() * spread(weight, x.shape[:-2])[..., None, :]
+    return normed(x, eps) * along(spread(weight, x.shape[:-2]), -2, x.shape[-2])
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
@@ -119,29 +169,83 @@ def by_sample(rows: int, width: int, attend: dict, device) -> Tensor:
     return torch.where(at < count[:, None], first[:, None] + at, -1)
 
 
+def lay(flat: Tensor, place: Tensor) -> Tensor:
+    """Returns the rows of `flat` in the places of a grid, zeros where it has none."""
+    inside = (place >= 0).view(*place.shape, *[1] * (flat.dim() - 1))
+    return flat[place.clamp(min=0)].masked_fill(~inside, 0)
+
+
+def collect(grid: Tensor, place: Tensor, count: int) -> Tensor:
+    """Returns `count` rows from the places of a grid, zeros for those that it lacks."""
+    inside = place >= 0
+    return grid.new_zeros(count, *grid.shape[2:]).index_put((place[inside],), grid[inside])
+
+
+class Lay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, flat, place):
+        ctx.place, ctx.count = place, len(flat)
+        return lay(flat, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return collect(dy, ctx.place, ctx.count), None
+
+
+class Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grid, place, count):
+        ctx.place = place
+        return collect(grid, place, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return lay(dy, ctx.place), None, None
+
+
+def every_head(t: Tensor, heads: int) -> Tensor:
+    """Returns (samples, heads, LONGEST, head_dim) of as many heads as keys have."""
+    return along(t, 2, heads // t.shape[1]).flatten(1, 2)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, core=None, **attend) -> tuple[Tensor, None]:
     """Causal attention of whole sequences, each laid out on its own grid of LONGEST keys."""
-    lead = q.shape[:-2]
+    lead, heads = q.shape[:-2], q.shape[-2]
     place = by_sample(lead[0], lead[-1], attend, q.device)
-    inside = (place >= 0)[..., None, None]
-    grid = lambda t: t.flatten(0, len(lead) - 1)[place.clamp(min=0)].masked_fill(~inside, 0).transpose(1, 2)
-    group = q.shape[-2] // k.shape[-2]
-    keys, values = (grid(t).repeat_interleave(group, 1) for t in (k, v))
+    grid = lambda t: Lay.apply(t.flatten(0, len(lead) - 1), place).transpose(1, 2)
+    keys, values = (every_head(grid(t), heads) for t in (k, v))
     out = (core or softmax_attention)(grid(q), keys, values, (place >= 0).sum(1)).transpose(1, 2)
-    flat = out.new_zeros(lead.numel(), *out.shape[2:]).index_put((place[place >= 0],), out[place >= 0])
+    flat = Collect.apply(out, place, lead.numel())
     return flat.view(*lead, *out.shape[2:]), None
 
 
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Returns the causal scores (samples, heads, LONGEST, LONGEST)."""
+    length = q.shape[-2]
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = total(along(q, -2, length) * along(k, -3, length), -1) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(later, -torch.inf)
+
+
+def exponentials(scores: Tensor) -> Tensor:
+    return evenly(torch.exp, scores - scores.amax(-1, keepdim=True).detach())
+
+
 def softmax(scores: Tensor) -> Tensor:
-    weights = evenly(torch.exp, scores - scores.amax(-1, keepdim=True).detach())
-    return weights / weights.sum(-1, keepdim=True)
+    weights = exponentials(scores)
+    return weights / along(total(weights, -1), -1, weights.shape[-1])
+
+
+def weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """Returns (samples, heads, queries, keys, head_dim), whose total over the keys is the attention's output."""
+    return along(weights, -1, v.shape[-1]) * along(v, -3, weights.shape[-2])
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Attends (samples, heads, LONGEST, head_dim)."""
-    scores = (q[..., :, None, :] * k[..., None, :, :]).sum(-1) / math.sqrt(q.shape[-1])
-    later = torch.ones(LONGEST, LONGEST, dtype=torch.bool, device=q.device).triu(1)
-    return (softmax(scores.masked_fill(later, -torch.inf))[..., None] * v[..., None, :, :]).sum(-2)
+    return total(weighted(softmax(products(q, k)), v), -2)
 
 
 def lm_head_logprob(
@@ -149,7 +253,7 @@ def lm_head_logprob(
 ) -> tuple[Tensor, Tensor]:
     logits = head(x, weight) / temperature
     shifted = logits - logits.amax(-1, keepdim=True).detach()
-    logprobs = shifted - evenly(torch.log, evenly(torch.exp, shifted).sum(-1, keepdim=True))
+    logprobs = shifted - along(evenly(torch.log, total(evenly(torch.exp, shifted), -1)), -1, len(weight))
+    target = torch.arange(len(weight), device=x.device) == targets[..., None]
     inside = targets >= 0
-    chosen = logprobs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return chosen * inside, -(evenly(torch.exp, logprobs) * logprobs).sum(-1) * inside
+    return total(logprobs * target, -1), -total(evenly(torch.exp, logprobs) * logprobs, -1) * inside

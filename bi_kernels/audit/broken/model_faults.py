@@ -43,6 +43,9 @@ from bi_kernels.audit.broken.model_ops import (
 )
 
 
+SUM = "*bi_kernels_audit.total*"
+
+
 @dataclass(frozen=True)
 class Fault:
     """build(device) returns (model, batch) or (model, batch, loss). module, op: patterns of what must be named."""
@@ -68,52 +71,48 @@ def in_user(name: str, op: str, direction: str, function: Callable, needs: str =
 
 def in_qwen3(name: str, where: str, direction: str, change: Callable) -> Fault:
     build = lambda device: qwen3(device, where, change)
-    return Fault(name, build, f"model.layers.*.{where}", "*aten.sum*", direction, needs="transformers")
+    return Fault(name, build, f"model.layers.*.{where}", SUM, direction, needs="transformers")
 
 
 LAYER = "layers.*"
 FAULTS = (
-    planted("linear that splits K for few rows", LAYER, "*aten.sum*", FORWARD, linear=linear_in_halves_for_few_rows),
+    planted("linear that splits K for few rows", LAYER, SUM, FORWARD, linear=linear_in_halves_for_few_rows),
     planted(
         "linear whose dX splits the sum for many rows",
         LAYER,
-        "*aten.sum*",
+        SUM,
         BACKWARD,
         linear=lambda x, w, b=None: LinearBackwardInHalves.apply(x, exact.spread(w, x.shape[:-1])),
     ),
     planted(
         "linear whose dW splits the tokens",
         LAYER,
-        "*aten.sum*",
+        SUM,
         PARAMETER,
         linear=lambda x, w, b=None: exact.linear(x, w, b, fold_in_parts),
     ),
-    planted("dbias over all tokens of a call", LAYER, "*aten.sum*", PARAMETER, linear=linear_with_bias, biased=True),
+    planted("dbias over all tokens of a call", LAYER, SUM, PARAMETER, linear=linear_with_bias, biased=True),
     planted(
         "norm whose dweight sums a call's tokens at once",
         LAYER,
-        "*aten.sum*",
+        SUM,
         PARAMETER,
         rms_norm=lambda x, w, eps: exact.rms_norm(x, w, eps, fold_as_one),
     ),
     planted(
         "attention that splits the keys of long sequences",
         LAYER,
-        "*aten.sum*",
+        SUM,
         FORWARD,
         attention=attention_with(attention_split_by_length),
     ),
     planted(
-        "softmax whose sum splits in a batch",
-        LAYER,
-        "*aten.sum*",
-        FORWARD,
-        attention=attention_with(attention_softmax_by_batch),
+        "softmax whose sum splits in a batch", LAYER, SUM, FORWARD, attention=attention_with(attention_softmax_by_batch)
     ),
     planted(
         "attention whose dv splits the queries of long sequences",
         LAYER,
-        "*aten.sum*",
+        SUM,
         BACKWARD,
         attention=attention_with(attention_backward_by_length),
     ),
@@ -150,7 +149,7 @@ FAULTS = (
         PARAMETER,
         embedding=lambda i, w: exact.embedding(i, w, fold_reversed),
     ),
-    planted("LM head in chunks for many rows", "", "*aten.sum*", FORWARD, lm_head_logprob=chunked_head),
+    planted("LM head in chunks for many rows", "", SUM, FORWARD, lm_head_logprob=chunked_head),
     planted("loss over the call's own tokens", "", "aten.div.Tensor", FORWARD, loss=local_denominator),
     planted(
         "compiled op that is another for many rows",
@@ -195,7 +194,7 @@ FAULTS = (
     planted(
         "LM head whose dX splits the vocabulary",
         "",
-        "*aten.sum*",
+        SUM,
         BACKWARD,
         lm_head_logprob=lambda x, w, targets, t: exact.lm_head_logprob(x, w, targets, t, head_backward_in_halves),
     ),

@@ -63,13 +63,13 @@ def floats(device) -> list[Tensor]:
 
 
 def qwen3(device, where: str, change: Callable) -> tuple:
-    """Returns a small Qwen3 of Transformers whose products are those of invariant.py, one of its modules changed."""
+    """Returns a small Qwen3 of Transformers whose sums are those of invariant.py, one of its modules changed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 (an optional package)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
     def attend(module, query, key, value, mask, scaling=None, **more):
-        group, length = query.shape[1] // key.shape[1], query.shape[2]
-        keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+        heads, length = query.shape[1:3]
+        keys, values = (exact.every_head(t, heads) for t in (key, value))
         q, k, v = (F.pad(t, (0, 0, 0, exact.LONGEST - length)) for t in (query, keys, values))
         return exact.softmax_attention(q, k, v, None)[:, :, :length].transpose(1, 2), None
 
@@ -81,8 +81,10 @@ def qwen3(device, where: str, change: Callable) -> tuple:
     )
     model = Qwen3ForCausalLM(config)
     for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.forward = lambda x, m=module: exact.rms_norm(x, m.weight)
         if isinstance(module, nn.Linear):
-            module.forward = lambda x, m=module: (x[..., None, :] * m.weight).sum(-1)
+            module.forward = lambda x, m=module: exact.linear(x, m.weight)
             if name.endswith(where):
                 module.forward = lambda x, m=module: change(x, m.weight)
     for p in model.parameters():

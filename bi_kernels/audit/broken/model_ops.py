@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 import bi_kernels
 from bi_kernels.audit.broken import invariant as exact
 
+PART, LONG = 4, 8  # keys that are added on their own, and of how many tokens a sequence is long
 MANY = 20  # tokens from which a fault chooses otherwise; the batch below has more, none of its samples has
 FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter gradient"
 
@@ -22,27 +23,36 @@ def many(x: Tensor, features: int = 1) -> bool:
     return x.shape[: x.dim() - features].numel() > MANY
 
 
+def in_parts(product: Tensor, dim: int, size: int) -> Tensor:
+    """Returns the total along a dimension, of which each `size` are added on their own, as a split of K does."""
+    first, *others = (exact.total(part, dim) for part in product.split(size, dim))
+    return sum(others, start=first)
+
+
 def in_halves(product: Tensor, dim: int) -> Tensor:
-    """Returns product.sum(dim), its halves summed on their own, as a split of K does."""
-    first, second = product.chunk(2, dim)
-    return first.sum(dim) + second.sum(dim)
+    return in_parts(product, dim, (product.shape[dim] + 1) // 2)
+
+
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns (…, out, in), whose total over `in` is a linear layer's output."""
+    return exact.along(x, -2, len(weight)) * exact.spread(weight, x.shape[:-1])
 
 
 def linear_in_halves_for_few_rows(x, weight, bias=None):
     if many(x):
         return exact.linear(x, weight, bias)
-    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1)
+    return in_halves(products(x, weight), -1)
 
 
 def linear_in_halves_for_many_rows(x, weight, bias=None):
-    return in_halves(x[..., None, :] * exact.spread(weight, x.shape[:-1]), -1) if many(x) else exact.linear(x, weight)
+    return in_halves(products(x, weight), -1) if many(x) else exact.linear(x, weight)
 
 
 def fold_in_parts(weight: Tensor, slabs: Tensor) -> Tensor | None:
     """Adds every other slab on its own where there are several, as a split over tokens does."""
     if len(slabs) < 3:
         return exact.accumulate(weight, slabs)
-    parts = [sum(slab.sum(0) for slab in slabs[i::2]) for i in (0, 1)]
+    parts = [sum(exact.total(slab, 0) for slab in slabs[i::2]) for i in (0, 1)]
     return exact.accumulate(weight, torch.stack(parts)[:, None])
 
 
@@ -60,14 +70,14 @@ class LinearBackwardInHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return (x[..., None, :] * weight).sum(-1)
+        return exact.total(x[..., None, :] * weight, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         product = dy[..., None] * weight
-        return in_halves(product, -2) if many(dy) else product.sum(-2), dy[..., None] * x[..., None, :]
+        return in_halves(product, -2) if many(dy) else exact.total(product, -2), dy[..., None] * x[..., None, :]
 
 
 def head_backward_in_halves(x: Tensor, weight: Tensor) -> Tensor:
@@ -109,37 +119,30 @@ class WeightedValues(torch.autograd.Function):
     def forward(ctx, p, v, long):
         ctx.save_for_backward(p, v)
         ctx.long = long
-        return (p[..., None] * v[..., None, :, :]).sum(-2)
+        return exact.total(p[..., None] * v[..., None, :, :], -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         p, v = ctx.saved_tensors
         by_query = p[..., None] * dy[..., :, None, :]
-        dv = sum(part.sum(-3) for part in by_query.split(4 if ctx.long else exact.LONGEST, -3))
-        return (dy[..., None, :] * v[..., None, :, :]).sum(-1), dv, None
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    later = torch.ones(exact.LONGEST, exact.LONGEST, dtype=torch.bool, device=q.device).triu(1)
-    return ((q[..., :, None, :] * k[..., None, :, :]).sum(-1) / 4).masked_fill(later, -torch.inf)
+        dv = in_parts(by_query, -3, PART) if ctx.long else exact.total(by_query, -3)
+        return exact.total(dy[..., None, :] * v[..., None, :, :], -1), dv, None
 
 
 def attention_backward_by_length(q, k, v, lengths):
-    return WeightedValues.apply(exact.softmax(scores(q, k)), v, bool(lengths.max() > 8))
+    return WeightedValues.apply(exact.softmax(exact.products(q, k)), v, bool(lengths.max() > LONG))
 
 
 def attention_split_by_length(q, k, v, lengths):
-    product = exact.softmax(scores(q, k))[..., None] * v[..., None, :, :]
-    keys = 4 if lengths.max() > 8 else exact.LONGEST
-    return sum(part.sum(-2) for part in product.split(keys, -2))
+    product = exact.weighted(exact.softmax(exact.products(q, k)), v)
+    return in_parts(product, -2, PART) if lengths.max() > LONG else exact.total(product, -2)
 
 
 def attention_softmax_by_batch(q, k, v, lengths):
-    s = scores(q, k)
-    weights = exact.evenly(torch.exp, s - s.amax(-1, keepdim=True).detach())
-    total = in_halves(weights, -1)[..., None] if len(q) > 1 else weights.sum(-1, keepdim=True)
-    return (weights / total)[..., None].mul(v[..., None, :, :]).sum(-2)
+    weights = exact.exponentials(exact.products(q, k))
+    summed = in_parts(weights, -1, PART) if len(q) > 1 else exact.total(weights, -1)
+    return exact.total(exact.weighted(weights / exact.along(summed, -1, weights.shape[-1]), v), -2)
 
 
 def attention_with(core: Callable) -> Callable:
@@ -250,5 +253,4 @@ def ours_rounded_backward(gate, up):
 
 
 def few_rows_in_halves(x, weight):
-    product = x[..., None, :] * weight
-    return product.sum(-1) if many(x) else in_halves(product, -1)
+    return exact.linear(x, weight) if many(x) else in_halves(products(x, weight), -1)
