@@ -42,7 +42,6 @@ from bi_kernels.audit.broken.model_ops import (
     swiglu_with_dropout,
 )
 
-
 SUM = "*bi_kernels_audit.total*"
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, by_rows
+from bi_kernels.audit.localiser.watched.hashed import WORDS, digest_rows
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
 LARGEST = 2**20  # bytes of a tensor without tokens that is digested
@@ -49,13 +50,15 @@ def _words(t: torch.Tensor) -> torch.Tensor:
     """Returns the bits of a (rows, features) tensor as integers of at most 32 bits."""
     t = t.contiguous()
     size = t.element_size()
-    if size < 4 and t.shape[1] * size % 4 == 0 and t.storage_offset() * size % 4 == 0:
-        return t.view(torch.int32)
+    if size < 4 and t.shape[1] * size % 4 == 0:
+        return (t.clone() if t.storage_offset() * size % 4 else t).view(torch.int32)
     return t.view(_WORD[size])
 
 
-def rows(t: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns (count,) int64 of a tensor whose first dimensions are `count` rows."""
+def rows(t: torch.Tensor, count: int, dims: int = 1) -> torch.Tensor:
+    """Returns (count,) int64 of a tensor whose first `dims` dimensions are `count` rows."""
+    if t.is_cuda and t.element_size() in WORDS:
+        return digest_rows(t, dims)
     words = _words(t.reshape(count, -1))
     w = weights(words.shape[1], t.device)
     if words.numel() <= AT_ONCE:
@@ -114,5 +117,5 @@ def digests(t: torch.Tensor, geometry: Geometry) -> tuple[Digest, ...]:
             k = t.shape[reading.keys]
             found.append(Digest(reading.form, t.numel() // (count * k), True, _of_keys(t, reading, geometry), reading))
         else:
-            found.append(Digest(reading.form, t.numel() // count, False, rows(view, count), reading))
+            found.append(Digest(reading.form, t.numel() // count, False, rows(view, count, len(reading.dims)), reading))
     return tuple(found)

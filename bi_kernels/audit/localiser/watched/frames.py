@@ -61,5 +61,7 @@ def place(names: dict[int, str]) -> Place:
             compiled = True
         elif kind == MODULE and path is None:
             path = names.get(id(frame.f_locals.get("self")))
+        if source and path is not None:  # compiled code lies further in
+            break
         frame = frame.f_back
     return Place(path, source, compiled)

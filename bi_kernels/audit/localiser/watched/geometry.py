@@ -90,12 +90,19 @@ class Geometry:
         row = {"bl": there, "l": there % self.width, "b": there // self.width, "n": there * 0}[form]
         return self.grid.reshape(-1)[there], row
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], list[Reading]]:
+        return {}
+
     def readings(self, shape: Sequence[int]) -> list[Reading]:
         """Lists the ways to read a tensor of a shape, the likeliest first."""
-        found = list(dict.fromkeys(self._exact(tuple(shape))))
-        if all(r.form != "bl" for r in found):
-            found = [*self._merged(tuple(shape)), *found]
-        return found[:MOST] or [Reading("n", ())]
+        shape = tuple(shape)
+        if shape not in self._known:
+            found = list(dict.fromkeys(self._exact(shape)))
+            if all(r.form != "bl" for r in found):
+                found = [*self._merged(shape), *found]
+            self._known[shape] = found[:MOST] or [Reading("n", ())]
+        return self._known[shape]
 
     def _exact(self, shape: tuple[int, ...]) -> Iterator[Reading]:
         b, l, dims = self.rows, self.width, range(len(shape))
