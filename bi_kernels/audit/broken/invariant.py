@@ -26,7 +26,7 @@ def evenly(function, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("bi_kernels_audit::total", mutates_args=())
 def total(t: Tensor, dim: int) -> Tensor:
-    """Returns the sum along a dimension: its second half is added to its first, element by element, until one is left."""
+    """Returns the sum along a dimension: the second half is added to the first until one element is left."""
     left = t.clone()
     while (count := left.shape[dim]) > 1:
         kept = (count + 1) // 2

@@ -31,6 +31,7 @@ class Cause:
     chain: tuple[tuple[At, ...], tuple[At, ...]] = ((), ())  # the ops of each run, in order
     ends: tuple["End", ...] = ()  # the tensors that are compared, those that differ first
     drift: Drift | None = None
+    again: bool | None = None  # whether it drifted when the others were mended; None where that was not seen
     script: Path | None = None  # shows the drift by itself
 
     @property

@@ -1,5 +1,6 @@
 """Compares two runs: which op's inputs agree while its outputs do not."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,7 +34,7 @@ class Comparison:
             self.places.append(found)
         self.single = len(a.events) == len(b.events) == 1
         self.pairs: dict[tuple[int, str, int], Pair | None] = {}
-        self.unaligned = 0
+        self.unaligned: Counter[str] = Counter()  # outputs without tokens that could be found, by op
         for c, e in enumerate(canonical):
             for io, slots in (("in", e.inputs), ("out", e.outputs)):
                 for k in range(len(slots)):
@@ -55,7 +56,8 @@ class Comparison:
             return None
         readable = [(run, call, s) for run in (0, 1) for call, s in slots[run].items()]
         if any(s.digests is None for *_, s in readable):
-            self.unaligned += io == "out" and any(s.digests is None and s.floating for *_, s in readable)
+            if any(s.digests is None and s.floating for *_, s in readable):
+                self._miss(c, io, k)
             return None
         sets = [
             {(kind, d.features, d.keys) for d in s.digests for kind in self._kinds(run, call, d)}
@@ -76,11 +78,17 @@ class Comparison:
             pair = self._compared(chosen, kind)
             if pair.compared and (best is None or pair.differs.sum() < best.differs.sum()):
                 best = pair
-        if best is None and io == "out":
-            self.unaligned += 1
+        if best is None:
+            self._miss(c, io, k)
         # what holds a sample as a whole may hold padding of the model's own: only that it is equal says something
         doubtful = best is not None and best.kind != "t" and best.differs.any() and self.canonical[c].op != OUTPUT
         return None if doubtful else best
+
+    def _miss(self, c: int, io: str, k: int) -> None:
+        """Counts an output without tokens, unless a launch only read it in every call."""
+        places = [(run, call, i) for run in (0, 1) for call, i in self.places[run][c].items()]
+        if io == "out" and not all(self._left(self.runs[run].at((call, i)), k) for run, call, i in places):
+            self.unaligned[self.canonical[c].op] += 1
 
     def _kinds(self, run: int, call: int, d: Digest) -> str:
         return self.runs[run].geometries[call].kinds(d.form)

@@ -94,7 +94,7 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
         if not turn:
             report.events = len(comparison.canonical)
             report.compared += sum(p is not None for p in comparison.pairs.values())
-            report.unaligned += comparison.unaligned
+            report.by_op += comparison.unaligned
         fresh = [c for c in comparison.causes() if c.key not in known]
         if not fresh:
             break
@@ -105,6 +105,12 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
         b = look_into(comparison, fresh, go, (of_a, of_b), repairs, folder, len(known) - len(fresh))
         if all(c.direction == PARAMETER for c in fresh):
             break
+    for c in [c for c in known.values() if c.again is False]:
+        report.notes.append(
+            f"Agreed when run again, the other ops mended: {c.op} in {c.path or 'the model'}, {c.direction}."
+        )
+        if any(other.again for other in known.values()):
+            del known[c.key]
     report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == "backward"))
 
 
@@ -149,7 +155,7 @@ def against(
     report = Report(type(model).__name__, (other.layout, run.layout), tokens=run.tokens.count)
     comparison = Comparison(other, run)
     report.events = len(comparison.canonical)
-    report.compared, report.unaligned = sum(p is not None for p in comparison.pairs.values()), comparison.unaligned
+    report.compared, report.by_op = sum(p is not None for p in comparison.pairs.values()), comparison.unaligned
     changed = [n for n, d in run.weights.items() if other.weights.get(n) != d]
     if changed or len(run.weights) != len(other.weights):
         report.notes.append(f"The weights differ: {len(changed) or 'their names'}, {', '.join(changed[:3])} …")

@@ -103,6 +103,7 @@ def look_into(
         edits = {at: list(held) for at, held in repairs.items()} if run else {}
         kept = [Ends(comparison, run, cause) for cause in causes]
         mine: list[Program] = []
+        mends: list[tuple[At, Edit]] = []  # after every look at what they write over
         for cause in causes[:MOST]:
             program, result = _program(comparison, cause, run)
             mine.append(program)
@@ -116,9 +117,10 @@ def look_into(
                         Edit("in" if end.io == "in" else "keep", end.slot, partial(kept[n].keep, end, call))
                     )
                     if run:
-                        mend = Edit(end.io, end.slot, partial(found[0][n].overwrite, end, call))
-                        edits[at].append(mend)
-                        repairs.setdefault(at, []).append(mend)
+                        mends.append((at, Edit(end.io, end.slot, partial(found[0][n].overwrite, end, call))))
+        for at, mend in mends:
+            edits[at].append(mend)
+            repairs.setdefault(at, []).append(mend)
         held: dict[str, torch.Tensor] = {}
 
         def ended(gradients: dict[str, torch.Tensor]) -> None:
@@ -143,7 +145,9 @@ def look_into(
                 there = torch.from_numpy(both).to(a.device)
                 a, b = a[there], b[there]
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
-            cause.drift = compare(b, a)
-        if folder is not None and n < MOST:
+            drift = compare(b, a)
+            cause.again = drift.mismatches > 0
+            cause.drift = drift if cause.again else None
+        if folder is not None and n < MOST and cause.again is not False:
             write(cause, [p[n] for p in programs], Path(folder), before + n)
     return freeze(result)

@@ -1,5 +1,6 @@
 """What the localiser found, for people and for programs."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from bi_kernels.audit.localiser.cause import PARAMETER, Cause
@@ -10,8 +11,9 @@ class Report:
     """The ops that drift by themselves, the first one first. Shows itself as Markdown in Jupyter and as text elsewhere.
 
     layouts: what was compared; events: ops that ran in one call; unaligned: tensors that no token could be found in;
-    overhead: time of a watched step over that of a plain one, the larger of the layouts'; digest_share: bytes of
-    digests over bytes of activations; complete: whether the last round found nothing new.
+    by_op: how many of these each op wrote; overhead: time of a watched step over that of a plain one, the larger of
+    the layouts'; digest_share: bytes of digests over bytes of activations; complete: whether the last round found
+    nothing new.
     """
 
     model: str
@@ -19,12 +21,16 @@ class Report:
     causes: list[Cause] = field(default_factory=list)
     events: int = 0
     compared: int = 0
-    unaligned: int = 0
+    by_op: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     overhead: float = float("nan")
     digest_share: float = float("nan")
     complete: bool = True
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def unaligned(self) -> int:
+        return self.by_op.total()
 
     @property
     def first(self) -> Cause | None:
@@ -66,6 +72,10 @@ class Report:
             f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} "
             "without tokens that could be found."
         )
+        if self.by_op:
+            lines.append(
+                "Those were written by " + ", ".join(f"{op} ({n})" for op, n in self.by_op.most_common()) + "."
+            )
         if self.overhead == self.overhead:  # of recordings it is not known
             lines.append(
                 f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "

@@ -9,7 +9,7 @@ from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, by_ro
 from bi_kernels.audit.localiser.watched.hashed import WORDS, digest_rows
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
-LARGEST = 2**20  # bytes of a tensor without tokens that is digested
+LARGEST = 2**24  # bytes of a tensor without tokens that is digested
 AT_ONCE = 2**25  # words that are widened to 64 bits at a time
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
