@@ -1,0 +1,84 @@
+"""What the localiser rests on: digests that see every bit, readings of shapes, hosts of faults that do not drift."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bi_kernels.audit.broken import invariant
+from bi_kernels.audit.broken.model_hosts import decoder, ids, qwen3
+from bi_kernels.audit.localiser.watched import hashed
+from bi_kernels.audit.localiser.watched.calls import plan
+from bi_kernels.audit.localiser.watched.digest import rows, whole
+from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
+from bi_kernels.audit.localiser.watched.step import step
+
+# what torch adds up in an order of its own choice; of integers and maxima no order matters
+REDUCING = (
+    "sum mean mm bmm addmm baddbmm _softmax _softmax_backward_data cumsum prod var norm index_add scatter_add dot mv"
+)
+
+
+def reducing(model, batch) -> set[str]:
+    run = step(model, plan(model, batch, "batch"), None, True, 0)
+    return {
+        e.op
+        for events in run.events
+        for e in events
+        if e.op.split(".")[1 % len(e.op.split("."))].rstrip("_") in REDUCING.split()
+        and any(s.floating for s in e.outputs)
+    }
+
+
+def test_the_hosts_of_faults_leave_no_sum_to_torch():
+    assert reducing(decoder("cpu", biased=True), ids()) == set()
+    assert "aten.mm" in reducing(nn.Linear(64, 4), torch.randn(4, 6, 64))
+    if transformers := pytest.importorskip("transformers"):
+        assert transformers and reducing(*qwen3("cpu", "no module", None)) == set()
+
+
+def test_a_total_is_the_sum_and_the_same_beside_other_rows():
+    x = torch.randint(-9, 9, (3, 5, 7)).float()
+    assert all((invariant.total(x, d) == x.sum(d)).all() for d in range(-3, 3))
+    y = torch.randn(40, 33)
+    assert (invariant.total(y, 1)[:1] == invariant.total(y[:1], 1)).all()
+    assert torch.autograd.gradcheck(lambda t: invariant.along(invariant.total(t, 1), 0, 3), x.double().requires_grad_())
+
+
+def test_a_digest_sees_every_bit_and_the_place():
+    x = torch.randn(3, 10).bfloat16()
+    other = x.clone()
+    other[1, 9] = -other[1, 9]
+    other[1, 3] = -other[1, 3]  # signs alone
+    swapped = x.flip(1)
+    assert (rows(x, 3) == rows(other, 3)).tolist() == [True, False, True]
+    assert not (rows(x, 3) == rows(swapped, 3)).any()
+    assert rows(x[:1], 1)[0] == rows(x.float().bfloat16(), 3)[0]
+    long = torch.randn(3 * 4096 + 5)
+    changed = long.clone()
+    changed[-1] += 1
+    assert whole(long) != whole(changed) and whole(long) == whole(long.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_kernel_of_digests_agrees_with_torch(dtype):
+    drawn = lambda *shape: torch.randint(-128, 128, (shape[0], *shape[1:]), dtype=torch.int8).to(dtype)
+    odd = drawn(3, 5, 8)
+    views = [(drawn(*shape), 1) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
+    views += [(odd.transpose(0, 1), 2), (odd.transpose(1, 2), 1), (odd[:, :, 1:5], 2), (odd[:, 1:, ::2], 1)]
+    views += [(odd[..., None].expand(3, 5, 8, 3), 1), (odd[0, 0, 0], 0), (odd.view(3, 5, 2, 4).permute(2, 0, 3, 1), 2)]
+    for x, dims in views:
+        flat = x.reshape(x.shape[:dims].numel(), -1)
+        assert torch.equal(rows(flat, len(flat)), hashed.digest_rows(x, dims)), (x.shape, x.stride(), dims)
+    long = drawn(2, hashed.SPLIT + 6)
+    assert torch.equal(rows(long, 2), hashed.digest_rows(long, 1))
+    assert not torch.equal(rows(long, 2), hashed.digest_rows(long.flip(1), 1))
+
+
+def test_readings_say_which_dimensions_hold_tokens():
+    tokens = Tokens((5, 2, 4))
+    batch = Geometry(np.full((3, 7), 0), tokens)
+    of = lambda *shape: batch.readings(shape)[0][:3]
+    assert of(3, 7, 64) == ("bl", (0, 1), 1) and of(21, 64) == ("bl", (0,), 1) and of(7, 3, 64) == ("bl", (1, 0), 1)
+    assert of(3, 4, 7, 16) == ("bl", (0, 2), 1) and of(12, 7, 16) == ("bl", (0, 1), 4) and of(1, 7, 16)[0] == "l"
+    assert of(3, 64)[0] == "b" and of(64, 65)[0] == "n" and batch.readings((3, 4, 7, 7))[0].keys == 3
