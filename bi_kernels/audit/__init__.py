@@ -13,6 +13,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "registry": "bi_kernels.audit.session",
     "callable": "bi_kernels.audit.callables.session",
     "model": "bi_kernels.audit.chain.session",
+    "integration": "bi_kernels.audit.models.session",
 }
 
 

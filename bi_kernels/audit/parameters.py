@@ -67,6 +67,13 @@ class ModelParameters:
 
 
 @dataclass(frozen=True)
+class IntegrationParameters(ModelParameters):
+    """Parameters of an audit of another library's models on this package's ops."""
+
+    kind: ClassVar[str] = "integration"
+
+
+@dataclass(frozen=True)
 class AnyParameters:
     """Parameters of the audit `any`, of one callable in no registry."""
 
@@ -112,6 +119,7 @@ OTHERS = {  # every other audit is of the registry's ops
     "zoo": ZooParameters,
     "chain": ModelParameters,
     "training": ModelParameters,
+    "transformers": IntegrationParameters,
 }
 
 

@@ -21,7 +21,17 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_r
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
 # Those that take longest, which start first where nobody says in which order: two processes end sooner so.
-LONGEST = ("attention", "vocabulary", "backward", "gemm", "chain", "elementwise", "training", "rms_norm")
+LONGEST = (
+    "attention",
+    "vocabulary",
+    "backward",
+    "gemm",
+    "chain",
+    "elementwise",
+    "transformers",
+    "training",
+    "rms_norm",
+)
 LOOK = 2  # seconds between two looks at what has been recorded
 
 

@@ -1,0 +1,73 @@
+"""What a step, and a decode step in a CUDA graph, cost on a GPU after `apply`, in times of the stock model's."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import StaticCache
+
+from bi_kernels.audit.experiments.timing import timed
+from bi_kernels.audit.models.cases import OURS, STOCK, built, quiet, vocabulary
+from bi_kernels.audit.problem.inputs import generator
+
+TIMED = "qwen3"
+STEP, DECODE, ROOM = (4, 2048), (8, 500), 1024  # sequences and tokens; of the static cache
+
+
+def _ids(session, shape: tuple[int, int]) -> torch.Tensor:
+    g = generator("cpu", session.parameters["seed"], "speed")
+    return torch.randint(1, vocabulary(session), shape, generator=g).to(session.device)
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    step()
+    return step
+
+
+@torch.no_grad()
+def _decode(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    """Returns what replays one decode step behind a static cache, captured; it begins by setting the cache back, so
+    that every replay computes the same token."""
+    cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    position = torch.full((1, 1), ids.shape[1], device=ids.device)
+    lengths = [layer.cumulative_length for layer in cache.layers]
+
+    def step() -> torch.Tensor:
+        for length in lengths:
+            length.fill_(ids.shape[1])
+        return model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay(kept=(out, cache, token, position)) -> None:  # what the graph reads and writes
+        graph.replay()
+
+    return replay
+
+
+def run(session, dtype: str) -> list[dict]:
+    """Times both, calls taking turns; returns the lines of a table."""
+    lines = []
+    with quiet():
+        models = {OURS: built(session, TIMED, dtype), STOCK: built(session, TIMED, dtype, ours=False)}
+        for what, make, shape in (
+            ("forward and backward of a step", _step, STEP),
+            ("a decode step in a CUDA graph", _decode, DECODE),
+        ):
+            ids = _ids(session, shape)
+            calls = {name: make(model, ids) for name, model in models.items()}
+            ms = timed(calls)
+            sizes = f"{shape[0]} × {shape[1]} tokens"
+            lines.append({"what": what, "of": sizes, "ms": ms[OURS], "of stock": ms[OURS] / ms[STOCK]})
+            for model in models.values():
+                model.zero_grad()
+    return lines
