@@ -113,7 +113,10 @@ class Step:
             real = index >= 0
             return {"input_ids": ids} | ({} if bool(real.all()) else {"attention_mask": real.long()})
         if ours and layout != "packed:positions":
-            return {"input_ids": ids[None], "cu_seqlens": torch.tensor(call.cu_seqlens, dtype=torch.int32).to(index)}
+            return {
+                "input_ids": ids[None],
+                "cu_seqlens": torch.tensor(call.cu_seqlens, dtype=torch.int32, device=self.device),
+            }
         ends = zip(call.cu_seqlens, call.cu_seqlens[1:])
         at = torch.cat([torch.arange(end - begin, device=self.device) for begin, end in ends])
         return {"input_ids": ids[None], "position_ids": at[None]}

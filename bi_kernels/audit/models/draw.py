@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from torch import Tensor
 
-LOWEST, HIGHEST = -24, 2  # powers of two between which a difference is shown
+LOWEST, HIGHEST = -22, 2  # powers of two between which a difference is shown
 
 
 def gaps(found: dict[str, Tensor], title: str) -> plt.Figure:
@@ -18,7 +18,7 @@ def gaps(found: dict[str, Tensor], title: str) -> plt.Figure:
         shares = np.array([(values == 0).sum(), 0, *counts]) / len(values)
         at = np.arange(len(shares)) + (i - (len(found) - 1) / 2) * width
         ax.bar(at, shares, width, label=name, color=("#0072B2", "#E69F00")[i % 2])
-    powers = range(LOWEST, HIGHEST, 4)
+    powers = range(LOWEST + 2, HIGHEST, 4)
     ax.set_xticks([0, *(2 + p - LOWEST - 0.5 for p in powers)], ["equal bits", *(f"$2^{{{p}}}$" for p in powers)])
     ax.set(xlabel="|Δ logprob|", ylabel="share of tokens", ylim=(0, 1.05), title=title)
     ax.legend(edgecolor="none", loc="upper right")

@@ -107,11 +107,15 @@ def run(session, dtype: str, batches: str = "qwen3") -> tuple[list[dict], dict[s
     and stock's, and {model: |Δ logprob| of continuous batching}."""
     lines, gaps, c = [], {}, case(session)
 
-    def note(name: str, ours: bool, layout: str, found: Found, of: str, **more) -> None:
+    def note(name: str, ours: bool, layout: str, found: Found, of: str, prompts: int, speed="–"):
         row, told = judged(Model(session, name, dtype), layout, found, of)
         if ours:
             session.add([row])
-        lines.append({"model": f"{name}, {OURS if ours else STOCK}", "how": layout} | told | more)
+        lines.append(
+            {"model": f"{name}, {dtype}, {OURS if ours else STOCK}", "how": layout, "prompts": prompts}
+            | told
+            | {"tokens / s": speed}
+        )
 
     with quiet():
         for name in CONFIGS:
@@ -119,10 +123,10 @@ def run(session, dtype: str, batches: str = "qwen3") -> tuple[list[dict], dict[s
                 model = built(session, name, dtype, ours)
                 for cache in CACHES if ours else ("dynamic",):
                     found = generated(session, model, cache, ours)
-                    note(name, ours, f"generate, {cache} cache", found, "logits")
+                    note(name, ours, f"generate, {cache} cache", found, "logits", c["prompts"])
                 if name == batches:
                     count = c["batched_prompts" if ours else "stock_prompts"]
                     found, seconds = batched(session, model, ours, count)
-                    note(name, ours, "generate_batch", found, "logprob", prompts=count, seconds=seconds)
+                    note(name, ours, "generate_batch", found, "logprob", count, f"{len(found[1]) / seconds:.3g}")
                     gaps[OURS if ours else STOCK] = (found[2] - found[1]).abs()
     return lines, gaps

@@ -1,6 +1,8 @@
 """The session of an audit of another library's models: `transformers`."""
 
+import importlib
 import importlib.util
+import warnings
 from dataclasses import asdict, dataclass, field
 
 from bi_kernels.audit.parameters import choose, read
@@ -13,6 +15,9 @@ def start(audit: str, given: dict) -> "IntegrationSession":
     p = read(audit, given)
     if importlib.util.find_spec(audit) is None:
         raise ValueError(f"{audit} is not installed, expected the extra: pip install bi-kernels[{audit}]")
+    with warnings.catch_warnings():  # of a library that it imports, which asks a notebook for widgets
+        warnings.simplefilter("ignore")
+        importlib.import_module(f"{audit}.utils")
     return IntegrationSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
 
 
