@@ -36,6 +36,7 @@ LONGEST = (
     "test_attention.py",
     "2_elementwise.ipynb",
     "test_notebooks.py",
+    "12_transformers.ipynb",
     "test_ci.py",
     "8_zoo.ipynb",
     "test_gradients.py",

@@ -16,7 +16,7 @@ from bi_kernels.audit.models.relations import GRADIENT, Model
 from bi_kernels.audit.problem.inputs import generator
 
 TRAINED = "mistral"  # untied, with a window
-RATE = 2.0**-6  # by which a bf16 weight near 1 moves at every step
+RATE = 2.0**-7  # by which a bf16 weight near 1 moves
 
 
 class Rows(Dataset):
