@@ -10,17 +10,17 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.contract import DTYPES
-from bi_kernels.integrations.transformers import modules
+from bi_kernels.integrations.transformers import attention_modules, modules
 from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.report import Report
 from bi_kernels.integrations.transformers.swap import Swapped, swapped
 
 ATTENTION = {
-    qwen3.Qwen3Attention: modules.Attention,
-    qwen2.Qwen2Attention: modules.Attention,
-    llama.LlamaAttention: modules.Attention,
-    mistral.MistralAttention: modules.MistralAttention,
+    qwen3.Qwen3Attention: attention_modules.Attention,
+    qwen2.Qwen2Attention: attention_modules.Attention,
+    llama.LlamaAttention: attention_modules.Attention,
+    mistral.MistralAttention: attention_modules.MistralAttention,
 }
 MLP = (qwen3.Qwen3MLP, qwen2.Qwen2MLP, llama.LlamaMLP, mistral.MistralMLP)
 ROTARY = (qwen3.Qwen3RotaryEmbedding, qwen2.Qwen2RotaryEmbedding, llama.LlamaRotaryEmbedding)
