@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import aligned, apply, check, check_integer, check_number
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
+from bi_kernels.ops.attention.padded import padded_spans
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
 from bi_kernels.ops.embedding import can_wait, integers
 
@@ -94,25 +95,6 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
     return ends[:-1].contiguous(), ends.diff()
 
 
-def _spans(
-    op: str, name: str, lengths: Tensor | None, count: int, width: int, left: bool, q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns (first rows, lengths) of the sequences of a padded batch."""
-    if lengths is None:
-        lengths = torch.full((count,), width, dtype=torch.int32, device=q.device)
-    elif tuple(lengths.shape) != (count,) or not integers(lengths):
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers"
-        )
-    elif can_wait(lengths) and not all(0 <= n <= width for n in lengths.tolist()):
-        raise ValueError(f"{op}: {name} is {lengths.tolist()}, expected 0 to {width}")
-    else:
-        lengths = lengths.to(torch.int32).clamp(0, width)  # dense, and not the caller's
-    step = max(width, 1)
-    first = torch.arange(0, count * step, step, dtype=torch.int32, device=q.device)
-    return first + (width - lengths) if left else first, lengths
-
-
 class Arguments(NamedTuple):
     """Holds checked arguments."""
 
@@ -185,12 +167,9 @@ def arguments(
     check(op, same_dtype=False, optional=tuple(where), q=q, **where)
     page, longest = 0, k.shape[0] if packed else k.shape[1]
     full_q, full_k = can_wait(q) if packed else lengths_q is None, packed and can_wait(q)
-    first_q, length_q = (
-        _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q))
-        if packed
-        else _spans(op, "lengths_q", lengths_q, q.shape[0], q.shape[1], left_padded, q)
-    )
-    count = len(length_q)
+    if packed:
+        first_q, length_q = _ends(op, "cu_seqlens_q", cu_seqlens_q, len(q))
+    count, queries = len(length_q if packed else q), (lengths_q, 0 if packed else q.shape[1], left_padded)
     if block_table is not None:
         if block_table.dim() != 2 or len(block_table) != count or not integers(block_table) or lengths_k is None:
             raise ValueError(
@@ -202,7 +181,9 @@ def arguments(
                 f"{op}: block_table has no backward, expected inputs that require no gradient, or torch.no_grad()"
             )
         page, longest = k.shape[1], block_table.shape[1] * k.shape[1]
-        first_k, length_k = _spans(op, "lengths_k", lengths_k, count, longest, False, q)
+        *spans_q, first_k, length_k = padded_spans(op, count, queries, (lengths_k, longest, False), q.device)
+        if not packed:
+            first_q, length_q = spans_q
         known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
         if can_wait(block_table):
             used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
@@ -225,9 +206,10 @@ def arguments(
     else:
         if len(k) != count:
             raise ValueError(f"{op}: k holds {len(k)} sequences, expected {count}, as q")
+        keys = lengths_k, k.shape[1], left_padded
+        first_q, length_q, first_k, length_k = padded_spans(op, count, queries, keys, q.device)
         if lengths_q is not None and lengths_k is None:
             raise ValueError(f"{op}: lengths_q is given and lengths_k is not, expected both")
-        first_k, length_k = _spans(op, "lengths_k", lengths_k, count, k.shape[1], left_padded, q)
         full_k = lengths_k is None
     scale = width**-0.5 if scale is None else float(scale)
     sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k)

@@ -52,16 +52,17 @@ def attention_forward(
     schedule: Schedule = SCHEDULE,
 ) -> list[Tensor]:
     """Returns [out, lse] of q (tokens, heads, D) on k, v (rows, heads, D), or their pages; window: 0 for none."""
-    if not sequences.full_q or not k.numel():
-        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-    else:
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not q.numel() or not k.numel():
-        return [out, lse]
+        return [out.zero_(), lse.fill_(-math.inf)]
     given = {"CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
     count, rows, heads, narrow = len(sequences.length_q), len(q) * given["GROUP"], given["HEADS"], given["D"] <= 128
     splits = max(1, triton.cdiv(sequences.longest, schedule.split))
     tiles, many = most_tiles(rows, count, schedule.prefill.rows) * heads, splits > 1
+    partial = q.dtype != torch.float32 and many and tiles < schedule.few and tiles * splits <= schedule.most
+    if not sequences.full_q and not partial:  # padding keeps these; the merge of partial results writes every row
+        out.zero_()
+        lse.fill_(-math.inf)
     prefill, decode = (schedule.prefill, schedule.decode) if narrow else (schedule.wide_prefill, schedule.wide_decode)
     if q.dtype == torch.float32:
         _launch(q, k, v, out, lse, sequences, schedule, schedule.fp32, many, PARTIAL=False, **given)
@@ -73,7 +74,7 @@ def attention_forward(
         else:
             tma = tma and given["EVEN"]
             _launch(q, k, v, out, lse, sequences, schedule, prefill, many, tma=tma, PARTIAL=False, **given)
-    elif not many or tiles * splits > schedule.most:
+    elif not partial:
         _launch(q, k, v, out, lse, sequences, schedule, decode, many, PARTIAL=False, **given)
     else:
         m, l, acc = parts = _partials(splits, out, lse, sequences.full_q)
