@@ -13,6 +13,7 @@ the step's order, and a parameter is used once in it (an embedding tied to an LM
 grads.py).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
@@ -63,6 +64,7 @@ class TokenLayout(ContextDecorator):
     """
 
     entered = False  # whether this process has used any
+    assumed = False  # whether it has folded a parameter's gradient by shapes alone
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
         starts, lengths = _integers("starts", starts), _integers("lengths", lengths)
@@ -198,7 +200,26 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
             f"{op}: x has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
             f"{layout.rows} rows; enter the layout of this very call"
         )
+    if trains and not torch.compiler.is_compiling():
+        TokenLayout.assumed = True
+        if len(lead) > 2:
+            warnings.warn(
+                f"{op}: x has leading dimensions {tuple(lead)}, which are taken for {sequences} sequences of {length} "
+                "tokens where its parameters' gradients are added; for heads use qk_norm, else enter a TokenLayout",
+                stacklevel=3,
+            )
     return _dense(max(sequences, 1), length if sequences else 0)
+
+
+def remind(op: str, sequences: int) -> None:
+    """Warns of sequences that attention is told of, in a forward that trains, while other ops fold parameters'
+    gradients by the shapes that they see."""
+    if TokenLayout.assumed and _current.get() is None and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{op}: {sequences} packed or padded sequences, but no token layout is entered, so parameters' gradients "
+            "depend on the batch; expected the forward inside `with TokenLayout.packed(...)` or `.padded(...)`",
+            stacklevel=3,
+        )
 
 
 def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """The gradient check flags every backward that is broken, passes those that are not, and calls nothing a pass that it
 did not run; the layouts it gives the ops, the buffers, and a training step."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
-from bi_kernels.tokens import SLAB
+from bi_kernels.tokens import SLAB, TokenLayout
 
 RUNS = "interpreter_gradient_runs"
 AUDITS = list(dict.fromkeys(c.audit for c in GRADIENT_CONTROLS))
@@ -599,3 +600,32 @@ def test_the_first_op_that_drifts_is_named(small, monkeypatch):
     monkeypatch.setattr(training, "stock", SimpleNamespace(**ops | {"qk_norm": by_rows}))
     found = training.first_difference(small, "torch", b="micro_batches:ragged")
     assert found["forward"][0] == "layer 0 qk_norm" and found["forward"][1].first_index[0] == 5, found["forward"]
+
+
+def test_a_forgotten_layout_is_named():
+    """Attention is told of two sequences, and the linear before it folds its weight's gradient over one; told both, or
+    without gradients, nobody is warned."""
+    x = torch.randn(5, 16, requires_grad=True)
+    w, ends = torch.nn.Parameter(torch.randn(16, 16)), torch.tensor([0, 2, 5])
+
+    def forward():
+        q = bi_kernels.linear(x, w).unflatten(-1, (2, 8))
+        bi_kernels.attention(q, q, q, cu_seqlens_q=ends)
+
+    with pytest.warns(UserWarning, match="2 packed or padded sequences, but no token layout is entered"):
+        forward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with TokenLayout.packed(ends):
+            forward()
+        with torch.no_grad():
+            forward()
+
+
+def test_a_norm_over_heads_that_takes_heads_for_tokens_is_named():
+    x, w = torch.randn(1, 3, 2, 8), torch.nn.Parameter(torch.randn(8))
+    with pytest.warns(UserWarning, match=r"taken for 3 sequences of 2 tokens .* use qk_norm"):
+        bi_kernels.rms_norm(x, w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bi_kernels.qk_norm(x, w)

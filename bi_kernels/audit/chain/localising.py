@@ -12,6 +12,7 @@ from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.relations import INVARIANCE, Whole
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.experiments.timing import GPU
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.contract import CONTRACT
@@ -39,6 +40,18 @@ def looked_at(session) -> dict[tuple[str, str], Report]:
             folder = session.out / "repro" / setting.replace(" ", "-") if session.out and ops is bi_kernels else None
             out[candidate, setting] = locate(model, batch, layouts, rounds=1, folder=folder)
     return out
+
+
+def cost(session) -> dict[str, float]:
+    """Returns what the localiser costs at the audit's own step, of fewer layers: a watched step over a plain one, the
+    larger of packed and micro-batches; bytes of digests over those of activations."""
+    step = session.step("bf16", layers="stock_layers", checkpointing=False)
+    for p in step.model.parameters():
+        del p.main_grad
+    with GPU.alone():
+        batch = [*step.ids.split(step.lengths)]
+        report = locate(step.model, batch, ("packed", "micro_batches"), rounds=1, measure=True)
+    return {"time": report.overhead, "digests": report.digest_share}
 
 
 def _who(session) -> Whole:

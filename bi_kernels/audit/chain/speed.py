@@ -1,5 +1,6 @@
 """What a step and a token of a decoder cost on a GPU, beside the same decoder of stock ops, eager and compiled."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.chain import plain
-from bi_kernels.audit.experiments.timing import times_ms
+from bi_kernels.audit.experiments.timing import GPU, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, Rows, packed
@@ -31,6 +32,25 @@ def _peak(call: Callable) -> float:
     held = torch.cuda.memory_allocated()
     call()
     return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def whole(session, dtype: str) -> list[dict]:
+    """Times the audit's own step, of all layers, once it is warm: with checkpointing and without; and the memory that
+    it needs in all, weights and gradients included."""
+    step, lines = session.step(dtype), []
+    for layout in ("packed", "checkpointing off"):
+        step.run(layout)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with GPU.alone():
+            begun = time.perf_counter()
+            step.run(layout)
+            torch.cuda.synchronize()
+            seconds, peak = time.perf_counter() - begun, torch.cuda.max_memory_allocated() / 2**30
+        said = {"checkpointing": "on" if layout == "packed" else "off", "layers": step.model.config.layers}
+        lines.append(said | {"sequences": len(step.lengths), "tokens": step.count, "s": seconds, "GiB": peak})
+    return lines
 
 
 def steps(session) -> list[dict]:

@@ -12,6 +12,7 @@ from bi_kernels.ops.attention.forward import attention_forward
 from bi_kernels.ops.attention.padded import padded_spans
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
 from bi_kernels.ops.embedding import can_wait, integers
+from bi_kernels.tokens import remind
 
 WIDEST = 2**30  # keys; a wider window is none
 
@@ -267,4 +268,7 @@ def attention(
         scale=scale,
         window=window,
     )
+    told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
+    if told and torch.is_grad_enabled() and q.requires_grad:
+        remind("attention", len(call.sequences.length_q))
     return attend(call)
