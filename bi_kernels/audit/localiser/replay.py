@@ -4,7 +4,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from pathlib import Path
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,14 +16,45 @@ from bi_kernels.audit.localiser.watched.events import At, tensors_in
 from bi_kernels.audit.localiser.watched.geometry import Reading
 
 
+class View(NamedTuple):
+    """A tensor: which piece of memory, and how it is seen."""
+
+    memory: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Descriptor(NamedTuple):
+    """A TMA descriptor, of Triton or of Gluon, without its tensor."""
+
+    rest: object
+    of: View
+
+
+@dataclass
+class Op:
+    """An op that was called. name: in torch.ops, or in the module of a kernel, whose grid is not None then; args,
+    kwargs: with a View for each tensor; results: a View for each new one, None for others."""
+
+    name: str
+    module: str
+    grid: tuple[int, ...] | None
+    random: bool
+    args: tuple
+    kwargs: dict
+    results: View | list[View | None] | None = None
+
+
 class Program:
     """Some ops of a run: their arguments, as views of pieces of memory, and what those held before."""
 
     def __init__(self, events: Iterable[At]):
         self.events = set(events)
         self.memory: list[torch.Tensor | None] = []  # bytes; None for what an op of the program makes
-        self.ops: list[dict] = []
-        self.result: dict | None = None
+        self.ops: list[Op] = []
+        self.result: View | None = None
         self.rows: torch.Tensor | None = None  # of the result, that are compared; of all of it unless given
         self.reading = Reading("n", ())
         self.keys: torch.Tensor | None = None  # of scores: those that both runs have
@@ -30,96 +62,67 @@ class Program:
         self.modules: dict[str, str] = {}  # that define the kernels and custom ops: the file of each
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def _number(self, t: torch.Tensor, made: bool = False) -> int:
+    def _view(self, t: torch.Tensor, made: bool = False) -> View:
         storage = t.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or known[0].expired():
             held = None if made else torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage).clone()
             self._known[storage._cdata] = known = StorageWeakRef(storage), len(self.memory)
             self.memory.append(held)
-        return known[1]
-
-    def view(self, t: torch.Tensor) -> dict:
-        """Returns what a script needs to see `t`."""
-        return {
-            "memory": self._number(t),
-            "dtype": t.dtype,
-            "size": tuple(t.shape),
-            "stride": t.stride(),
-            "offset": t.storage_offset(),
-        }
+        return View(known[1], t.dtype, tuple(t.shape), t.stride(), t.storage_offset())
 
     def ends_in(self, t: torch.Tensor) -> None:
         """Names the tensor that the program's results are compared by."""
-        self.result = self.view(t)
-
-    def saved(self) -> dict:
-        """Returns what the script loads."""
-        own = {k: getattr(self, k) for k in ("memory", "ops", "result", "rows", "keys", "seen")}
-        return own | {"dims": self.reading.dims, "split": self.reading.split}
+        self.result = self._view(t)
 
     def _kept(self, value):
         if isinstance(value, torch.Tensor):
-            return self.view(value)
-        if isinstance(value, torch.memory_format | torch.layout):
-            return {"attribute": str(value).removeprefix("torch.")}
-        if hasattr(value, "block_shape"):  # a TMA descriptor, of Triton or of Gluon
-            descriptor = copy(value)
-            descriptor.base = None
-            return {"descriptor": descriptor, "of": self.view(value.base)}
+            return self._view(value)
+        if hasattr(value, "block_shape"):
+            rest = copy(value)
+            rest.base = None
+            return Descriptor(rest, self._view(value.base))
         if isinstance(value, list | tuple):
             return type(value)(map(self._kept, value)) if type(value) in (list, tuple) else list(map(self._kept, value))
         return {k: self._kept(v) for k, v in value.items()} if type(value) is dict else value
 
-    def before(self, target, args: tuple, kwargs: dict) -> Callable[[list], None]:
+    def before(self, target, args: tuple, kwargs: dict) -> Callable[[object], None]:
         """Keeps the arguments of an op; returns what is to be told of its results."""
+        grid, random = None, False
         if isinstance(target, JITFunction | InterpretedFunction):
-            fn = target.fn
-            grid = kwargs["grid"]
+            fn, grid = target.fn, kwargs["grid"]
             if callable(grid):
                 grid = grid({**dict(zip(inspect.signature(fn).parameters, args)), **kwargs})
-            more = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
-            op = {"kernel": (fn.__module__, fn.__qualname__), "grid": tuple(grid)}
-            self.modules[fn.__module__] = inspect.getsourcefile(fn) or ""
-            args, kwargs = args, more
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
+            name, module, grid = fn.__qualname__, fn.__module__, tuple(grid)
+            self.modules[module] = inspect.getsourcefile(fn) or ""
         else:
-            name, overload = str(target.name()).partition(".")[::2]
-            op = {"op": (*name.split("::"), overload or "default")}
-            defined = torch._library.custom_ops.OPDEFS.get(name)
-            if defined is not None:
-                home = defined._init_fn.__module__
-                self.modules[home] = getattr(sys.modules.get(home), "__file__", "") or ""
-        op |= {"args": self._kept(tuple(args)), "kwargs": self._kept(dict(kwargs))}
+            namespace, name = target._schema.name.split("::")
+            name = f"{namespace}.{name}.{target._overloadname}"
+            random = torch.Tag.nondeterministic_seeded in target.tags
+            defined = torch._library.custom_ops.OPDEFS.get(target._schema.name)
+            module = defined._init_fn.__module__ if defined is not None else ""
+            if module:
+                self.modules[module] = getattr(sys.modules.get(module), "__file__", "") or ""
+        op = Op(name, module, grid, random, self._kept(tuple(args)), self._kept(dict(kwargs)))
         self.ops.append(op)
         given = [*tensors_in(args), *tensors_in(kwargs)]
 
-        def after(results: Sequence[torch.Tensor]) -> None:
-            op["results"] = [None if any(t is g for g in given) else self._number(t, made=True) for t in results]
+        def new(t: object) -> View | None:
+            mine = isinstance(t, torch.Tensor) and all(t is not g for g in given)
+            return self._view(t, made=True) if mine else None
+
+        def after(out: object) -> None:
+            op.results = [new(t) for t in out] if isinstance(out, list | tuple) else new(out)
 
         return after
 
 
 class Tape:
-    """The programs that a run is to keep. ends: for an event, what reads a program's result before or after it."""
+    """The programs that a run is to keep."""
 
     def __init__(self, programs: Sequence[Program]):
         self.programs = programs
 
-    def before(self, at: At, target, args: tuple, kwargs: dict) -> list[Callable]:
+    def before(self, at: At, target, args: tuple, kwargs: dict) -> list[Callable[[object], None]]:
         return [p.before(target, args, kwargs) for p in self.programs if at in p.events]
-
-
-def reach(modules: dict[str, str], folder: Path) -> list[tuple[str, str]]:
-    """Returns (module, the file to load it from, or the folder to find it in) for those that are not installed."""
-    found = []
-    for name, file in modules.items():
-        top = name.partition(".")[0]
-        if not file or "site-packages" in file or top == "bi_kernels":
-            found.append((name, ""))
-        elif name == "__main__" or name.startswith("candidate_"):
-            found.append((name, str(Path(file).resolve())))
-        else:
-            found.append(
-                (name, str(Path(file).resolve().parents[name.count(".") + (Path(file).name == "__init__.py")]))
-            )
-    return found

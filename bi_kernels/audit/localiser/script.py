@@ -1,15 +1,132 @@
-"""Writes the script that shows one cause by itself."""
+"""Writes the script that shows one cause by itself: its ops, on what they were given in both layouts."""
 
+import contextlib
+import io
 import re
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 import torch
 
 from bi_kernels import checks
 from bi_kernels.audit.localiser.cause import Cause
-from bi_kernels.audit.localiser.replay import Program, reach
+from bi_kernels.audit.localiser.replay import Descriptor, Op, Program, View
+from bi_kernels.audit.reproduce.imports import beside, reach
 from bi_kernels.audit.reproduce.script import TEMPLATES
+
+BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+PLAIN = bool, int, str, type(None)
+
+
+class _Source:
+    """Python of one program after the other; what it does not say is kept in `held`, which it calls t."""
+
+    def __init__(self):
+        self.held: list = []
+
+    def _hold(self, value) -> str:
+        self.held.append(value)
+        return f"t[{len(self.held) - 1}]"
+
+    def of(self, program: Program, letter: str) -> list[str]:
+        """Returns the lines that run a program, and call `letter` what it is compared by."""
+        self.program, self.letter, self.count = program, letter, 0
+        self.names: dict[View, str] = {}
+        self.pieces: dict[int, tuple[str, View]] = {}  # the first tensor that there is of a piece of memory
+        lines = [self._call(op) for op in program.ops]
+        return [*lines, f"{letter} = {self._compared(self._tensor(program.result))}"]
+
+    def _tensor(self, v: View) -> str:
+        if v not in self.names and v.memory not in self.pieces:
+            memory = self.program.memory[v.memory]
+            t = torch.empty(0, dtype=v.dtype, device=memory.device)
+            self._known(v, self._hold(t.set_(memory.untyped_storage(), v.offset, v.size, v.stride)))
+        if v not in self.names:
+            name, first = self.pieces[v.memory]
+            seen = f"{v.size}, {v.stride}, {v.offset}"
+            if v.dtype == first.dtype:
+                return f"{name}.as_strided({seen})"
+            seen = f"{v.offset}, {v.size}, {v.stride}"
+            return f"{name}.new_empty(0, dtype={v.dtype}).set_({name}.untyped_storage(), {seen})"
+        return self.names[v]
+
+    def _known(self, v: View, name: str) -> None:
+        self.names[v] = name
+        self.pieces.setdefault(v.memory, (name, v))
+
+    def _made(self, v: View | None) -> str:
+        if v is None:
+            return "_"
+        self.count += 1
+        self._known(v, f"{self.letter}{self.count}")
+        return self.names[v]
+
+    def _text(self, value) -> str:
+        if isinstance(value, View):
+            return self._tensor(value)
+        if isinstance(value, Descriptor):
+            return f"replace({self._hold(value.rest)}, base={self._tensor(value.of)})"
+        if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if type(value) is float:
+            return repr(value) if isfinite(value) else f"float({str(value)!r})"
+        if type(value) in PLAIN:
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._text(v)}, ' for v in value).rstrip()})"
+        return self._hold(value)
+
+    def _call(self, op: Op) -> str:
+        called = f"torch.ops.{op.name}" if op.grid is None else f"{op.name}[{op.grid}]"
+        given = [*map(self._text, op.args), *(f"{k}={self._text(v)}" for k, v in op.kwargs.items())]
+        results = op.results if isinstance(op.results, list) else [op.results]
+        if not any(results):
+            return f"{called}({', '.join(given)})"
+        made = ", ".join(map(self._made, results))
+        return f"{f'[{made}]' if isinstance(op.results, list) else made} = {called}({', '.join(given)})"
+
+    def _compared(self, y: str) -> str:
+        """Returns the rows of a tensor that ought not to depend on the batch, (rows, features)."""
+        p = self.program
+        if p.rows is None:
+            return y
+        dims, rows, first = p.reading.dims, p.rows.tolist(), p.rows[0].item()
+        size = len(p.result.size) + 1 - len(dims)
+        if p.reading.split > 1:
+            y, size = f"{y}.unflatten({dims[0]}, (-1, {p.reading.split}))", size + 1
+        if dims != tuple(range(len(dims))):
+            y = f"{y}.movedim({dims}, {tuple(range(len(dims)))})"
+        y = f"{y}.flatten(0, {len(dims) - 1})" if len(dims) > 1 else y if dims else f"{y}[None]"
+        y += (
+            f"[{first}:{first + len(rows)}]"
+            if rows == [*range(first, first + len(rows))]
+            else f"[{self._hold(p.rows)}]"
+        )
+        if p.keys is not None:
+            seen = p.seen.to(p.result.dtype).unflatten(0, (-1, *[1] * (size - 2)))
+            y = f"({y}[..., {self._hold(p.keys)}] * {self._hold(seen)}.to({y}.device))"
+        return f"{y}.reshape({len(rows)}, -1)"
+
+
+def _imports(programs: Sequence[Program], folder: Path) -> list[str]:
+    """Returns the lines that define the kernels and custom ops of programs, in a script in `folder`."""
+    kernels = {(op.module, op.name) for p in programs for op in p.ops if op.grid is not None}
+    lines = []
+    for name, file in {k: v for p in programs for k, v in p.modules.items()}.items():
+        if name == "__main__" or name.startswith("candidate_"):
+            lines.append(f"spec = importlib.util.spec_from_file_location({name!r}, {beside(file, folder)})")
+            lines.append(f"sys.modules[{name!r}] = importlib.util.module_from_spec(spec)")
+            lines.append(f"spec.loader.exec_module(sys.modules[{name!r}])")
+        else:
+            lines += reach(name, folder).split("\n\n")
+        mine = sorted(kernel for module, kernel in kernels if module == name)
+        lines.append(f"from {name} import {', '.join(mine)}" if mine else f"import {name}  # defines the op")
+    return [line.rstrip() for line in lines if line]
 
 
 def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) -> None:
@@ -19,19 +136,25 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
     folder.mkdir(parents=True, exist_ok=True)
     words = re.sub(r"\W+", "-", f"{cause.path}-{cause.parameter.rpartition('.')[2]}-{cause.op}").strip("-")
     path = folder / f"{number:02}-{words[:60]}.py"
-    saved = path.with_suffix(".pt")
-    torch.save({name: p.saved() for name, p in zip("ab", programs)}, saved)
-    modules = {k: v for p in programs for k, v in p.modules.items()}
+    source, ops = _Source(), [op for p in programs for op in p.ops]
+    imports = _imports(programs, folder)
+    a, b = (source.of(p, letter) for p, letter in zip(programs, "ab"))
+    same, size = programs[0].result.dtype == programs[1].result.dtype, programs[0].result.dtype.itemsize
     text = TEMPLATES.get_template("replay.py.jinja").render(
         title=f"{cause.op} in {cause.path or 'the model'}, {cause.direction}: {' and '.join(cause.layouts)}.",
-        interpreted=checks.INTERPRETED and any("kernel" in op for p in programs for op in p.ops),
-        saved=saved.name,
-        modules=reach(modules, folder),
-        between=" against ".join(cause.layouts),
+        interpreted=checks.INTERPRETED and any(op.grid is not None for op in ops),
+        modules=imports,
+        uses=lambda word: any(word in line for line in (*imports, *a, *b)),
+        random=any(op.random for op in ops),
+        saved=path.with_suffix(".pt").name,
+        layouts=cause.layouts,
+        programs=[*zip(cause.layouts, (a, b))],
+        bits=BITS.get(size) if same else None,
     )
+    torch.save(source.held, path.with_suffix(".pt"))
     path.write_text(text, encoding="utf-8")
-    scope = {"__file__": str(path), "__name__": "reproducer"}
-    exec(compile(text, str(path), "exec"), scope)
-    a, b = scope["results"]()
-    if scope["differ"](a, b).any():
-        cause.script = path
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(text, str(path), "exec"), {"__file__": str(path), "__name__": "reproducer"})
+    except SystemExit as end:
+        cause.script = path if end.code else None

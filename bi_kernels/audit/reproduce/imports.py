@@ -21,7 +21,7 @@ def import_of_spec(spec: str, folder: Path) -> str:
     """Returns the lines for `package.module:function` or `path/to/file.py:function`."""
     module, _, function = spec.rpartition(":")
     if module.endswith(".py"):
-        return f"import runpy\n\nfn = runpy.run_path(str({_beside(module, folder)}))[{function!r}]"
+        return f"import runpy\n\nfn = runpy.run_path(str({beside(module, folder)}))[{function!r}]"
     return f"{reach(module, folder)}from {module} import {function} as fn"
 
 
@@ -33,9 +33,10 @@ def reach(module: str, folder: Path) -> str:
     top = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
     if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
         return ""
-    return f"import sys\n\nsys.path.insert(0, str({_beside(top, folder)}))\n"
+    return f"import sys\n\nsys.path.insert(0, str({beside(top, folder)}))\n"
 
 
-def _beside(path: str | Path, folder: Path) -> str:
+def beside(path: str | Path, folder: Path) -> str:
+    """Returns Python for a path, from where the script lies."""
     relative = Path(os.path.relpath(Path(path).resolve(), folder.resolve()))
     return f"Path(__file__).parent / {relative.as_posix()!r}"

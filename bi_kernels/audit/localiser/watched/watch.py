@@ -138,7 +138,7 @@ class Watched:
             changed = [*tensors_in([named.get(k) for k in written])]
         made = [t for t in tensors_in(out) if all(t is not c for c in changed)]
         for record in records:
-            record([*tensors_in(out)])
+            record(out)
         self._outputs(event, at, changed + made, changed, numbers or not given)
         return out
 
@@ -169,7 +169,7 @@ class Watched:
         records = self.tape.before(at, kernel, args, kwargs) if self.tape else ()
         result = run()
         for record in records:
-            record([])
+            record(None)
         self.edit(at, "keep", given)
         self.edit(at, "out", given)
         for k, (t, before) in enumerate(zip(given, inputs)):
