@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 
 from bi_kernels.audit.broken import invariant
@@ -12,6 +14,7 @@ from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.digest import rows, whole
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
 from bi_kernels.audit.localiser.watched.step import step
+from bi_kernels.audit.localiser.watched.writes import only_read
 
 # what torch adds up in an order of its own choice; of integers and maxima no order matters
 REDUCING = (
@@ -82,3 +85,63 @@ def test_readings_say_which_dimensions_hold_tokens():
     assert of(3, 7, 64) == ("bl", (0, 1), 1) and of(21, 64) == ("bl", (0,), 1) and of(7, 3, 64) == ("bl", (1, 0), 1)
     assert of(3, 4, 7, 16) == ("bl", (0, 2), 1) and of(12, 7, 16) == ("bl", (0, 1), 4) and of(1, 7, 16)[0] == "l"
     assert of(3, 64)[0] == "b" and of(64, 65)[0] == "n" and batch.readings((3, 4, 7, 7))[0].keys == 3
+
+
+@triton.jit
+def _put(where, x, at):
+    tl.store(where + at, tl.load(x + at).to(where.dtype.element_ty))
+
+
+@triton.jit
+def _further(p, by):
+    return p + by
+
+
+@triton.jit
+def _half(p, n):
+    if n > 1:
+        _half(p, n // 2)
+
+
+@triton.jit
+def _writing(x, alias, helped, moved, again, both, kept, chosen, added, named, far, rec, index, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    p = alias + tl.load(index + at)
+    tl.store(p, tl.load(x + at), mask=at < n)
+    _put(helped, x=x, at=at)
+    moved += at
+    tl.store(moved, 0.0)
+    for _ in range(n):
+        q = again + at
+    tl.store(q, 0.0)
+    left, (right, _) = both + at, (kept + at, at)
+    tl.store(left, tl.load(right))
+    tl.store(tl.where(at < n, chosen, x.to(chosen.dtype)) if BLOCK == 1 else chosen + at, 0.0)
+    tl.atomic_add(added + at, 1.0)
+    tl.store(pointer=named + at, value=0.0)
+    tl.store(_further(far, at), tl.load(_further(p=kept, by=at)))
+    _half(rec, n)
+
+
+@triton.jit
+def _reading(x, y, index, k, out, n, BLOCK: tl.constexpr):
+    at = tl.load(index + tl.arange(0, BLOCK))
+    given, more = (x, y), n
+    left, right = given
+    x += at
+    total = tl.load(left + at) + tl.load(x) + tl.load(_further(k, at))
+    if y is not None:
+        total += tl.load(right + at).to(tl.float32)
+    tl.store(out + at, (total * more).to(x.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _odd(x, out, n):
+    values = [x + i for i in range(3)]
+    tl.store(out, tl.load(values[0]))
+
+
+def test_a_kernel_only_reads_what_no_name_writes_through():
+    assert only_read(_writing) == {"kept", "index"}  # x may be chosen
+    assert {"x", "y", "index", "k"} <= only_read(_reading) and "out" not in only_read(_reading)
+    assert not {"x", "out"} & only_read(_odd) and only_read(_put) == {"x"}

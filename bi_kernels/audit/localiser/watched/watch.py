@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -26,6 +27,7 @@ from bi_kernels.audit.localiser.watched.events import (
 )
 from bi_kernels.audit.localiser.watched.frames import place
 from bi_kernels.audit.localiser.watched.geometry import Geometry
+from bi_kernels.audit.localiser.watched.writes import only_read
 
 
 class Watched:
@@ -160,8 +162,9 @@ class Watched:
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
-        """Runs a Triton kernel; each of its tensors is looked at before and after."""
-        given = [*tensors_in(args), *tensors_in(kwargs)]
+        """Runs a Triton kernel; each of its tensors is looked at before, and after where it may have been written."""
+        named = [(n, t) for n, v in (*zip(kernel.arg_names, args), *kwargs.items()) for t in tensors_in(v)]
+        given = [t for _, t in named]
         self.edit(self.next(), "in", given)
         inputs = [self.slot(t, True) for t in given]
         event, at = self.event(kernel.fn.__name__, inputs)
@@ -172,9 +175,15 @@ class Watched:
             record(None)
         self.edit(at, "keep", given)
         self.edit(at, "out", given)
+        stores = [t.untyped_storage()._cdata for t in given]
+        read = frozenset() if at in self.edits else only_read(kernel)
+        written = {s for s, (n, _), before in zip(stores, named, inputs) if n not in read or before.fresh}
         for k, (t, before) in enumerate(zip(given, inputs)):
             if before.parameter:
                 event.outputs.append(Slot(before.parameter, before.size))
+                continue
+            if stores[k] not in written:
+                event.outputs.append(replace(before))
                 continue
             self.wrote(t, (*at, k), False)
             event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
