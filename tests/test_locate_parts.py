@@ -14,6 +14,7 @@ from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.digest import rows, whole
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
 from bi_kernels.audit.localiser.watched.step import step
+from bi_kernels.audit.localiser.watched.watch import Watched
 from bi_kernels.audit.localiser.watched.writes import only_read
 
 # what torch adds up in an order of its own choice; of integers and maxima no order matters
@@ -63,19 +64,38 @@ def test_a_digest_sees_every_bit_and_the_place():
     assert whole(long) != whole(changed) and whole(long) == whole(long.clone())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.half, torch.int8, torch.uint8, torch.int32])
 def test_the_kernel_of_digests_agrees_with_torch(dtype):
     drawn = lambda *shape: torch.randint(-128, 128, (shape[0], *shape[1:]), dtype=torch.int8).to(dtype)
+    by_kernel = lambda t, dims: hashed.digest_rows(t, hashed.layout(t.shape, t.stride(), dims))
     odd = drawn(3, 5, 8)
     views = [(drawn(*shape), 1) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
     views += [(odd.transpose(0, 1), 2), (odd.transpose(1, 2), 1), (odd[:, :, 1:5], 2), (odd[:, 1:, ::2], 1)]
     views += [(odd[..., None].expand(3, 5, 8, 3), 1), (odd[0, 0, 0], 0), (odd.view(3, 5, 2, 4).permute(2, 0, 3, 1), 2)]
+    views += [(drawn(7), 1), (drawn(7)[::3], 1), (drawn(43)[1:].view(6, 7), 1), (drawn(41)[1:].view(5, 8), 1)]
     for x, dims in views:
         flat = x.reshape(x.shape[:dims].numel(), -1)
-        assert torch.equal(rows(flat, len(flat)), hashed.digest_rows(x, dims)), (x.shape, x.stride(), dims)
+        assert torch.equal(rows(flat, len(flat)), by_kernel(x, dims)), (x.shape, x.stride(), dims)
     long = drawn(2, hashed.SPLIT + 6)
-    assert torch.equal(rows(long, 2), hashed.digest_rows(long, 1))
-    assert not torch.equal(rows(long, 2), hashed.digest_rows(long.flip(1), 1))
+    assert torch.equal(rows(long, 2), by_kernel(long, 1))
+    assert not torch.equal(rows(long, 2), by_kernel(long.flip(1), 1))
+
+
+def test_a_view_of_the_same_rows_is_digested_once_until_they_are_written():
+    geometry, x = Geometry(np.arange(6)[None], Tokens((6,))), torch.randn(1, 6, 4, 8)
+    watched = Watched({}, {}, {})
+    watched.begin(geometry)
+    of = lambda t: watched.slot(t, True).digests[0].rows
+    first = of(x)
+    assert (
+        of(x.view(6, 32)) is first and of(x.transpose(1, 2)) is first and of(x.view(torch.int32).float()) is not first
+    )
+    assert of(x[..., 1:]) is not first and of(x.flatten(2).mT.mT) is first and of(x.transpose(2, 3)) is not first
+    x[0, 2] = 0  # unseen, but it has another version
+    assert (of(x.view(6, 32)) == first).tolist() == [True, True, False, True, True, True]
+    second = of(x)
+    watched.wrote(x, (0, 0, 0), False)
+    assert of(x.flatten(2)) is not second and torch.equal(of(x), second)
 
 
 def test_readings_say_which_dimensions_hold_tokens():

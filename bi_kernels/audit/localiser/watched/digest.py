@@ -1,12 +1,12 @@
 """64-bit digests of a tensor's bits, one a token: integer arithmetic on the device, without waiting for it."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, by_rows
-from bi_kernels.audit.localiser.watched.hashed import WORDS, digest_rows
+from bi_kernels.audit.localiser.watched.hashed import WORDS, Layout, digest_rows, layout
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
 LARGEST = 2**24  # bytes of a tensor without tokens that is digested
@@ -58,7 +58,7 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 def rows(t: torch.Tensor, count: int, dims: int = 1) -> torch.Tensor:
     """Returns (count,) int64 of a tensor whose first `dims` dimensions are `count` rows."""
     if t.is_cuda and t.element_size() in WORDS:
-        return digest_rows(t, dims)
+        return digest_rows(t, layout(t.shape, t.stride(), dims))
     words = _words(t.reshape(count, -1))
     w = weights(words.shape[1], t.device)
     if words.numel() <= AT_ONCE:
@@ -97,25 +97,35 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return (torch.cat(parts) * weights(sum(map(len, parts)), t.device)).sum(0, keepdim=True)
 
 
-def digests(t: torch.Tensor, geometry: Geometry) -> tuple[Digest, ...]:
-    """Returns the digests of every way to read a tensor; none for what has no tokens and is large."""
-    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-    found = []
-    for reading in geometry.readings(t.shape):
-        if (
-            reading.form == "n"
-            and reading.keys is None
-            and t.numel() * t.element_size() > LARGEST
-            and geometry.width > 1
-        ):
+@lru_cache(4096)
+def _laid(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple[int, int, Layout]:
+    """Returns (rows, features of a row, where both lie) of one way to read a tensor."""
+    view = by_rows(torch.empty_strided(shape, stride, device="meta"), reading)
+    count, dims = view.shape[: len(reading.dims)].numel(), len(reading.dims)
+    return count, view.numel() // count, layout(view.shape, view.stride(), dims)
+
+
+def digests(t: torch.Tensor, geometry: Geometry, known: dict) -> tuple[Digest, ...]:
+    """Returns the digests of every way to read a tensor; none for what has no tokens and is large.
+
+    known: the rows of other views of the same memory, which get those of this one."""
+    if t.is_complex() or t.is_neg():
+        t, known = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, {}
+    numel, size, shape, stride, found = t.numel(), t.element_size(), t.shape, t.stride(), []
+    if not numel:
+        return ()
+    at = t.storage_offset() * size
+    for reading in geometry.readings(shape):
+        if reading.form == "n" and reading.keys is None and numel * size > LARGEST and geometry.width > 1:
             continue
-        if not t.numel():
-            continue
-        view = by_rows(t, reading)
-        count = view.shape[: len(reading.dims)].numel()
+        count, features, laid = _laid(shape, stride, reading)
         if reading.keys is not None:
-            k = t.shape[reading.keys]
-            found.append(Digest(reading.form, t.numel() // (count * k), True, _of_keys(t, reading, geometry), reading))
-        else:
-            found.append(Digest(reading.form, t.numel() // count, False, rows(view, count, len(reading.dims)), reading))
+            features //= t.shape[reading.keys]
+            found.append(Digest(reading.form, features, True, _of_keys(t, reading, geometry), reading))
+            continue
+        key = at, size, laid
+        if key not in known:
+            there = t.is_cuda and size in WORDS
+            known[key] = digest_rows(t, laid) if there else rows(by_rows(t, reading), count, len(reading.dims))
+        found.append(Digest(reading.form, features, False, known[key], reading))
     return tuple(found)

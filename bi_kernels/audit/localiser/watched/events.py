@@ -56,8 +56,10 @@ class Store:
     """What is known of a piece of memory."""
 
     alive: StorageWeakRef
+    parameter: str = ""  # the name of the model's own
     writers: list[Wrote] = field(default_factory=list)
     fresh: bool = False  # allocated, and not written yet
+    version: int = -1  # of the tensors when `found` was
     found: dict = field(default_factory=dict)  # digests of views of it, until it is written
 
 

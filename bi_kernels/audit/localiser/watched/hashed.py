@@ -1,5 +1,9 @@
 """Digests of rows on a GPU: one launch a tensor, which reads it where it lies and keeps nothing but the sums."""
 
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -62,7 +66,26 @@ def _digest_kernel(
     tl.store(y + tl.program_id(1).to(tl.int64) * count + row, tl.sum(total, 1), row < count)
 
 
-def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
+class Layout(NamedTuple):
+    """Where the rows of a tensor lie, and the features of each: (size, stride) of the fewest dimensions of both."""
+
+    rows: tuple[tuple[int, int], ...]
+    features: tuple[tuple[int, int], ...]
+
+
+class Launch(NamedTuple):
+    """How a layout is digested: words: (sizes, strides) of a view of whole words; parts: of a row, one program each."""
+
+    dtype: torch.dtype
+    words: tuple[tuple[int, int], tuple[int, int]] | None
+    parts: int
+    count: int
+    grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    options: dict[str, int]
+
+
+def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Returns (size, stride) of the fewest dimensions that hold the same elements in the same order."""
     found: list[tuple[int, int]] = []
     for size, step in zip(shape, stride):
@@ -72,51 +95,56 @@ def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, 
             found[-1] = found[-1][0] * size, step
         else:
             found.append((size, step))
-    return found
+    return tuple(found)
 
 
-def digest_rows(t: torch.Tensor, dims: int) -> torch.Tensor:
-    """Returns (rows,) int64 of a tensor whose first `dims` dimensions are rows: what `digest.rows` returns.
+def layout(shape: tuple[int, ...], stride: tuple[int, ...], dims: int) -> Layout:
+    """Returns the layout of a tensor whose first `dims` dimensions are rows."""
+    return Layout(_merged(shape[:dims], stride[:dims]), _merged(shape[dims:], stride[dims:]))
+
+
+@lru_cache(4096)
+def _launch(laid: Layout, size: int, aligned: bool) -> Launch:
+    """Returns how elements of `size` bytes are digested; aligned: the first begins a word."""
+    count, features = (prod(n for n, _ in d) for d in laid)
+    per = 4 // size if features * size % 4 == 0 else 1
+    of_rows, of_features = ([(1, 0)] * (2 - len(d)) + [*d] for d in laid)
+    step = of_features[1][1]
+    flat = max(map(len, laid)) < 2 and step in (0, 1) and (features == 1 or step == 1)
+    dtype, bits, words = torch.uint8 if size == per == 1 else WORDS[size], 8 * size, None
+    if flat and per > 1 and aligned and not of_rows[1][1] % per:
+        words = (count, features), (of_rows[1][1], 1)
+        features, per, of_rows = features // per, 1, [(1, 0), (count, of_rows[1][1] // per)]
+    rows, columns = (16, 128) if count >= 16 else (1, 1024)
+    parts = -(-features // SPLIT)
+    sizes = (
+        count,
+        features,
+        of_rows[1][0],
+        of_rows[0][1],
+        of_rows[1][1],
+        of_features[1][0],
+        of_features[0][1],
+        step,
+        SPLIT,
+    )
+    options = {"FLAT": flat, "BITS": bits, "PER": per, "ROWS": rows, "COLUMNS": columns}
+    return Launch(dtype, words, parts, count, (-(-count // rows), parts), sizes, options)
+
+
+def digest_rows(t: torch.Tensor, laid: Layout) -> torch.Tensor:
+    """Returns (rows,) int64 of a tensor's memory: what `digest.rows` returns.
 
     Elements of 1, 2 or 4 bytes, any strides; of a dimension or a row fewer than 2**31 elements.
     """
-    size, count, features = t.element_size(), t.shape[:dims].numel(), t.shape[dims:].numel()
-    per = 4 // size if features * size % 4 == 0 else 1
-    t = t.view(torch.uint8 if size == per == 1 else WORDS[size])
-    layout = [_merged(t.shape[:dims], t.stride()[:dims]), _merged(t.shape[dims:], t.stride()[dims:])]
-    if max(map(len, layout)) > 2:
-        t = t.contiguous()
-        layout = [[(count, features)], [(features, 1)]]
-    of_rows, of_features = ([(1, 0)] * (2 - len(d)) + d for d in layout)
-    flat = (
-        len(layout[0]) < 2
-        and len(layout[1]) < 2
-        and of_features[1][1] in (0, 1)
-        and (features == 1 or of_features[1][1])
-    )
-    if flat and per > 1 and not (t.storage_offset() % per or of_rows[1][1] % per or t.data_ptr() % 4):
-        t = t.as_strided((count, features), (of_rows[1][1], 1)).view(torch.int32)
-        features, per, of_rows = features // per, 1, [(1, 0), (count, of_rows[1][1] // per)]
-    rows, columns = (16, 128) if count >= 16 else (1, 1024)
-    parts = triton.cdiv(features, SPLIT)
-    y = torch.empty(parts, count, dtype=torch.int64, device=t.device)
+    size = t.element_size()
+    if max(map(len, laid)) > 2:
+        count, features = (prod(n for n, _ in d) for d in laid)
+        t = t.as_strided(*zip(*laid.rows, *laid.features)).contiguous()
+        laid = layout((count, features), (features, 1), 1)
+    how = _launch(laid, size, not (t.storage_offset() * size % 4 or t.data_ptr() % 4))
+    t = t.as_strided(*how.words).view(torch.int32) if how.words else t.view(how.dtype)
+    y = torch.empty(how.parts * how.count, dtype=torch.int64, device=t.device)
     with torch.cuda.device_of(t):
-        _digest_kernel[triton.cdiv(count, rows), parts](
-            t,
-            y,
-            count,
-            features,
-            of_rows[1][0],
-            of_rows[0][1],
-            of_rows[1][1],
-            of_features[1][0],
-            of_features[0][1],
-            of_features[1][1],
-            SPLIT,
-            FLAT=bool(flat),
-            BITS=8 * size,
-            PER=per,
-            ROWS=rows,
-            COLUMNS=columns,
-        )
-    return y[0] if parts == 1 else y.sum(0)
+        _digest_kernel[how.grid](t, y, *how.sizes, **how.options)
+    return y if how.parts == 1 else y.view(how.parts, how.count).sum(0)

@@ -52,23 +52,23 @@ class Watched:
         key = storage._cdata
         found = self.stores.get(key)
         if found is None or found.alive.expired():
-            found = self.stores[key] = Store(StorageWeakRef(storage))
+            found = self.stores[key] = Store(StorageWeakRef(storage), self.own.get(key, ""))
         return found
 
     def slot(self, t: torch.Tensor, look: bool, written: bool = False) -> Slot:
         store = self.store(t)
-        name = self.own.get(t.untyped_storage()._cdata, "")
-        numbers = t.is_floating_point() or t.is_complex()
+        name, numbers = store.parameter, t.is_floating_point() or t.is_complex()
         slot = Slot(name, t.numel() if name else None, None, tuple(store.writers), numbers, store.fresh)
         if name or not look or not numbers and not written or store.fresh and not written:
             return slot
         version = -1 if t.is_inference() else t._version
+        if store.version != version:
+            store.version = version
+            store.found.clear()
         key = t.storage_offset(), t.shape, t.stride(), t.dtype, id(self.geometry)
-        held = store.found.get(key)
-        if written or held is None or held[0] != version:
-            with torch.no_grad():
-                held = store.found[key] = version, digests(t.detach(), self.geometry)
-        slot.digests = held[1]
+        if key not in store.found:
+            store.found[key] = digests(t.detach(), self.geometry, store.found)  # which would else be in the graph
+        slot.digests = store.found[key]
         return slot
 
     def wrote(self, t: torch.Tensor, at: Wrote, whole: bool) -> None:
@@ -106,7 +106,7 @@ class Watched:
         return event, (len(self.events) - 1, len(events) - 1)
 
     def edit(self, at: At, io: str, tensors: list[torch.Tensor]) -> None:
-        for e in self.edits.get(at, ()):
+        for e in self.edits.get(at, ()) if self.edits else ():
             if e.io == io:
                 e.change(tensors[e.slot])
                 self.store(tensors[e.slot]).found.clear()
