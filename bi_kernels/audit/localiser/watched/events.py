@@ -1,8 +1,9 @@
 """What is noted of an op that ran: the tensors it read and wrote, as digests, and who had written them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +15,7 @@ CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "o
 CONSTANT += ("new_ones", "new_full", "zero_", "fill_", "eye", "linspace")
 SILENT = ("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "lift_fresh", "equal", "is_same_size", "set_")
 OUTPUT = "(output)"
+PLAIN = (int, float, bool, str)
 At = tuple[int, int]  # the call and the number of an event in it
 Wrote = tuple[int, int, int]  # and of its output
 
@@ -72,22 +74,40 @@ class Edit:
     change: Callable[[torch.Tensor], None]
 
 
-def tensors_in(value) -> Iterator[torch.Tensor]:
-    """Yields the tensors of an op's arguments, in order."""
+def tensors_in(value) -> list[torch.Tensor]:
+    """Lists the tensors of an op's arguments, in order."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif hasattr(value, "block_shape"):  # a TMA descriptor, of Triton or of Gluon
-        yield value.base
-    elif isinstance(value, list | tuple):
+        return [value]
+    if isinstance(value, list | tuple):
+        found = []
         for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
+            if isinstance(v, torch.Tensor):
+                found.append(v)
+            elif v is not None and type(v) not in PLAIN:
+                found += tensors_in(v)
+        return found
+    if isinstance(value, dict):
+        return tensors_in([*value.values()]) if value else []
+    return [value.base] if hasattr(value, "block_shape") else []  # a TMA descriptor, of Triton or of Gluon
+
+
+class Kind(NamedTuple):
+    """What is known of an operator. written: the names of the arguments that it writes into; None for one that
+    computes nothing; empty: whether it allocates and no more."""
+
+    op: str
+    written: tuple[str, ...] | None
+    empty: bool
 
 
 @cache
-def written_by(func) -> tuple[str, ...] | None:
+def kind_of(func) -> Kind:
+    """Returns what the operator's schema says."""
+    written = _written_by(func)
+    return Kind(str(func).removesuffix(".default"), written, func._schema.name.partition("::")[2] in EMPTY)
+
+
+def _written_by(func) -> tuple[str, ...] | None:
     """Returns the names of the arguments that an operator writes into; None for one that computes nothing."""
     schema = func._schema
     name = schema.name.partition("::")[2]

@@ -13,18 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit.localiser.watched.digest import digests
-from bi_kernels.audit.localiser.watched.events import (
-    EMPTY,
-    OUTPUT,
-    At,
-    Edit,
-    Event,
-    Slot,
-    Store,
-    Wrote,
-    tensors_in,
-    written_by,
-)
+from bi_kernels.audit.localiser.watched.events import OUTPUT, At, Edit, Event, Slot, Store, Wrote, kind_of, tensors_in
 from bi_kernels.audit.localiser.watched.frames import place
 from bi_kernels.audit.localiser.watched.geometry import Geometry
 from bi_kernels.audit.localiser.watched.writes import only_read
@@ -106,7 +95,7 @@ class Watched:
         return event, (len(self.events) - 1, len(events) - 1)
 
     def edit(self, at: At, io: str, tensors: list[torch.Tensor]) -> None:
-        for e in self.edits.get(at, ()) if self.edits else ():
+        for e in self.edits.get(at, ()):
             if e.io == io:
                 e.change(tensors[e.slot])
                 self.store(tensors[e.slot]).found.clear()
@@ -115,30 +104,30 @@ class Watched:
         return len(self.events) - 1, len(self.events[-1])
 
     def operator(self, func, args: tuple, kwargs: dict):
-        written = written_by(func)
-        if written is None:
+        kind = kind_of(func)
+        if kind.written is None:
             if torch._C._current_graph_task_id() == -1:
                 self.made()
             return func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
-        if name in EMPTY:
+        if kind.empty:
             out = func(*args, **kwargs)
             if out.numel():
                 out.zero_()  # what a kernel leaves unwritten must not differ by chance
             self.store(out).fresh = True
             return out
-        given = [*tensors_in(args), *tensors_in(kwargs)]
-        self.edit(self.next(), "in", given)
+        given = tensors_in(args) + tensors_in(kwargs)
+        if self.edits:
+            self.edit(self.next(), "in", given)
         numbers = any(t.is_floating_point() or t.is_complex() for t in given)
         inputs = [self.slot(t, numbers) for t in given]
-        event, at = self.event(str(func).removesuffix(".default"), inputs)
+        event, at = self.event(kind.op, inputs)
         records = self.tape.before(at, func, args, kwargs) if self.tape else ()
         out = func(*args, **kwargs)
-        changed = []
-        if written:
+        made, changed = tensors_in(out), []
+        if kind.written:
             named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-            changed = [*tensors_in([named.get(k) for k in written])]
-        made = [t for t in tensors_in(out) if all(t is not c for c in changed)]
+            changed = tensors_in([named.get(k) for k in kind.written])
+            made = [t for t in made if all(t is not c for c in changed)]
         for record in records:
             record(out)
         self._outputs(event, at, changed + made, changed, numbers or not given)
@@ -148,9 +137,9 @@ class Watched:
         self.edit(at, "keep", tensors)
         self.edit(at, "out", tensors)
         for k, t in enumerate(tensors):
-            self.wrote(t, (*at, k), all(t is not c for c in changed) or t.is_contiguous())
+            self.wrote(t, (*at, k), not changed or all(t is not c for c in changed) or t.is_contiguous())
             look = numbers or t.is_floating_point()
-            slot = self.slot(t, look, written=numbers or t.is_floating_point())
+            slot = self.slot(t, look, written=look)
             event.outputs.append(slot)
             if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
                 self.activations += t.numel() * t.element_size()
