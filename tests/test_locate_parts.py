@@ -14,7 +14,7 @@ from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.digest import rows, whole
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
 from bi_kernels.audit.localiser.watched.step import step
-from bi_kernels.audit.localiser.watched.watch import Watched
+from bi_kernels.audit.localiser.watched.watch import Watched, watching
 from bi_kernels.audit.localiser.watched.writes import only_read
 
 # what torch adds up in an order of its own choice; of integers and maxima no order matters
@@ -165,3 +165,15 @@ def test_a_kernel_only_reads_what_no_name_writes_through():
     assert only_read(_writing) == {"kept", "index"}  # x may be chosen
     assert {"x", "y", "index", "k"} <= only_read(_reading) and "out" not in only_read(_reading)
     assert not {"x", "out"} & only_read(_odd) and only_read(_put) == {"x"}
+
+
+def test_what_a_launch_only_reads_is_not_written_unless_it_shares_memory():
+    watched, x, out, both = Watched({}, {}, {}), torch.randn(6, 4), torch.zeros(6, 4), torch.randn(12, 4)
+    watched.begin(Geometry(np.arange(6)[None], Tokens((6,))))
+    with watching(watched):
+        _put[(1,)](out, x, 0)
+        _put[(1,)](both[:6], both[6:], 0)
+    apart, shared = watched.events[0]
+    assert apart.outputs[1].digests is apart.inputs[1].digests and not watched.store(x).writers
+    assert apart.outputs[0].digests is not apart.inputs[0].digests and watched.store(out).writers == [(0, 0, 0)]
+    assert shared.outputs[1].digests is not shared.inputs[1].digests and len(watched.store(both).writers) == 2
