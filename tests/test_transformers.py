@@ -4,6 +4,7 @@
 import copy
 import hashlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from transformers import (
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers import apply, logprobs, restore
+from bi_kernels.integrations.transformers.layout import read
 from bi_kernels.integrations.transformers.swap import Swapped
 
 SIZES = {
@@ -215,6 +217,17 @@ def test_continuous_batching_is_rescored_to_the_bit(name):
         logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
         assert_same_bits(torch.tensor(o.logprobs), logprob)
     what_is_generated(model, "static", [0, 2])  # what it has set is no trap for another call
+
+
+def test_a_paged_cache_is_cleared_once_before_it_is_read():
+    """Transformers 5.17 warms up on what the memory held before."""
+    cache = SimpleNamespace(num_blocks=2, block_size=4)
+    cache.key_cache, cache.value_cache = [torch.full((10, 2, 4), torch.nan)], [torch.full((10, 2, 4), torch.inf)]
+    read(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+    assert not cache.key_cache[0].any() and not cache.value_cache[0].any()
+    cache.key_cache[0].fill_(1)
+    read(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+    assert cache.key_cache[0].all()
 
 
 def test_the_keys_that_a_window_drops_are_counted():

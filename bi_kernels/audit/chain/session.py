@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.chain import generation, plain
+from bi_kernels.audit.chain import generation, plain, speed
 from bi_kernels.audit.chain.layouts import Step, case
 from bi_kernels.audit.chain.relations import CONTROLS, GENERATING, invariance
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, up_to_a_drift
@@ -25,6 +25,7 @@ class ModelSession(Session):
     """A session whose subject is a decoder of this package's ops."""
 
     shares: dict = field(default_factory=dict)  # by dtype: {layout: {kind of tensor: share of elements that differ}}
+    costs: list[dict] = field(default_factory=list)  # of the step, on a GPU: seconds and memory
 
     @property
     def case(self) -> dict:
@@ -40,10 +41,12 @@ class ModelSession(Session):
         """Judges every layout of the step, in every dtype; returns the rows, which it records as they come."""
         found = []
         for dtype in self.dtypes:
-            shares = self.shares.setdefault(dtype, {})
-            for row in invariance(self.step(dtype), self.device_label, self.command, shares=shares):
+            shares, step = self.shares.setdefault(dtype, {}), self.step(dtype)
+            for row in invariance(step, self.device_label, self.command, shares=shares):
                 self.add([row])
                 found.append(row)
+            if self.on_gpu:
+                self.costs += speed.whole(step)
         return found
 
     def stock(self) -> dict:

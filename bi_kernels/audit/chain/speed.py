@@ -8,6 +8,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.chain import plain
+from bi_kernels.audit.chain.layouts import Step
 from bi_kernels.audit.experiments.timing import GPU, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.grads import MainGrads
@@ -34,21 +35,21 @@ def _peak(call: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
-def whole(session, dtype: str) -> list[dict]:
-    """Times the audit's own step, of all layers, once it is warm: with checkpointing and without; and the memory that
-    it needs in all, weights and gradients included."""
-    step, lines = session.step(dtype), []
+def whole(step: Step) -> list[dict]:
+    """Times a packed step once it is warm, with checkpointing and without; and the memory that it needs in all, weights
+    and gradients included."""
+    lines = []
     for layout in ("packed", "checkpointing off"):
         step.run(layout)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         with GPU.alone():
+            torch.cuda.synchronize()
             begun = time.perf_counter()
             step.run(layout)
             torch.cuda.synchronize()
-            seconds, peak = time.perf_counter() - begun, torch.cuda.max_memory_allocated() / 2**30
+            seconds = time.perf_counter() - begun
         said = {"checkpointing": "on" if layout == "packed" else "off", "layers": step.model.config.layers}
+        peak = torch.cuda.max_memory_allocated() / 2**30
         lines.append(said | {"sequences": len(step.lengths), "tokens": step.count, "s": seconds, "GiB": peak})
     return lines
 

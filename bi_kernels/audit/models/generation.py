@@ -68,6 +68,8 @@ def batched(session, model: nn.Module, ours: bool, count: int) -> tuple[Found, f
     more = {PAGE: c["page"]} if "page" in c else {}
     if not ours and "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters:
         more["auto_switch_to_flash"] = False
+    if not ours:
+        more["use_cuda_graph"] = False  # whose warm-up samples from NaN where its memory holds some (5.17)
     batching = ContinuousBatchingConfig(return_logprobs=True, max_requests_per_batch=96, **c["batching"], **more)
     if not ours and PAGE == "block_size":
         model.set_attn_implementation("paged|sdpa")
@@ -77,8 +79,13 @@ def batched(session, model: nn.Module, ours: bool, count: int) -> tuple[Found, f
     seconds = time.perf_counter() - begun
     if not ours:
         model.set_attn_implementation("sdpa")
-    if len(results) != count or any(len(o.generated_tokens) != c["batched_new"] for o in results):
-        raise ValueError(f"generate_batch returned {len(results)} of {count} prompts, or some of them cut short")
+    short = [o for o in results if o.error or len(o.generated_tokens) != c["batched_new"]]
+    if len(results) != count or short:
+        why = f", the first with {len(short[0].generated_tokens)} and the error {short[0].error!r}" if short else ""
+        raise ValueError(
+            f"generate_batch: {len(results)} of {count} prompts returned, {len(short)} without {c['batched_new']} "
+            f"new tokens{why}"
+        )
     rolled, found = [], []
     with torch.no_grad():
         for at in range(0, count, TOGETHER):

@@ -195,6 +195,15 @@ def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:
     return None if len(at) == batch else [*at, batch * length]
 
 
+def _cleared(cache: object) -> None:
+    """Fills a new paged cache with zeros, as later releases of Transformers do. 5.17 warms up on whatever its memory
+    held: where that is NaN it samples from NaN, which on a GPU ends the process."""
+    if not getattr(cache, "bi_kernels_cleared", False):
+        cache.bi_kernels_cleared = True
+        for t in (*getattr(cache, "key_cache", ()), *getattr(cache, "value_cache", ())):
+            t.zero_()
+
+
 def read(
     input_ids: Tensor | None = None,
     attention_mask: object = None,
@@ -211,6 +220,7 @@ def read(
         return Call(0, 0)  # the model says so itself
     (batch, length), trains = x.shape[:2], torch.is_grad_enabled()
     if cache is not None:
+        _cleared(cache)
         room = getattr(cache, "max_tokens_read", None) or cache.num_blocks * cache.block_size  # of older releases
         return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids, "room": room})
     past = _seen(past_key_values)
