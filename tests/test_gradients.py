@@ -629,3 +629,15 @@ def test_a_norm_over_heads_that_takes_heads_for_tokens_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bi_kernels.qk_norm(x, w)
+
+
+def test_heads_that_take_the_place_of_tokens_are_named():
+    """(B, heads, L, D) instead of (B, L, heads, D): with fewer key heads there are fewer keys than queries, and long
+    sequences make more heads than a model has."""
+    for heads, length in ((4, 2), 10), ((4, 4), 129):
+        q, k = (torch.randn(1, length, h, 8) for h in heads)
+        with pytest.warns(UserWarning, match=f"4 queries of {length} heads .* q.transpose"):
+            bi_kernels.attention(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bi_kernels.attention(q, k, k)

@@ -1,5 +1,6 @@
 """Attention as an op: what a call's sequences are, prefill, chunks and decode alike, and its gradient."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from bi_kernels.ops.embedding import can_wait, integers
 from bi_kernels.tokens import remind
 
 WIDEST = 2**30  # keys; a wider window is none
+MOST_HEADS = 128  # that models have; more of them are tokens, most likely
 
 
 class _Attention(torch.autograd.Function):
@@ -94,6 +96,19 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
     if not can_wait(cu_seqlens):  # nobody has looked at them
         ends = ends.clamp(0, rows).cummax(0).values.to(torch.int32)
     return ends[:-1].contiguous(), ends.diff()
+
+
+def _remind(q: Tensor, k: Tensor, causal: bool) -> None:
+    """Warns of a batch whose tokens and heads are exchanged by all appearances: it has more heads than models have, or
+    more queries than keys, which are key heads then."""
+    exchanged = q.shape[2] > MOST_HEADS or causal and q.shape[2] == k.shape[2] and 0 < k.shape[1] < q.shape[1]
+    if exchanged and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"attention: q has shape {tuple(q.shape)} and k {tuple(k.shape)}, which is {q.shape[1]} queries of "
+            f"{q.shape[2]} heads on {k.shape[1]} keys; expected (batch, length, heads, D): for (batch, heads, length, "
+            "D) pass q.transpose(1, 2), k and v alike",
+            stacklevel=4,
+        )
 
 
 class Arguments(NamedTuple):
@@ -205,6 +220,7 @@ def arguments(
                 f"{op}: cu_seqlens_k has {len(length_k) + 1} entries, expected {count + 1}, as cu_seqlens_q"
             )
     else:
+        _remind(q, k, causal)
         if len(k) != count:
             raise ValueError(f"{op}: k holds {len(k)} sequences, expected {count}, as q")
         keys = lengths_k, k.shape[1], left_padded
