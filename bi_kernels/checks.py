@@ -60,6 +60,38 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
 
 
+def integers(t: torch.Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+
+
+def can_wait(t: torch.Tensor) -> bool:
+    """Returns whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA
+    graph."""
+    return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _written(tensors: tuple[torch.Tensor, ...]) -> list | None:
+    """Returns what changes whenever PyTorch writes to one of the tensors; None where nothing tells."""
+    known = [None if t.is_inference() else (t._version, t.data_ptr()) for t in tensors]
+    return None if None in known else known
+
+
+def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
+    """Returns whether a check may and has to wait for the values of tensors: every layer of a model asks the same of
+    the same ones, and the first remembers that they were `seen`. What PyTorch does not notice, as a graph's replay, may
+    write to them behind it, so sentences may hang on this, memory may not."""
+    first = tensors[0]
+    if not can_wait(first):
+        return False
+    known = _written(tensors)
+    return known is None or first.__dict__.get("_bi_kernels_seen", {}).get(question) != known
+
+
+def seen(question: tuple, *tensors: torch.Tensor) -> None:
+    """Remembers that the values of tensors, as they are now, passed the check."""
+    tensors[0].__dict__.setdefault("_bi_kernels_seen", {})[question] = _written(tensors)
+
+
 def aligned(t: torch.Tensor) -> torch.Tensor:
     """`t` contiguous, its base a multiple of 16 bytes: for less, Triton compiles narrower loads, whose layout gives the
     sum of a row another order."""

@@ -678,3 +678,39 @@ def test_bad_input_is_one_clear_sentence(tensors, more, error, words):
         bi_kernels.attention(*tensors, **more)
     message = str(caught.value)
     assert "\n" not in message and len(message) < 250 and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "lengths_k", "block_table"])
+def test_values_are_looked_at_again_once_written_to_and_by_no_other_layer(name):
+    """A layer's call waits for the device no more for what the layer before it has seen; what torch does not notice,
+    as a graph's replay, may then be wrong, and reads nothing outside."""
+    q, pages = numbers("q", 6, 4, 16), numbers("k", 5, 4, 2, 16)
+    k, paged = pages.view(20, 2, 16)[:6], name == "block_table"
+    told = {
+        "cu_seqlens_q": (q, k, {"cu_seqlens_q": torch.tensor([0, 4, 6])}),
+        "lengths_k": (q.view(2, 3, 4, 16), k.view(2, 3, 2, 16), {"lengths_k": torch.tensor([2, 3])}),
+        "block_table": (
+            q.view(2, 3, 4, 16),
+            pages,
+            {"lengths_k": torch.tensor([8, 3]), "block_table": torch.tensor([[0, 1], [2, -9]])},
+        ),
+    }[name]
+    q, k, options = told
+    given = options[name]
+    first = bi_kernels.attention(q, k, k, **options)
+    assert_same_bits(bi_kernels.attention(q, k, k, **options)[0], first[0])
+    behind = given.numpy().reshape(-1)  # what is written here has no version
+    behind[0] += 99
+    bi_kernels.attention(q, k, k, **options)
+    behind[0] -= 99
+    assert_same_bits(bi_kernels.attention(q, k, k, **options)[0], first[0])
+    if paged:
+        options["lengths_k"][1] = 5  # the page −9 counts now
+    else:
+        given[0] = 99
+    with pytest.raises(ValueError, match=name):
+        bi_kernels.attention(q, k, k, **options)
+    with torch.inference_mode():
+        options = {n: t.clone() for n, t in options.items()}  # of which no version is kept
+        with pytest.raises(ValueError, match=name):
+            bi_kernels.attention(q, k, k, **options)

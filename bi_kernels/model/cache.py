@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import bi_kernels as bi
-from bi_kernels.ops.embedding import can_wait
+from bi_kernels.checks import can_wait
 from bi_kernels.tokens import TokenLayout
 
 

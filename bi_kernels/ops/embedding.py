@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_integer
+from bi_kernels.checks import apply, can_wait, check, check_integer, integers
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
@@ -168,16 +168,6 @@ _opaque = torch.library.custom_op("bi_kernels::embedding", _launch, mutates_args
 @_opaque.register_fake
 def _(ids, weight):
     return weight.new_empty(*ids.shape, weight.shape[1])
-
-
-def can_wait(t: torch.Tensor) -> bool:
-    """Returns whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA
-    graph."""
-    return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def integers(t: torch.Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:

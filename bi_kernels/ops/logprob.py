@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, check, check_integer, check_number, check_shape
-from bi_kernels.ops.embedding import can_wait, check_ids
+from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, check_shape
+from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
 
 

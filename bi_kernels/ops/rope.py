@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_shape
+from bi_kernels.checks import apply, check, check_shape, integers
 
 BLOCK_R, WARPS = 32, 4
 
@@ -138,8 +138,7 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Returns the position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"rope: cu_seqlens is a {type(cu_seqlens).__name__}, expected a torch.Tensor")
-    integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
-    if cu_seqlens.dim() != 1 or not integers or not len(cu_seqlens):
+    if cu_seqlens.dim() != 1 or not integers(cu_seqlens) or not len(cu_seqlens):
         raise ValueError(
             f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
             "one dimension of integers, one more than there are sequences"

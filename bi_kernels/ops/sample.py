@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.checks import check, check_integer, check_number, check_shape
-from bi_kernels.ops.embedding import integers
+from bi_kernels.checks import check, check_integer, check_number, check_shape, integers
 
 BLOCK, WARPS = 4096, 8  # of the vocabulary
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.layout import Call, trimmed
 from bi_kernels.ops.attention.attention import Arguments, attend
 from bi_kernels.ops.attention.schedule import Sequences
-from bi_kernels.ops.embedding import can_wait
 
 NAME = "bi_kernels"
 PAGED = "bi_kernels_flash"  # continuous batching makes no dense mask, and captures graphs, for names with "flash"

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
-from bi_kernels.ops.embedding import can_wait
 from bi_kernels.ops.rope import packed_positions
 from bi_kernels.tokens import TokenLayout
 

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, check, check_integer, check_number
+from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, integers, seen, unseen
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
 from bi_kernels.ops.attention.padded import padded_spans
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
-from bi_kernels.ops.embedding import can_wait, integers
 from bi_kernels.tokens import remind
 
 WIDEST = 2**30  # keys; a wider window is none
@@ -85,15 +84,17 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
             f"{op}: {name} has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
             "(sequences + 1,) integers"
         )
-    if can_wait(cu_seqlens):
+    look = unseen(("ends", rows), cu_seqlens)
+    if look:
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != rows or ends != sorted(ends):
             raise ValueError(
                 f"{op}: {name} is {ends}, expected it to start at 0, never decrease, and end at {rows}, "
                 "the number of rows"
             )
+        seen(("ends", rows), cu_seqlens)
     ends = cu_seqlens.to(torch.int32)
-    if not can_wait(cu_seqlens):  # nobody has looked at them
+    if not look:
         ends = ends.clamp(0, rows).cummax(0).values.to(torch.int32)
     return ends[:-1].contiguous(), ends.diff()
 
@@ -201,13 +202,15 @@ def arguments(
         if not packed:
             first_q, length_q = spans_q
         known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
-        if can_wait(block_table):
+        question = ("pages", len(k), page), block_table, lengths_k
+        if unseen(*question):
             used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
             if bool((used & (known != block_table)).any()):
                 raise ValueError(
                     f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
                     f"expected 0 to {len(k) - 1}"
                 )
+            seen(*question)
         block_table = known
     elif packed:
         if cu_seqlens_k is None and len(k) != len(q):

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import apply
-from bi_kernels.ops.embedding import can_wait, integers
+from bi_kernels.checks import apply, integers, seen, unseen
 
 BLOCK = 256
 
@@ -70,8 +69,11 @@ def _checked(op: str, name: str, lengths: Tensor | None, count: int, width: int)
         raise ValueError(
             f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers"
         )
-    if can_wait(lengths) and not all(0 <= n <= width for n in lengths.tolist()):
-        raise ValueError(f"{op}: {name} is {lengths.tolist()}, expected 0 to {width}")
+    if unseen(("lengths", width), lengths):
+        counts = lengths.tolist()
+        if not all(0 <= n <= width for n in counts):
+            raise ValueError(f"{op}: {name} is {counts}, expected 0 to {width}")
+        seen(("lengths", width), lengths)
 
 
 def padded_spans(
