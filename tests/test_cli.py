@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from bi_kernels.audit.cli import cli
+from bi_kernels.audit.evidence import index
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.parameters import defaults
 from bi_kernels.audit.runner import Board, audits
@@ -243,3 +244,8 @@ def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path
 def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
     assert bi_audit("report", tmp_path).returncode == 0
     assert "No document here yet" in (tmp_path / "README.md").read_text()
+
+
+def test_a_bar_in_a_table_is_no_column():
+    head, rule, line = index.table([{"max |x|": "|y| < 3", "n": 1, "share": 0.5}]).splitlines()
+    assert head.count("|") - head.count(r"\|") == rule.count("|") == line.count("|") - line.count(r"\|") == 4

@@ -41,7 +41,7 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
             "elements, first": f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"],
             "reproduce": f"`{command}`" if command else "–",
         }
-        listed.append({k: v.replace("|", r"\|") for k, v in line.items()})
+        listed.append(line)
     if listed:
         more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)

@@ -16,7 +16,8 @@ MARK = {PASS: "✅", NEEDS_FIX: "❌", UNSUPPORTED: "⬜", "": "–"}
 
 def table(lines: list[dict]) -> str:
     """Returns a Markdown table, a column a key."""
-    return pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
+    inside = lambda cell: cell.replace("|", r"\|") if isinstance(cell, str) else cell  # it would end the cell
+    return pd.DataFrame(lines).rename(columns=inside).map(inside).to_markdown(index=False, disable_numparse=True)
 
 
 def matrix(rows: list[dict]) -> str:

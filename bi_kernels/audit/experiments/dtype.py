@@ -22,7 +22,7 @@ REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, t
 def bounds() -> list[dict]:
     """Returns the contract's row of every op, its factor c evaluated at a reduction of 4096."""
     return [
-        {"op": name, "rounding": op["rounding"], "contraction": op["fma"], "S": op["S"].replace("|", "\\|")}
+        {"op": name, "rounding": op["rounding"], "contraction": op["fma"], "S": op["S"]}
         | {f"c, {d}": f"{contract.factor(name, dtype, 4096):.2g}" for d, dtype in DTYPES.items()}
         for name, op in CONTRACT["ops"].items()
     ]
