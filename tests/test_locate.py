@@ -152,7 +152,7 @@ def test_two_runs_in_two_processes(tmp_path):
     assert report.first.path == "layers.0" and "_to_copy" in report.first.op, report
     with torch.no_grad():
         rounded.embedding[3] += 1
-    assert "weights differ: 1, embedding" in str(against(rounded, ids(), "batch", folder))
+    assert "weights differ (1, embedding)" in str(against(rounded, ids(), "batch", folder))
     with pytest.raises(ValueError, match="recording of another batch, of samples of .7, 1, 18. tokens"):
         against(rounded, ids()[::-1], "batch", folder)
     about = json.loads((folder / "run.json").read_text())
@@ -242,3 +242,51 @@ def test_ours_with_a_broken_op_is_named(tmp_path):
     assert {c.path for c in report.causes} == {"layers.0", "layers.1"}, report
     assert {c.op for c in report.causes} == {"aten.mul.Tensor"} and max(map(len, ids())) < invariant.LONGEST
     assert record(model, ids(), "packed", tmp_path / "run").tokens.count == 26
+
+
+class Routed(nn.Module):
+    """Sorts tokens by expert, weighs them there, and puts them back; late: rounded where many lie beside them."""
+
+    def __init__(self, late: bool = False):
+        super().__init__()
+        self.weight, self.late = nn.Parameter(torch.randn(2, 64)), late
+
+    def forward(self, x):
+        t = x.flatten(0, -2)
+        expert = (t[:, 0] > 0).long()
+        order = expert.argsort(stable=True)
+        y = t[order] * self.weight[expert[order]]
+        if self.late and len(t) > 8:
+            y = y.bfloat16().float()
+        return torch.zeros_like(t).index_copy(0, order, y).view_as(x)
+
+
+def test_tokens_that_are_only_moved_do_not_drift_and_hide_nothing():
+    x = torch.randn(6, 5, 64)
+    assert locate(Routed(), x, backward=False).passed
+    report = locate(Routed(late=True), x, backward=False)
+    assert report.first.op.startswith("aten.index.Tensor → aten.mul.Tensor → aten._to_copy in batch"), report
+    assert not locate(lambda x: x.flip(0), x, ("batch", "permuted")).passed, "another order of the output itself"
+
+
+def test_an_output_that_cannot_be_compared_is_no_pass():
+    x = torch.randn(6, 5, 64)
+    report = locate(lambda x: (x * 2).mean(), x, backward=False)
+    assert not report.passed and not report.causes and "output, which was not compared" in str(report)
+    with pytest.raises(ValueError, match="no tensor of it could be compared"):
+        locate(lambda x: None, x)
+    with pytest.raises(ValueError, match=r"loss returned shape \(\), expected a value a token"):
+        locate(torch.nn.Tanh(), x, loss=lambda out, tokens: out.sum())
+
+
+def test_a_model_that_raises_is_told_from_one_that_drifts_and_is_left_as_it_was():
+    model, x = nn.BatchNorm1d(5), torch.randn(6, 5, 64)
+    mean, drawn = model.running_mean.clone(), torch.get_rng_state()
+    assert not locate(model, x, ("batch", "permuted"), backward=False).causes
+    assert torch.equal(model.running_mean, mean) and torch.equal(torch.get_rng_state(), drawn)
+
+    def broken(x):
+        return x + undefined  # noqa: F821
+
+    with pytest.raises(ValueError, match=r"the model raised in layout 'batch', tests/test_locate.py:\d+: NameError"):
+        locate(broken, x)

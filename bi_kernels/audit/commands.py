@@ -96,7 +96,8 @@ def digest(file, names, extra, check, **options) -> None:
 
 
 def locate(candidate, layouts, forward, out, record, against, device, seed) -> None:
-    """Names the ops of a candidate's model that drift; ends the process with 1 if one does."""
+    """Names the ops of a candidate's model that drift; ends the process with 1 if one does, with 2 if what the model
+    returned could not be compared."""
     names = [name for name in (layouts or "").split(",") if name]
     if record and against:
         raise click.UsageError("--record and --against are two runs; give one of them")
@@ -112,7 +113,7 @@ def locate(candidate, layouts, forward, out, record, against, device, seed) -> N
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     click.echo(found if isinstance(found, str) else str(found))
-    sys.exit(0 if isinstance(found, str) else int(not found.passed))
+    sys.exit(0 if isinstance(found, str) or found.passed else 1 if found.causes else 2)
 
 
 def report(folder: Path) -> None:

@@ -56,12 +56,14 @@ class End:
 
 @dataclass
 class Pair:
-    """One tensor of an op in both runs: which tokens differ; digests: those that were compared, by run and call."""
+    """One tensor of an op in both runs: which tokens differ; digests: those that were compared, by run and call; moved:
+    whether both runs hold the same rows, elsewhere, as after a sort."""
 
     differs: np.ndarray
     compared: int
     digests: tuple[dict[int, Digest], dict[int, Digest]]
     kind: str
+    moved: bool
 
 
 def matches(first: list[Event], other: list[Event]) -> dict[int, int]:

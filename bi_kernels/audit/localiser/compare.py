@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from bi_kernels.audit.localiser.cause import BACKWARD, PARAMETER, UNSEEN, Cause, End, Pair, matches
+from bi_kernels.audit.localiser.cause import BACKWARD, FORWARD, PARAMETER, UNSEEN, Cause, End, Pair, matches
 from bi_kernels.audit.localiser.watched.digest import Digest
 from bi_kernels.audit.localiser.watched.events import OUTPUT, At, Event, Slot, Wrote
 from bi_kernels.audit.localiser.watched.step import Run
@@ -78,6 +78,8 @@ class Comparison:
             pair = self._compared(chosen, kind)
             if pair.compared and (best is None or pair.differs.sum() < best.differs.sum()):
                 best = pair
+        if best is not None and best.moved and self.canonical[c].op != OUTPUT:
+            best = None  # its rows lie in an order of its own, in which no token can be found
         if best is None:
             self._miss(c, io, k)
         # what holds a sample as a whole may hold padding of the model's own: only that it is equal says something
@@ -103,7 +105,15 @@ class Comparison:
             vectors.append(vector)
             there.append(known)
         both = there[0] & there[1]
-        return Pair((vectors[0] != vectors[1]) & both, int(both.sum()), chosen, kind)
+        differs = (vectors[0] != vectors[1]) & both
+        moved = bool(differs.any()) and np.array_equal(*(np.sort(v[both]) for v in vectors))
+        return Pair(differs, int(both.sum()), chosen, kind, moved)
+
+    @property
+    def output(self) -> bool:
+        """Says whether what the model returned was compared."""
+        ends = [(c, e) for c, e in enumerate(self.canonical) if e.op == OUTPUT and e.phase == FORWARD]
+        return any(self.pairs[c, "in", k] is not None for c, e in ends for k in range(len(e.inputs)))
 
     def by_sample(self, pair: Pair) -> np.ndarray:
         return np.bincount(self.samples[pair.differs], minlength=self.count) > 0

@@ -95,6 +95,7 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
             report.events = len(comparison.canonical)
             report.compared += sum(p is not None for p in comparison.pairs.values())
             report.by_op += comparison.unaligned
+            _seen(report, comparison)
         fresh = [c for c in comparison.causes() if c.key not in known]
         if not fresh:
             break
@@ -112,6 +113,13 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
         if any(other.again for other in known.values()):
             del known[c.key]
     report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == "backward"))
+
+
+def _seen(report: Report, comparison: Comparison) -> None:
+    """Notes whether the output was compared. Raises ValueError where nothing was."""
+    report.output &= comparison.output
+    if not report.compared:
+        raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
 
 
 def record(
@@ -158,9 +166,12 @@ def against(
     report.compared, report.by_op = sum(p is not None for p in comparison.pairs.values()), comparison.unaligned
     changed = [n for n, d in run.weights.items() if other.weights.get(n) != d]
     if changed or len(run.weights) != len(other.weights):
-        report.notes.append(f"The weights differ: {len(changed) or 'their names'}, {', '.join(changed[:3])} …")
+        which = f"{len(changed)}, {', '.join(changed[:3])}{' …' * (len(changed) > 3)}" if changed else "their names"
+        report.warnings.append(f"The weights differ ({which}), and so does what follows from them.\n")
+    _seen(report, comparison)
     report.causes = comparison.causes()
-    report.complete = not report.causes
+    if report.causes:
+        report.notes.append("Of recorded runs no cause is repaired, so one may hide what drifts behind it.")
     return report
 
 

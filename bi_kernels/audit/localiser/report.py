@@ -13,7 +13,7 @@ class Report:
     layouts: what was compared; events: ops that ran in one call; unaligned: tensors that no token could be found in;
     by_op: how many of these each op wrote; overhead: time of a watched step over that of a plain one, the larger of
     the layouts'; digest_share: bytes of digests over bytes of activations; complete: whether the last round found
-    nothing new.
+    nothing new; output: whether what the model returned was compared.
     """
 
     model: str
@@ -26,7 +26,9 @@ class Report:
     overhead: float = float("nan")
     digest_share: float = float("nan")
     complete: bool = True
+    output: bool = True
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def unaligned(self) -> int:
@@ -38,7 +40,14 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return not self.causes
+        """Tells whether nothing drifts, the model's output included."""
+        return not self.causes and self.output
+
+    @property
+    def _found(self) -> str:
+        if self.causes:
+            return f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}"
+        return "nothing drifts" if self.output else "nothing drifts before the model's output, which was not compared"
 
     def rows(self) -> list[dict]:
         """Returns a line a cause, of strings and numbers."""
@@ -59,10 +68,9 @@ class Report:
 
     def markdown(self) -> str:
         between = " and ".join(self.layouts)
-        lines = [
-            f"### {self.model}, {between}: " + (f"{len(self.causes)} ops drift" if self.causes else "nothing drifts"),
-            "",
-        ]
+        lines = [f"### {self.model}, {between}: {self._found}", "", *self.warnings]
+        if not self.output:
+            lines.append("It holds no dimension of tokens or samples: return a value a token, or a loss that does.\n")
         if self.causes:
             rows = self.rows()
             head = [k for k in rows[0] if any(r[k] not in ("", "–") for r in rows)]

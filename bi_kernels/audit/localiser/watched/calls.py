@@ -22,8 +22,7 @@ from bi_kernels.grads import MainGrads
 from bi_kernels.model import Cache, Decoder, packed, padded
 
 LAYOUTS = ("batch", "singles", "left_padded", "packed", "permuted", "micro_batches", "chunked", "decode")
-
-
+PACKS = ("sdpa", "eager", "flex_attention", "bi_kernels")  # attention that tells sequences by position ids; flash, too
 IGNORED = -100
 
 
@@ -122,7 +121,7 @@ def _of_transformers(model, batch, layout: str) -> Plan:
     if name == "permuted":
         name = "permuted batch"
     attention = getattr(model.config, "_attn_implementation", "")
-    if name == "packed" and "flash" not in attention and attention not in ("sdpa", "eager", "flex_attention"):
+    if name == "packed" and "flash" not in attention and attention not in PACKS:
         raise ValueError(f"layouts holds 'packed', which attention of Transformers' {attention!r} does not support")
 
     def logprob(ids, targets, **more):

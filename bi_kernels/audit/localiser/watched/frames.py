@@ -1,6 +1,7 @@
 """Which module called an op, and from which line of the user's code."""
 
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -65,3 +66,9 @@ def place(names: dict[int, str]) -> Place:
             break
         frame = frame.f_back
     return Place(path, source, compiled)
+
+
+def raised_at(error: Exception) -> str:
+    """Returns the last line of the user's code that an error came through."""
+    mine = [at for at in traceback.walk_tb(error.__traceback__) if _kind(at[0].f_code) == USER]
+    return f", {_shown(mine[-1][0].f_code.co_filename)}:{mine[-1][1]}" if mine else ""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser.watched.digest import Digest, whole
 from bi_kernels.audit.localiser.watched.events import At, Event, Wrote
+from bi_kernels.audit.localiser.watched.frames import raised_at
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens, by_rows
 from bi_kernels.audit.localiser.watched.plans import Plan
 from bi_kernels.audit.localiser.watched.watch import Watched, watching
@@ -42,6 +43,15 @@ def _run_the_model(function: Callable):
     return function()
 
 
+def _called(function: Callable, what: str, layout: str):
+    """Calls what is the user's. Raises ValueError, which says where it raised."""
+    try:
+        return _run_the_model(function)
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+        raise ValueError(f"{what} raised in layout {layout!r}{raised_at(error)}: {said}") from error
+
+
 def upstream(t: torch.Tensor, geometry: Geometry, seed: int) -> torch.Tensor:
     """Returns a gradient for an output: of each token its own, whatever the layout; divided by the step's tokens."""
     reading = geometry.readings(t.shape)[0]
@@ -62,16 +72,29 @@ def upstream(t: torch.Tensor, geometry: Geometry, seed: int) -> torch.Tensor:
     return out
 
 
+def _a_value_a_token(out, geometry: Geometry) -> None:
+    fits = isinstance(out, torch.Tensor) and any("t" in geometry.kinds(r.form) for r in geometry.readings(out.shape))
+    if not fits:
+        got = f"shape {tuple(out.shape)}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+        raise ValueError(f"loss returned {got}, expected a value a token, {geometry.grid.shape}")
+
+
 @contextlib.contextmanager
-def _gradients_kept(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    before = {name: p.grad for name, p in parameters.items()}
-    try:
-        for p in parameters.values():
-            p.grad = None
-        yield
-    finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
+def _kept(module: nn.Module | None) -> Iterator[None]:
+    """Leaves gradients, buffers and random generators as they were."""
+    parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
+    before, held = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    with torch.random.fork_rng():
+        try:
+            for p in parameters:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(parameters, before):
+                p.grad = grad
+            with torch.no_grad():
+                for b, value in zip(buffers, held):
+                    b.copy_(value)
 
 
 def _pairs(geometry: Geometry, device) -> torch.Tensor:
@@ -112,9 +135,9 @@ def step(
     backward = backward and plan.trains
     device = next((t.device for t in mine.values()), torch.device("cpu"))
     run = Run(plan.layout, plan.tokens, [], watched.events)
-    torch.manual_seed(seed)
     started = perf_counter()
-    with _gradients_kept(parameters), contextlib.ExitStack() as stack:
+    with _kept(module), contextlib.ExitStack() as stack:
+        torch.manual_seed(seed)
         if watch:
             stack.enter_context(watching(watched))
         watched.paused = True
@@ -124,10 +147,11 @@ def step(
                 run.geometries.append(call.geometry)
                 watched.begin(call.geometry)
                 watched.paused = not watch
-                out = _run_the_model(call.run)
+                out = _called(call.run, "the model", plan.layout)
                 if loss is not None:
                     tokens = _pairs(call.geometry, device)
-                    out = _run_the_model(partial(loss, out, tokens))
+                    out = _called(partial(loss, out, tokens), "the loss", plan.layout)
+                    _a_value_a_token(out, call.geometry)
                 found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
                 watched.paused = True
                 if watch:

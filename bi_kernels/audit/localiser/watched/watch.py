@@ -147,7 +147,7 @@ class Watched:
     def output(self, tensors: list[torch.Tensor], phase: str = "forward") -> None:
         """Notes what a call returned, or the gradients of what it was given, as if an op had read them."""
         at = self.next()
-        self.edit(at, "in", tensors)
+        self.edit(at, "in", [t.detach() for t in tensors] if at in self.edits else tensors)
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
