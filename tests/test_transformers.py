@@ -4,6 +4,7 @@
 import copy
 import hashlib
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -587,6 +588,63 @@ def test_bad_models_are_refused_whole():
     refused(ValueError, "the model has a forward of its own", apply, model)
     other = type(applied())(Qwen3Config(**SIZES, attn_implementation="bi_kernels"))
     refused(ValueError, "Qwen3Attention has the configuration of a model that was given to apply", other, IDS[None])
+
+
+class Adapter(torch.nn.Module):
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base_layer, self.more = base, torch.nn.Linear(base.in_features, base.out_features, False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.more(x.to(self.more.weight.dtype)).to(x.dtype)
+
+
+def put_in(model, name: str, module: torch.nn.Module) -> None:
+    parent, _, part = name.rpartition(".")
+    setattr(model.get_submodule(parent), part, module)
+
+
+PROJECTION = "model.layers.1.self_attn.q_proj"
+PUT_IN = {  # after apply: the module's name, what it is then, and how
+    "a linear": (PROJECTION, "Linear", lambda m: put_in(m, PROJECTION, torch.nn.Linear(64, 64, False).bfloat16())),
+    "an adapter": (PROJECTION, "Adapter", lambda m: put_in(m, PROJECTION, Adapter(m.get_submodule(PROJECTION)))),
+    "a head": ("lm_head", "Linear", lambda m: m.resize_token_embeddings(170, mean_resizing=False)),
+    "a layer": ("model.layers.2", "LlamaDecoderLayer", lambda m: m.model.layers.append(built("llama").model.layers[0])),
+}
+
+
+@pytest.mark.parametrize("change", PUT_IN)
+def test_a_module_put_in_after_apply_is_named(change):
+    model, (name, kind, put), ids = applied("llama"), PUT_IN[change], SEQUENCES[0][None]
+    put(model)
+    sentence = f"{name} is a {kind} put in after apply.model., expected .*: restore and apply again"
+    refused(ValueError, "apply: " + sentence, model, ids)
+    refused(ValueError, "logprobs: " + sentence, logprobs, model, ids)
+    with torch.no_grad():
+        refused(ValueError, "apply: " + sentence, copy.deepcopy(model), ids)
+    restore(model)
+    apply(model)
+    model(ids, labels=ids).loss.backward()
+    del model.model.layers[-1]
+    refused(ValueError, r"model.layers.\d is missing after apply", model, ids)
+
+
+def test_other_parameters_and_a_module_beside_are_no_refusal(whole):
+    model = applied()
+    model.score = torch.nn.Linear(64, 1)
+    model(SEQUENCES[0][None])
+    del model.score
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
+    model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()}, assign=True)
+    model.tie_weights()
+    assert_same(step(model, STEPS["batch"]), whole["qwen3"])
+
+
+def test_a_dropped_model_is_freed_at_once():
+    model = applied("small")
+    weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    del model
+    assert weight() is None
 
 
 def test_a_model_is_never_left_half_replaced(monkeypatch):

@@ -19,7 +19,7 @@ from bi_kernels.integrations.transformers.attention import NAME, PAGED
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, dense, read
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
-from bi_kernels.integrations.transformers.swap import Swapped
+from bi_kernels.integrations.transformers.swap import Swapped, check_parts
 from bi_kernels.tokens import TokenLayout
 
 
@@ -133,6 +133,8 @@ def _model_forward(forward: Callable) -> Callable:
     def forward_of_a_call(self, *args, **kwargs):
         if not isinstance(self, Model) or current() is not None:
             return forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            check_parts("apply", self)
         trains = torch.is_grad_enabled()
         if not (trains or self.whole):
             return forward(self, *args, **kwargs)

@@ -14,7 +14,7 @@ from bi_kernels.integrations.transformers import attention_modules, modules
 from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.report import Report
-from bi_kernels.integrations.transformers.swap import Swapped, swapped
+from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 
 ATTENTION = {
     qwen3.Qwen3Attention: attention_modules.Attention,
@@ -156,6 +156,8 @@ def apply(model: nn.Module) -> Report:
                 if kind is modules.LanguageModel:
                     module.__dict__["bi_kernels_before"] = module.config._attn_implementation
         for module in done:
+            if isinstance(module, modules.Model):
+                remember_parts(module)
             if isinstance(module, modules.LanguageModel):
                 module.set_attn_implementation(NAME)
     except BaseException:
@@ -180,5 +182,6 @@ def _undo(done: list[nn.Module]) -> None:
         before = module.__dict__.pop("bi_kernels_before", None)
         if before is not None:
             module.config._attn_implementation_internal = before
-        module.__dict__.pop("bi_kernels_table", None)
+        for kept in ("bi_kernels_table", PARTS):
+            module.__dict__.pop(kept, None)
         module.__class__ = type(module).replaces

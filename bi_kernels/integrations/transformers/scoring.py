@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.layout import read
-from bi_kernels.integrations.transformers.swap import Swapped
+from bi_kernels.integrations.transformers.swap import Swapped, check_parts
 
 IGNORED = -100
 
@@ -49,6 +49,8 @@ def logprobs(
     have a gradient where one is wanted. Raises ValueError for a model that was not given to `apply`.
     """
     owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
+    if owner is not None:
+        check_parts("logprobs", owner)
     head = None if owner is None else owner.get_output_embeddings()
     if not isinstance(head, Swapped) or not owner.whole or head.bias is not None:
         raise ValueError(

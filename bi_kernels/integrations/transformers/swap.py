@@ -4,6 +4,8 @@ import functools
 
 from torch import nn
 
+PARTS = "bi_kernels_parts"
+
 
 class Swapped:
     """In the place of `replaces`, of which it is a subclass too."""
@@ -38,3 +40,26 @@ def swapped(replaces: type[nn.Module], kind: type[Swapped]) -> type[nn.Module]:
     body = {"replaces": replaces, "kind": kind}
     body |= {"__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
     return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
+
+
+def remember_parts(model: nn.Module) -> None:
+    """Remembers the modules within a model; it refers to none above them, so that a dropped model is freed at once."""
+    model.__dict__[PARTS] = [
+        (name, isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential)), m._modules, dict(m._modules))
+        for name, m in model.named_modules()
+        if m._modules
+    ]
+
+
+def check_parts(op: str, model: nn.Module) -> None:
+    """Raises ValueError for a model in which a module has taken another's place since `apply`. Nothing that `apply` saw
+    calls one that was added beside them, except in a list of modules."""
+    for name, is_list, now, before in model.__dict__.get(PARTS, ()):
+        if now != before:
+            for part in [*before, *now] if is_list else before:
+                if now.get(part) is not before.get(part):
+                    what = "missing" if now.get(part) is None else f"a {type(now[part]).__name__} put in"
+                    raise ValueError(
+                        f"{op}: {f'{name}.{part}'.lstrip('.')} is {what} after apply(model), expected the module that "
+                        "apply saw: restore and apply again"
+                    )
