@@ -647,6 +647,27 @@ def test_a_dropped_model_is_freed_at_once():
     assert weight() is None
 
 
+def test_other_gradients_than_those_of_backward_are_refused():
+    model = applied("small")
+    weights, loss = [*model.parameters()], half(model, 0)
+    gradient = lambda of, **how: torch.autograd.grad(loss, of, allow_unused=True, retain_graph=True, **how)
+    refused(ValueError, "chosen gradients are asked for", gradient, weights)
+    for p in weights:
+        refused(ValueError, "expected backward.. alone", gradient, p)
+        refused(ValueError, "expected backward.. alone", loss.backward, inputs=[p], retain_graph=True)
+    refused(ValueError, "create_graph is True, expected False", loss.backward, create_graph=True)
+    assert not grads(model)
+    logprob, _ = logprobs(model, SEQUENCES[0][None])
+    (g,) = torch.autograd.grad((logprob * 2).sum(), logprob, retain_graph=True)  # it ends at the output
+    assert (g == 2).all() and not grads(model)
+    loss.backward()
+    assert len(grads(model)) == len(weights)
+    model.requires_grad_(False)
+    embeds = model.model.embed_tokens(SEQUENCES[0][None]).requires_grad_()
+    (g,) = torch.autograd.grad(model(inputs_embeds=embeds).logits.sum(), embeds)
+    assert g.any()
+
+
 def test_a_model_is_never_left_half_replaced(monkeypatch):
     from bi_kernels.integrations.transformers import replace as module
 

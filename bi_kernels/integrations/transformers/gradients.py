@@ -7,12 +7,15 @@ autograd itself added meanwhile. So clipping, any optimizer, and gradients that 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 BUFFERS = ("main_grad", "embedding_main_grad")
 STATE = "bi_kernels_fold"
+LEAVES = 4  # that a plain backward() reaches, where backward(inputs=...) may reach a few
 
 
 class _Fold:
@@ -63,6 +66,39 @@ def tensors(out: object) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
+def _next(node: Node) -> tuple[Node, ...]:
+    return tuple(n for n, _ in node.next_functions if n is not None)
+
+
+def _reached(node: Node) -> bool | None:
+    """Returns whether the backward that runs comes to a node; None for a leaf whose gradient autograd.grad returns."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
+def _wanted(nodes: tuple[Node, ...]) -> str:
+    """Returns whose gradients the backward that runs computes at these nodes and behind them: "all", "some", or, where
+    autograd.grad was asked for an output's and ends there, "none". The leaves that lie nearest tell."""
+    todo, known, leaves = [nodes], set(), 0
+    for nodes in todo:  # of one op; grows
+        reached = [_reached(node) for node in nodes]
+        if all(r is False for r in reached):
+            continue  # the op itself is not computed
+        for node, r in zip(nodes, reached):
+            if hasattr(node, "variable"):
+                if not r:
+                    return "some"
+                leaves += 1
+            elif r and node not in known:
+                known.add(node)
+                todo.append(_next(node))
+        if leaves >= LEAVES:
+            break
+    return "all" if leaves else "none"
+
+
 class Folds:
     """The parameters that one forward call used, opened when its backward begins and closed when that ends."""
 
@@ -108,11 +144,21 @@ class Folds:
         if torch.is_grad_enabled():
             for t in tensors(out):
                 if t.requires_grad and t.grad_fn is not None:
-                    t.register_hook(self._begin)
+                    t.register_hook(partial(self._begin, _next(t.grad_fn)))  # its own node would keep itself alive
 
-    def _begin(self, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+    def _begin(self, nodes: tuple[Node, ...], grad: Tensor) -> None:
+        task, twice = torch._C._current_graph_task_id(), torch.is_grad_enabled()
         if task != self.task:
+            wanted = _wanted(nodes) if twice or self.parameters else "all"
+            if wanted == "none":
+                return
+            if twice:
+                raise ValueError("apply: create_graph is True, expected False: there is no gradient of a gradient")
+            if wanted == "some" and self.parameters:
+                raise ValueError(
+                    "apply: chosen gradients are asked for, by torch.autograd.grad or backward(inputs=...), expected "
+                    "backward() alone: it folds those of all parameters into their .grad"
+                )
             self.task, self.opened = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._open(list(self.parameters.values()))
