@@ -668,6 +668,22 @@ def test_other_gradients_than_those_of_backward_are_refused():
     assert g.any()
 
 
+def test_a_logprob_stands_before_its_token():
+    model, ids = applied(dtype=torch.float32), SEQUENCES[2][None]
+    with torch.no_grad():
+        logprob, entropy = logprobs(model, ids)
+        expected = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    assert torch.allclose(logprob[:, :-1], expected, atol=1e-5) and not logprob[0, -1] and not entropy[0, -1]
+
+
+def test_a_model_reads_cu_seqlens_too():
+    model, (given, _) = applied(), packed([0, 2])
+    with torch.no_grad():
+        logits = model(**given, use_cache=False).logits[0]
+        for i, found in zip((0, 2), logits.split([LENGTHS[0], LENGTHS[2]])):
+            assert_same_bits(found, model(SEQUENCES[i][None], use_cache=False).logits[0])
+
+
 def test_a_model_is_never_left_half_replaced(monkeypatch):
     from bi_kernels.integrations.transformers import replace as module
 
@@ -698,6 +714,25 @@ def test_bad_calls_are_refused_in_one_sentence(monkeypatch):
     refused(
         ValueError, r"cu_seq_lens_q is \[0, 5, 19\] for tokens \(1, 40\)", model, ids.view(1, 40), cu_seq_lens_q=ends
     )
+    row = ids.view(1, 40)
+    refused(ValueError, r"cu_seqlens is \[0, 5, 19\] for tokens \(1, 40\),", logprobs, model, row, cu_seqlens=ends)
+    more = {"attention_mask": mask.view(1, 40), "cu_seqlens": torch.tensor([0, 40])}
+    refused(ValueError, r"cu_seqlens is \[0, 40\] .* and an attention_mask, expected", logprobs, model, row, **more)
+    refused(TypeError, "cu_seqlens is a list, expected a torch.Tensor", logprobs, model, row, cu_seqlens=[0, 40])
+    refused(ValueError, r"cu_seqlens is of shape \(0,\)", logprobs, model, row, cu_seqlens=ends[:0])
+    refused(ValueError, r"cu_seq_lens_q is of .* dtype torch.float32", model, row, cu_seq_lens_q=ends.float())
+    refused(ValueError, r"logprobs: input_ids has shape \(20,\), expected", logprobs, model, ids[0])
+    refused(TypeError, "logprobs: input_ids is a list, expected a torch.Tensor", logprobs, model, ids.tolist())
+    refused(ValueError, r"labels has shape \(2, 19\), expected \(2, 20\)", model, ids, mask, labels=ids[:, 1:])
+    refused(
+        ValueError,
+        "attention_mask's row 0 has 5 values that are neither, expected ones and zeros",
+        model,
+        ids,
+        2 * mask,
+    )
+    refused(ValueError, "attention_mask's row 0 has 20 values that are neither", logprobs, model, ids, mask - 0.5)
+    assert_same_bits(model(ids, mask.float()).logits, model(ids, mask.bool()).logits)
     refused(ValueError, r"position_ids has shape \(2, 7\), expected \(2, 20\)", model, ids, position_ids=ids[:, :7])
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

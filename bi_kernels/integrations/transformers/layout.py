@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bi_kernels.checks import can_wait
+from bi_kernels.checks import can_wait, integers
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
 from bi_kernels.ops.rope import packed_positions
@@ -152,6 +152,14 @@ def _padding_mask(mask: object) -> Tensor | None:
     return mask
 
 
+def _check_ends(name: str, ends: object) -> None:
+    if not isinstance(ends, Tensor):
+        raise TypeError(f"apply: {name} is a {type(ends).__name__}, expected a torch.Tensor (sequences + 1,)")
+    if ends.dim() != 1 or not len(ends) or not integers(ends):
+        given = f"of shape {tuple(ends.shape)} and dtype {ends.dtype}"
+        raise _wrong(f"{name} is", given, "integers (sequences + 1,)")
+
+
 def _seen(cache: object) -> int | Tensor:
     """Returns how many tokens of a row a cache holds; a tensor where only the device knows."""
     if cache is None:
@@ -170,15 +178,18 @@ def _spans(mask: Tensor, batch: int, length: int, past: int | Tensor) -> tuple[T
     fits = width == total if known else width >= (total or length)  # a static cache's may be as wide as its room
     if mask.shape[0] != batch or not fits:
         raise _wrong("attention_mask has shape", tuple(mask.shape), f"({batch}, {total or f'at least {length}'})")
-    mask = mask != 0
+    given, mask = mask, mask != 0
     begin = mask.to(torch.uint8).argmax(1)
     count = mask.sum(1)
     end = width - mask.flip(1).to(torch.uint8).argmax(1)
     if can_wait(mask):
-        said = torch.stack([begin, end, count]).tolist()
+        said = torch.stack([begin, end, count, (given != mask).sum(1)]).tolist()
+        if any(said[3]):
+            i = next(i for i, n in enumerate(said[3]) if n)
+            raise _wrong(f"attention_mask's row {i} has", f"{said[3][i]} values that are neither", "ones and zeros")
         if all(n == total for n in said[2]) and not any(said[0]):
             return None
-        holes = [i for i, (b, e, n) in enumerate(zip(*said)) if n and e - b != n]
+        holes = [i for i, (b, e, n) in enumerate(zip(*said[:3])) if n and e - b != n]
         if holes:
             raise _wrong(f"attention_mask's row {holes[0]} has", "zeros between ones", "padding at its ends alone")
     end = torch.where(count > 0, end, begin)
@@ -212,9 +223,11 @@ def read(
     inputs_embeds: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cache: object = None,
+    cu_seqlens: Tensor | None = None,
     **rest,
 ) -> Call:
-    """Returns the call that a model's arguments describe. Raises ValueError with one sentence where they contradict."""
+    """Returns the call that a model's arguments describe; cu_seqlens is cu_seq_lens_q under the name that `logprobs`
+    gives it. Raises TypeError and ValueError with one sentence where they contradict."""
     x = input_ids if inputs_embeds is None else inputs_embeds
     if x is None:
         return Call(0, 0)  # the model says so itself
@@ -225,21 +238,20 @@ def read(
         return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids, "room": room})
     past = _seen(past_key_values)
     mask = _padding_mask(attention_mask)
-    ends = None
-    if cu_seq_lens_q is not None:
-        ends = cu_seq_lens_q.tolist() if can_wait(cu_seq_lens_q) else None
+    ends, name = None, "cu_seqlens"
+    if cu_seqlens is None:
+        cu_seqlens, name = cu_seq_lens_q, "cu_seq_lens_q"
+    if cu_seqlens is not None:
+        _check_ends(name, cu_seqlens)
+        ends = cu_seqlens.tolist() if can_wait(cu_seqlens) else None
         if batch != 1 or mask is not None or ends and (ends[0] or ends[-1] != length or ends != sorted(ends)):
-            raise _wrong(
-                "cu_seq_lens_q is", f"{ends} for tokens {(batch, length)}", "sequences that fill one row, unmasked"
-            )
-        cu_seqlens = cu_seq_lens_q
+            where = f"{ends} for tokens {(batch, length)}" + (" and an attention_mask" if mask is not None else "")
+            raise _wrong(f"{name} is", where, "sequences that fill one row, unmasked")
     elif mask is None and position_ids is not None and isinstance(past, int) and not past and length > 1:
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise _wrong("position_ids has shape", tuple(position_ids.shape), f"({batch}, {length})")
         ends = _restarts(position_ids, batch, length)
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=x.device)
-    else:
-        cu_seqlens = None
     if cu_seqlens is not None:
         return Call(batch, length, cu_seqlens=cu_seqlens, layout=TokenLayout.packed(ends) if trains and ends else None)
     spans = None if mask is None else _spans(mask.to(x.device), batch, length, past)

@@ -23,6 +23,10 @@ def causal_lm_loss(
 
     logits (batch, length, vocab), labels (batch, length) as Transformers has them, or shift_labels, shifted already.
     """
+    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+        if given is not None and given.shape != logits.shape[:-1]:
+            expected = f"{tuple(logits.shape[:-1])}, that of the logits"
+            raise ValueError(f"loss: {name} has shape {tuple(given.shape)}, expected {expected}")
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(logits.device).reshape(logits.shape[:-1])
@@ -57,7 +61,11 @@ def logprobs(
             f"logprobs: model is a {type(model).__name__}, expected a model for causal language modelling after "
             "apply(model), of an architecture that is swapped whole, its head a linear without bias"
         )
-    call = read(input_ids, attention_mask, position_ids, cu_seq_lens_q=cu_seqlens)
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"logprobs: input_ids is a {type(input_ids).__name__}, expected a torch.Tensor (batch, length)")
+    if input_ids.dim() != 2:
+        raise ValueError(f"logprobs: input_ids has shape {tuple(input_ids.shape)}, expected (batch, length)")
+    call = read(input_ids, attention_mask, position_ids, cu_seqlens=cu_seqlens)
     targets = call.next_tokens(input_ids, IGNORED)
     positions = call.positions() if position_ids is None else position_ids
     with call:
