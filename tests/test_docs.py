@@ -92,14 +92,16 @@ def test_the_readme_uses_a_model():
     scope = {
         "model": model,
         "prompts": {"input_ids": torch.arange(1, 7).view(2, 3), "attention_mask": torch.ones(2, 3).long()},
-        "mask": torch.ones(2, 9).long(),
+        "tokenizer": SimpleNamespace(pad_token_id=0),
         "advantages": torch.linspace(-1, 1, 18).view(2, 9),
         "active_tokens": 12,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
     }
+    model.generation_config.suppress_tokens = [0]  # nothing ends, so nothing is padded
     assert len(MODEL.splitlines()) <= 10
     exec(MODEL.replace("max_new_tokens=64", "max_new_tokens=6"), scope)
     assert scope["completions"].shape == scope["logprob"].shape == (2, 9) and scope["entropy"].requires_grad
+    assert scope["mask"].all() and scope["logprob"][:, :-1].all() and not scope["logprob"][:, -1].any()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert type(model) is kind and all(p.grad.any() for p in model.parameters())
 
