@@ -16,6 +16,7 @@ import bi_kernels
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.replaced_backward import with_backward
+from bi_kernels.audit.broken.uses import TRAINED, USE_CONTROLS
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
@@ -24,7 +25,7 @@ from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, UNTRAINED
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
@@ -82,11 +83,12 @@ def in_need(found: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("audit", AUDITS)
 def test_every_control_is_caught_by_its_relation(audit, fewer):
     found = start(audit, {}).controls()
-    mine = [c for c in GRADIENT_CONTROLS if c.audit == audit]
+    mine = [c for c in (*GRADIENT_CONTROLS, *USE_CONTROLS) if c.audit == audit]
     assert [r.candidate for r in found] == [c.name for c in mine]
     for row, control in zip(found, mine):
         assert row.caught and row.control, report([row])
-        assert (row.relation, row.op, row.dtype) == (control.relation, control.op, control.dtype)
+        relation = "invariance" if control.relation == TRAINED else control.relation
+        assert (row.relation, row.op, row.dtype) == (relation, control.op, control.dtype)
 
 
 @pytest.mark.parametrize("control", [c for c in GRADIENT_CONTROLS if c.relation != STATIC], ids=lambda c: c.name)
@@ -111,7 +113,7 @@ def test_padding_taken_for_tokens_shows_where_padding_holds_nan_and_nowhere_else
     control = next(c for c in GRADIENT_CONTROLS if "padding" in c.name)
     s = subject(control.op, control.function, control.dtype, control.case)
     found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
-    assert [required(r) for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(
+    assert [required(r)[:4] for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(
         in_need(found)
     )
 
@@ -179,7 +181,7 @@ def norm_rows():
 
 def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
-    assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC}
+    assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC, "invariance"}
     assert not gradients.missing(norm_rows, [subject("rms_norm")])
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
@@ -187,7 +189,7 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
 
 
 def required(row: Row) -> tuple:
-    return row.relation, row.layout, row.tensor, row.inputs
+    return row.relation, row.layout, row.tensor, row.inputs, row.against == UNTRAINED
 
 
 def test_what_was_not_run_needs_a_fix(norm_rows):
@@ -225,7 +227,7 @@ def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
     missing = gradients.missing([], [s])
-    found = {r.tensor.removesuffix(".grad") for r in missing if r.relation != STATIC}
+    found = {r.tensor.removesuffix(".grad") for r in missing if r.relation not in (STATIC, "invariance")}
     assert found == {f"d{k}" for k in floating} != set()
 
 

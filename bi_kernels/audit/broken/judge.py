@@ -8,6 +8,7 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.broken.uses import TRAINED, USE_CONTROLS
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient
@@ -15,7 +16,7 @@ from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
 
-EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS)
+EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS, *USE_CONTROLS)
 ACCURATE = ("normal", "wide")  # inputs on which some control shows
 TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
 
@@ -75,4 +76,5 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     ),
     gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
     STATIC: _static,
+    TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == gradient.UNTRAINED)),
 }

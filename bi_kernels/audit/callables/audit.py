@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 from rich.progress import track
 
+from bi_kernels.audit.callables.modes import judged, modes
 from bi_kernels.audit.callables.relations import accuracy, compared, determinism, gradients, invariance, plan
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.step import NoBackward, Step
@@ -92,6 +93,7 @@ def audit(
         steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
         for layout, (calls, filler) in plan(t.count, seed).items():
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
+        steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
         if backward is not False:
             try:
                 steps += _backward_steps(t)

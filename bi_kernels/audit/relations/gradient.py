@@ -23,6 +23,7 @@ PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach 
 ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
 ACCURATE_TOKENS = 300
 INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"
+UNTRAINED = "no gradient wanted"  # what the outputs of a call that trains are compared with
 
 Gradients = dict  # {input: its gradient}
 
@@ -44,8 +45,12 @@ def by_split(subject: Subject) -> Iterator[Row]:
             said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
             yield subject.row(INVARIANCE, "packed", None, "singles", **said)
             return
+        rolled = tuple(step.without_gradients())
         for name, made, expected, more in _asked(step, names, base):
             yield from compared(subject, INVARIANCE, name, made, expected, **said | more)
+            if "left_in" not in more:
+                more = said | {"against": UNTRAINED, "detail": more["detail"]}
+                yield from subject.attempt("invariance", name, lambda: compare(tuple(step.outputs), rolled), **more)
         if kind == SHARPEST:
             yield from _again(step, base, said)
 
@@ -148,6 +153,10 @@ def _required(s: Subject) -> Iterator[dict]:
     row = lambda *values: dict(zip(("relation", "layout", "tensor", "inputs"), values))
     op = s.problem.op
     yield row(STATIC, LEVELS, "out", "")
+    padded = {NAN_PADDING: PADDED} if op.shared else {}
+    for kind, names in ({SHARPEST: (*LAYOUTS, *VIEWS), "nonfinite": BESIDE} | padded).items():
+        trained = {"relation": "invariance", "against": UNTRAINED, "inputs": kind}
+        yield from (trained | {"layout": layout} for layout in names)
     for k, dims in (op.tokens | op.shared).items():
         if dims.endswith((":id", ":bool")):
             continue

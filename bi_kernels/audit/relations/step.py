@@ -51,6 +51,7 @@ class Step:
             self.tokens["targets"][self.at == 0] = p.op.constants["ignore_index"] + 1
         self.layouts = layouts(self.lengths, p.seed)
         self.dy: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []  # of the calls that were last made, in logical order
 
     @property
     def nan_in_padding(self) -> bool:
@@ -83,6 +84,7 @@ class Step:
         for t in trained.values() if main_grad else ():
             t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
         out = {k: torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
+        self.outputs = []
         for call in self.layouts[calls] if isinstance(calls, str) else calls:
             self._backward(call, shared, view, out)
         for k, t in trained.items():
@@ -90,6 +92,26 @@ class Step:
             if out[k] is None:
                 raise ValueError(f"the candidate's backward left no gradient for {k}")
         return out
+
+    @torch.no_grad()
+    def without_gradients(self) -> list[torch.Tensor]:
+        """Returns the outputs of one packed call of which no gradient is wanted, as a rollout's."""
+        (call,) = self.layouts["packed"]
+        tokens, shared = ({k: t.clone() for k, t in given.items()} for given in (self.tokens, self.shared))
+        return [t.clone() for t in self._forward(call, tokens, shared)]
+
+    def _forward(self, call: Call, tokens: dict, shared: dict) -> Sequence[torch.Tensor]:
+        s, rows = self.subject, on(self.at.device, call.index.reshape(-1)).clamp(min=0)
+        cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
+        with token_layout(call, self.lengths):
+            return s.outputs(s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached))
+
+    def _keep(self, outputs: Sequence[torch.Tensor], call: Call, to: torch.Tensor, taken: torch.Tensor | None) -> None:
+        """Puts a call's outputs in their places, in logical order."""
+        made = [o.detach().reshape(-1, *o.shape[call.index.ndim :]) for o in outputs]
+        self.outputs = self.outputs or [y.new_zeros(self.count, *y.shape[1:]) for y in made]
+        for into, y in zip(self.outputs, made):
+            fill(into, to, y, taken)
 
     def _backward(self, call: Call, shared: dict, view: Callable, out: dict) -> None:
         """Runs one call and its backward; the gradients of its tokens go to their places in `out`."""
@@ -99,10 +121,8 @@ class Step:
         tokens = {k: gather(t, call.index, self.nan_in_padding) for k, t in self.tokens.items()}
         for k in out:
             tokens[k].requires_grad_()
-        cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
-        with token_layout(call, self.lengths):
-            viewed = {k: view(t) for k, t in tokens.items()}
-            outputs = s.outputs(s.forward(viewed, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached))
+        outputs = self._forward(call, {k: view(t) for k, t in tokens.items()}, shared)
+        self._keep(outputs, call, to, taken)
         if not self.dy:
             self.upstream(outputs, call.index.ndim)
         upstream = [

@@ -159,5 +159,5 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
         torch.save(tensors(given), held)
         loads = {"load": held.name}
     fn = import_of_spec(candidate, folder) if candidate else _import(t, imports, path)
-    shown = [r for r in rows if r.mismatches]
+    shown = [r for r in rows if r.mismatches and r.against != "no_grad"]  # the script runs in one mode
     return write(pair, t, f"{t.name}, along dimension {t.batch}", fn, path, shown, **loads)
