@@ -70,26 +70,24 @@ def can_wait(t: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _written(tensors: tuple[torch.Tensor, ...]) -> list | None:
-    """Returns what changes whenever PyTorch writes to one of the tensors; None where nothing tells."""
-    known = [None if t.is_inference() else (t._version, t.data_ptr()) for t in tensors]
-    return None if None in known else known
+def _written(t: torch.Tensor) -> tuple[int, int] | None:
+    """Returns what changes whenever PyTorch writes to `t`; None where nothing tells."""
+    return None if t.is_inference() else (t._version, t.data_ptr())
 
 
-def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
-    """Returns whether a check may and has to wait for the values of tensors: every layer of a model asks the same of
-    the same ones, and the first remembers that they were `seen`. What PyTorch does not notice, as a graph's replay, may
-    write to them behind it, so sentences may hang on this, memory may not."""
-    first = tensors[0]
-    if not can_wait(first):
+def unseen(question: tuple, t: torch.Tensor) -> bool:
+    """Returns whether a check may and has to wait for the values of `t`: every layer of a model asks the same of the
+    same tensor, and the first remembers that it was `seen`. What PyTorch does not notice, as a graph's replay, may
+    write to it behind that, so sentences may hang on this, memory may not."""
+    if not can_wait(t):
         return False
-    known = _written(tensors)
-    return known is None or first.__dict__.get("_bi_kernels_seen", {}).get(question) != known
+    known = _written(t)
+    return known is None or t.__dict__.get("_bi_kernels_seen", {}).get(question) != known
 
 
-def seen(question: tuple, *tensors: torch.Tensor) -> None:
-    """Remembers that the values of tensors, as they are now, passed the check."""
-    tensors[0].__dict__.setdefault("_bi_kernels_seen", {})[question] = _written(tensors)
+def seen(question: tuple, t: torch.Tensor) -> None:
+    """Remembers that the values of `t`, as they are now, passed the check."""
+    t.__dict__.setdefault("_bi_kernels_seen", {})[question] = _written(t)
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 def remind(op: str, sequences: int) -> None:
     """Warns of sequences that attention is told of, in a forward that trains, while other ops fold parameters'
     gradients by the shapes that they see."""
-    if TokenLayout.assumed and _current.get() is None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and TokenLayout.assumed and _current.get() is None:
         warnings.warn(
             f"{op}: {sequences} packed or padded sequences, but no token layout is entered, so parameters' gradients "
             "depend on the batch; expected the forward inside `with TokenLayout.packed(...)` or `.padded(...)`",

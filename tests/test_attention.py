@@ -1,13 +1,16 @@
 """Attention: the same bits of a query and of every gradient wherever its sequence lies, in one call or in several, and
 however it is tiled; within the contract's bounds; broken variants are caught; one clear sentence on bad input."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
 from conftest import assert_same_bits
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bi_kernels
 from bi_kernels import contract, reference
@@ -680,37 +683,46 @@ def test_bad_input_is_one_clear_sentence(tensors, more, error, words):
     assert "\n" not in message and len(message) < 250 and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "lengths_k", "block_table"])
-def test_values_are_looked_at_again_once_written_to_and_by_no_other_layer(name):
-    """A layer's call waits for the device no more for what the layer before it has seen; what torch does not notice,
-    as a graph's replay, may then be wrong, and reads nothing outside."""
-    q, pages = numbers("q", 6, 4, 16), numbers("k", 5, 4, 2, 16)
-    k, paged = pages.view(20, 2, 16)[:6], name == "block_table"
-    told = {
-        "cu_seqlens_q": (q, k, {"cu_seqlens_q": torch.tensor([0, 4, 6])}),
-        "lengths_k": (q.view(2, 3, 4, 16), k.view(2, 3, 2, 16), {"lengths_k": torch.tensor([2, 3])}),
-        "block_table": (
-            q.view(2, 3, 4, 16),
-            pages,
-            {"lengths_k": torch.tensor([8, 3]), "block_table": torch.tensor([[0, 1], [2, -9]])},
-        ),
-    }[name]
-    q, k, options = told
-    given = options[name]
-    first = bi_kernels.attention(q, k, k, **options)
-    assert_same_bits(bi_kernels.attention(q, k, k, **options)[0], first[0])
-    behind = given.numpy().reshape(-1)  # what is written here has no version
-    behind[0] += 99
-    bi_kernels.attention(q, k, k, **options)
-    behind[0] -= 99
-    assert_same_bits(bi_kernels.attention(q, k, k, **options)[0], first[0])
-    if paged:
-        options["lengths_k"][1] = 5  # the page −9 counts now
-    else:
-        given[0] = 99
+@pytest.mark.parametrize(
+    "name, values, behind, clamped",
+    [
+        ("cu_seqlens_q", [0, 4, 6], [0, 99, 6], [0, 6, 6]),
+        ("cu_seqlens_q", [0, 4, 6], [3, 4, 5], [0, 4, 6]),
+        ("lengths_k", [2, 3], [-7, 99], [0, 3]),
+    ],
+)
+def test_values_are_looked_at_again_once_written_to_and_by_no_other_layer(name, values, behind, clamped):
+    """A layer's call waits for the device no more for what the layer before it has seen. What torch does not notice, as
+    a graph's replay, may be wrong then: every row is computed all the same, and none outside is read."""
+    q, k = numbers("q", 6, 4, 16), numbers("k", 6, 2, 16)
+    q, k = (q, k) if name == "cu_seqlens_q" else (t.unflatten(0, (2, 3)) for t in (q, k))
+    given = torch.tensor(values)
+    call = lambda t: bi_kernels.attention(q, k, k, **{name: t})
+    first = call(given)
+    given.numpy()[:] = behind  # of which no version tells
+    for found, wanted in zip(call(given), call(torch.tensor(clamped))):
+        assert_same_bits(found, wanted)
+    given.numpy()[:] = values
+    assert_same_bits(call(given)[0], first[0])
+    given[0] = 99
     with pytest.raises(ValueError, match=name):
-        bi_kernels.attention(q, k, k, **options)
-    with torch.inference_mode():
-        options = {n: t.clone() for n, t in options.items()}  # of which no version is kept
-        with pytest.raises(ValueError, match=name):
-            bi_kernels.attention(q, k, k, **options)
+        call(given)
+    with torch.inference_mode(), pytest.raises(ValueError, match=name):
+        call(given.clone())  # of which no version is kept
+
+
+def test_selective_checkpointing_recomputes_the_same_ops():
+    """What the first call has looked at, and the recomputation has not, makes no other op of torch's."""
+    q, k = (numbers(n, 6, h, 16).requires_grad_() for n, h in (("q", 4), ("k", 2)))
+    ends, w = torch.tensor([0, 4, 6]), torch.randn(16, 16).bfloat16().requires_grad_()
+
+    def forward(q, k):
+        return bi_kernels.attention(q @ w, k, k, cu_seqlens_q=ends)[0]
+
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no token layout is entered
+        checkpoint(forward, q, k, use_reentrant=False, context_fn=saved).sum().backward()
+        found, q.grad = q.grad, None
+        forward(q, k).sum().backward()
+    assert_same_bits(found, q.grad)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bi_kernels.audit.evidence import drift
 from bi_kernels.audit.evidence.drift import compare, ordered, raw
 from bi_kernels.contract import DTYPES
 
@@ -112,3 +113,12 @@ def test_the_report_is_valid_json(value):
     report = json.loads(json.dumps(drift.json(), allow_nan=False))
     assert report["first_index"] == [1, 1] and report["mismatches"] == 1
     assert report["max_ulp"] == (128 if value == 2.0 else "inf")
+
+
+def test_the_worst_of_every_piece_counts(monkeypatch):
+    a = torch.zeros(10)
+    b = a.clone()
+    b[2], b[9] = 1.0, 3.0
+    monkeypatch.setattr(drift, "AT_ONCE", 1)
+    found = drift.compare(b, a)
+    assert (found.mismatches, found.max_abs, found.first_index) == (2, 3.0, (2,))

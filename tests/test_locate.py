@@ -1,5 +1,6 @@
 """The localiser: it names nothing on what is invariant, and on what is broken the op that is."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -290,3 +291,45 @@ def test_a_model_that_raises_is_told_from_one_that_drifts_and_is_left_as_it_was(
 
     with pytest.raises(ValueError, match=r"the model raised in layout 'batch', tests/test_locate.py:\d+: NameError"):
         locate(broken, x)
+
+
+KERNEL = """
+import triton, triton.language as tl
+
+def made():
+    @triton.jit
+    def {name}(x, y, F, T: tl.constexpr):
+        r, acc = tl.program_id(0), 0.0
+        for at in range(0, F, T):
+            k = at + tl.arange(0, T)
+            acc += tl.sum(tl.load(x + r * F + k, mask=k < F, other=0.0), 0)
+        tl.store(y + r, acc * {factor})
+    return {name}
+"""
+AT_THE_TOP = KERNEL.replace("def made():\n", "").replace("    return {name}\n", "").replace("\n    ", "\n")
+
+
+def kernel_of(folder, module: str, source: str, name: str, factor: float = 1.0):
+    (folder / f"{module}.py").write_text(source.format(name=name, factor=factor))
+    return importlib.import_module(module)
+
+
+def test_scripts_tell_kernels_of_one_name_apart_and_no_name_costs_the_report(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x = torch.randn(3, 5, 33)
+
+    def named_by(one, other, tile=16):
+        def model(x):
+            y = torch.empty(x.shape[:2])
+            many = len(x) > 1
+            (one if many else other)[(y.numel(),)](x.contiguous(), y, x.shape[2], T=64 if many else tile)
+            return y
+
+        return locate(model, x, backward=False, folder=tmp_path / "out", rounds=1).first
+
+    one, other = (kernel_of(tmp_path, f"m{n}", AT_THE_TOP, "kernel", n).kernel for n in (1, 2))
+    assert shows(named_by(one, other, 64).script)
+    t = kernel_of(tmp_path, "m3", AT_THE_TOP, "t").t  # as a script calls what it loads
+    assert shows(named_by(t, t).script)
+    closure = kernel_of(tmp_path, "m4", KERNEL, "kernel").made()
+    assert named_by(closure, closure).script is None

@@ -161,6 +161,21 @@ def _odd(x, out, n):
     tl.store(out, tl.load(values[0]))
 
 
+@triton.jit
+def _put_second(at, *to):
+    tl.store(to[1] + at, 1.0)
+
+
+@triton.jit
+def _several(x, out, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    _put_second(at, x, out)
+
+
+def test_what_a_helper_takes_several_of_may_be_written():
+    assert not {"x", "out"} & only_read(_several)
+
+
 def test_a_kernel_only_reads_what_no_name_writes_through():
     assert only_read(_writing) == {"kept", "index"}  # x may be chosen
     assert {"x", "y", "index", "k"} <= only_read(_reading) and "out" not in only_read(_reading)

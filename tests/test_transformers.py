@@ -229,6 +229,9 @@ def test_a_paged_cache_is_cleared_once_before_it_is_read():
     cache.key_cache[0].fill_(1)
     read(torch.zeros(1, 3, dtype=torch.long), cache=cache)
     assert cache.key_cache[0].all()
+    cache.bi_kernels_cleared, cache._block_manager = False, SimpleNamespace(_hash_to_id={7: 0})
+    read(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+    assert cache.key_cache[0].all(), "it held a prefix when the model came to it"
 
 
 def test_the_keys_that_a_window_drops_are_counted():

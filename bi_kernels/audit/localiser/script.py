@@ -16,14 +16,15 @@ from bi_kernels.audit.reproduce.imports import beside, reach
 from bi_kernels.audit.reproduce.script import TEMPLATES
 
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+OWN = re.compile(r"[ab]\d*|t|_|differ|gap|torch|replace|Path|spec|sys|os|importlib|bi_kernels")  # a script's own names
 PLAIN = bool, int, str, type(None)
 
 
 class _Source:
     """Python of one program after the other; what it does not say is kept in `held`, which it calls t."""
 
-    def __init__(self):
-        self.held: list = []
+    def __init__(self, kernels: dict[tuple[str, str], str]):
+        self.held, self.kernels = [], kernels
 
     def _hold(self, value) -> str:
         self.held.append(value)
@@ -82,7 +83,7 @@ class _Source:
         return self._hold(value)
 
     def _call(self, op: Op) -> str:
-        called = f"torch.ops.{op.name}" if op.grid is None else f"{op.name}[{op.grid}]"
+        called = f"torch.ops.{op.name}" if op.grid is None else f"{self.kernels[op.module, op.name]}[{op.grid}]"
         given = [*map(self._text, op.args), *(f"{k}={self._text(v)}" for k, v in op.kwargs.items())]
         results = op.results if isinstance(op.results, list) else [op.results]
         if not any(results):
@@ -113,9 +114,18 @@ class _Source:
         return f"{y}.reshape({len(rows)}, -1)"
 
 
-def _imports(programs: Sequence[Program], folder: Path) -> list[str]:
+def _named(programs: Sequence[Program]) -> dict[tuple[str, str], str]:
+    """Returns what a script calls each kernel, by module and name: by its own name, unless it has that already."""
+    found: dict[tuple[str, str], str] = {}
+    for key in sorted({(op.module, op.name) for p in programs for op in p.ops if op.grid is not None}):
+        own = key[1]
+        taken = OWN.fullmatch(own) or own in found.values()
+        found[key] = f"{own}_kernel_{len(found)}" if taken else own
+    return found
+
+
+def _imports(programs: Sequence[Program], kernels: dict[tuple[str, str], str], folder: Path) -> list[str]:
     """Returns the lines that define the kernels and custom ops of programs, in a script in `folder`."""
-    kernels = {(op.module, op.name) for p in programs for op in p.ops if op.grid is not None}
     lines = []
     for name, file in {k: v for p in programs for k, v in p.modules.items()}.items():
         if name == "__main__" or name.startswith("candidate_"):
@@ -124,7 +134,7 @@ def _imports(programs: Sequence[Program], folder: Path) -> list[str]:
             lines.append(f"spec.loader.exec_module(sys.modules[{name!r}])")
         else:
             lines += reach(name, folder).split("\n\n")
-        mine = sorted(kernel for module, kernel in kernels if module == name)
+        mine = [own if own == said else f"{own} as {said}" for (module, own), said in kernels.items() if module == name]
         lines.append(f"from {name} import {', '.join(mine)}" if mine else f"import {name}  # defines the op")
     return [line.rstrip() for line in lines if line]
 
@@ -136,8 +146,10 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
     folder.mkdir(parents=True, exist_ok=True)
     words = re.sub(r"\W+", "-", f"{cause.path}-{cause.parameter.rpartition('.')[2]}-{cause.op}").strip("-")
     path = folder / f"{number:02}-{words[:60]}.py"
-    source, ops = _Source(), [op for p in programs for op in p.ops]
-    imports = _imports(programs, folder)
+    kernels, ops = _named(programs), [op for p in programs for op in p.ops]
+    if not all(own.isidentifier() for _, own in kernels):  # a closure's, which cannot be imported
+        return
+    source, imports = _Source(kernels), _imports(programs, kernels, folder)
     a, b = (source.of(p, letter) for p, letter in zip(programs, "ab"))
     same, size = programs[0].result.dtype == programs[1].result.dtype, programs[0].result.dtype.itemsize
     text = TEMPLATES.get_template("replay.py.jinja").render(
@@ -158,3 +170,5 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
             exec(compile(text, str(path), "exec"), {"__file__": str(path), "__name__": "reproducer"})
     except SystemExit as end:
         cause.script = path if end.code else None
+    except Exception:  # the report is worth more than its script
+        cause.script = None

@@ -209,7 +209,8 @@ def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:
 def _cleared(cache: object) -> None:
     """Fills a new paged cache with zeros, as later releases of Transformers do. 5.17 warms up on whatever its memory
     held: where that is NaN it samples from NaN, which on a GPU ends the process."""
-    if not getattr(cache, "bi_kernels_cleared", False):
+    shared = getattr(getattr(cache, "_block_manager", None), "_hash_to_id", None)  # prefixes that it holds already
+    if not shared and not getattr(cache, "bi_kernels_cleared", False):
         cache.bi_kernels_cleared = True
         for t in (*getattr(cache, "key_cache", ()), *getattr(cache, "value_cache", ())):
             t.zero_()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, integers, seen, unseen
 from bi_kernels.ops.attention.backward import attention_backward
@@ -84,8 +85,7 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
             f"{op}: {name} has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
             "(sequences + 1,) integers"
         )
-    look = unseen(("ends", rows), cu_seqlens)
-    if look:
+    if unseen(("ends", rows), cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != rows or ends != sorted(ends):
             raise ValueError(
@@ -93,9 +93,9 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
                 "the number of rows"
             )
         seen(("ends", rows), cu_seqlens)
-    ends = cu_seqlens.to(torch.int32)
-    if not look:
-        ends = ends.clamp(0, rows).cummax(0).values.to(torch.int32)
+    ends = cu_seqlens.to(torch.int32).clamp(0, rows).cummax(0).values.to(torch.int32)
+    if can_wait(cu_seqlens):  # every row is somebody's, whatever was written behind the check
+        ends = pad(pad(ends[1:-1], (1, 0)), (0, 1), value=rows)
     return ends[:-1].contiguous(), ends.diff()
 
 
@@ -202,15 +202,13 @@ def arguments(
         if not packed:
             first_q, length_q = spans_q
         known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
-        question = ("pages", len(k), page), block_table, lengths_k
-        if unseen(*question):
+        if can_wait(block_table):
             used = torch.arange(block_table.shape[1], device=q.device) * page < length_k[:, None]
             if bool((used & (known != block_table)).any()):
                 raise ValueError(
                     f"{op}: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
                     f"expected 0 to {len(k) - 1}"
                 )
-            seen(*question)
         block_table = known
     elif packed:
         if cu_seqlens_k is None and len(k) != len(q):

@@ -108,6 +108,8 @@ class Watched:
         if kind.written is None:
             if torch._C._current_graph_task_id() == -1:
                 self.made()
+            if func._schema.is_mutable:  # a constant was written, of which no version tells in inference mode
+                self.store(args[0]).found.clear()
             return func(*args, **kwargs)
         if kind.empty:
             out = func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Which arguments a Triton kernel can write through, by its source. What is in doubt counts as written."""
 
 import ast
+import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -152,7 +153,9 @@ class Pointers(Function):
     @staticmethod
     def given(e: ast.Call, helper: JITFunction | InterpretedFunction, names: frozenset[str]) -> list[ast.AST]:
         """Lists the arguments of a helper's parameters."""
-        if any(isinstance(a, ast.Starred) for a in e.args) or any(k.arg is None for k in e.keywords):
+        spread = any(isinstance(a, ast.Starred) for a in e.args) or any(k.arg is None for k in e.keywords)
+        kinds = {p.kind for p in inspect.signature(helper.fn).parameters.values()}
+        if spread or kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
             return [*e.args, *e.keywords] if names else []
         pairs = *zip(helper.arg_names, e.args), *((k.arg, k.value) for k in e.keywords)
         return [a for name, a in pairs if name in names]
