@@ -21,7 +21,7 @@ from bi_kernels.audit import audit
 from bi_kernels.audit.callables import target
 from bi_kernels.audit.callables.relations import SINGLES, plan
 from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.reproduce.callable import Pair
 
 ROWS, WIDTH = 40, 64
@@ -445,3 +445,21 @@ def trains_otherwise(x):
 def test_what_trains_otherwise_than_it_rolls_out_is_found(function, mode):
     report = audit(function, X)
     assert {r.layout for r in in_need(report) if r.relation == "invariance"} == {mode}, report.markdown()
+
+
+def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():
+    def refuses(x):
+        if x.requires_grad:
+            raise RuntimeError("no backward of this one")
+        return x * 2
+
+    def without_inference_mode(x):
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("no inference mode")
+        return x * 2
+
+    report = audit(refuses, X, backward=False)
+    (row,) = (r for r in report.rows if r.layout == MODES[0])
+    assert report.passed and row.verdict == UNSUPPORTED and "no backward of this one" in row.detail
+    report = audit(without_inference_mode, X)
+    assert [r.layout for r in in_need(report)] == [MODES[1]] and "no inference mode" in in_need(report)[0].detail

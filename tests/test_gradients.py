@@ -643,3 +643,23 @@ def test_heads_that_take_the_place_of_tokens_are_named():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             bi_kernels.attention(q, k, k)
+
+
+def test_each_layout_s_own_outputs_are_held_to_a_call_without_gradients():
+    """What trains otherwise in packed calls alone is no matter of single samples; one that fails without gradients has
+    a row that says so."""
+
+    def packed_otherwise(x, weight, eps):
+        y = bi_kernels.rms_norm(x, weight, eps)
+        return y * 2 if x.requires_grad and x.dim() == 2 else y
+
+    def trains_only(x, weight, eps):
+        if not x.requires_grad:
+            raise RuntimeError("no rollout")
+        return bi_kernels.rms_norm(x, weight, eps)
+
+    rows = [r for r in gradients.judge_gradients(subject("rms_norm", packed_otherwise)) if r.against == UNTRAINED]
+    verdicts = {r.layout: r.verdict for r in rows if r.inputs == SHARPEST}
+    assert (verdicts["packed"], verdicts["singles"], verdicts["batch"]) == (NEEDS_FIX, PASS, PASS)
+    (row,) = gradients.judge_gradients(subject("rms_norm", trains_only))
+    assert row.verdict == NEEDS_FIX and "no rollout" in row.detail

@@ -17,14 +17,14 @@ def _wanted(given: tuple) -> bool:
 
 
 def trains_otherwise(function: Callable) -> Callable:
-    """Returns an op that rounds its floating outputs to fewer bits where a gradient is wanted."""
+    """Returns an op whose floating outputs are scaled where a gradient is wanted."""
 
     def op(*given, **constants):
         out = function(*given, **constants)
-        shorten = lambda t: t * 1.015625 if isinstance(t, Tensor) and t.is_floating_point() else t
+        scaled = lambda t: t * 1.015625 if isinstance(t, Tensor) and t.is_floating_point() else t
         if not _wanted(given):
             return out
-        return tuple(map(shorten, out)) if isinstance(out, tuple) else shorten(out)
+        return tuple(map(scaled, out)) if isinstance(out, tuple) else scaled(out)
 
     return op
 

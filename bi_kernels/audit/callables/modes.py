@@ -8,7 +8,7 @@ from torch import nn
 
 from bi_kernels.audit.callables.relations import compared
 from bi_kernels.audit.callables.target import Target, tensors
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
 WANTED = "a gradient wanted"
 
@@ -63,9 +63,13 @@ def modes(t: Target) -> dict[str, Callable[[Target], list[torch.Tensor]]]:
 
 
 def judged(t: Target, mode: str, whole: list[torch.Tensor]) -> list[Row]:
-    """Compares the whole batch in a mode with `whole`; nothing where the callable does without, and raises."""
+    """Compares the whole batch in a mode with `whole`; a callable that refuses a gradient, and says so, is not judged
+    where one is wanted."""
+    said = {"against": "no_grad", "rows": t.count}
     try:
         found = t.rows(modes(t)[mode](t), t.count)
-    except RuntimeError:
-        return []
-    return compared(t, "invariance", mode, found, whole, against="no_grad", rows=t.count)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if mode != WANTED:
+            raise
+        return [t.row("invariance", mode, verdict=UNSUPPORTED, detail=sentence(error), **said)]
+    return compared(t, "invariance", mode, found, whole, **said)

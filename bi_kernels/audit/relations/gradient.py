@@ -40,17 +40,23 @@ def by_split(subject: Subject) -> Iterator[Row]:
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
         try:
-            base = step.gradients()
+            base, rolled = step.gradients(), tuple(step.without_gradients())
         except Exception as error:
             said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
             yield subject.row(INVARIANCE, "packed", None, "singles", **said)
             return
-        rolled = tuple(step.without_gradients())
         for name, made, expected, more in _asked(step, names, base):
-            yield from compared(subject, INVARIANCE, name, made, expected, **said | more)
+            trained: list = []  # its outputs, before `expected` makes others
+
+            def making() -> Gradients:
+                found = made()
+                trained.extend(step.outputs)
+                return found
+
+            yield from compared(subject, INVARIANCE, name, making, expected, **said | more)
             if "left_in" not in more:
                 more = said | {"against": UNTRAINED, "detail": more["detail"]}
-                yield from subject.attempt("invariance", name, lambda: compare(tuple(step.outputs), rolled), **more)
+                yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **more)
         if kind == SHARPEST:
             yield from _again(step, base, said)
 

@@ -84,7 +84,7 @@ def _kept(module: nn.Module | None) -> Iterator[None]:
     """Leaves gradients, buffers and random generators as they were."""
     parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
     before, held = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             for p in parameters:
                 p.grad = None
