@@ -30,17 +30,31 @@ class Op:
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}  # shape set -> {case: extra dimensions}
     ieee: bool = False  # IEEE operations only, so a CPU must give the bits of a GPU
     casts: bool = False  # the input has another dtype than the output
+    # values of its public arguments besides those of `constants`; names joined by ", " go together
+    arguments: dict[str, tuple] = field(default_factory=dict)
+    free: dict[str, tuple] = field(default_factory=dict)  # likewise, of arguments that change no bit
+    multiples: dict[str, int] = field(default_factory=dict)  # dimensions that are no other number
 
     def returned(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the dtype of each output by name, where that of the op is `dtype`."""
         return {name: DTYPES.get(own, dtype) for name, _, own in (out.partition(":") for out in self.outputs)}
 
 
+# arguments by which the layouts say where tokens lie; every other one of a public function is in an entry
+LAYOUT_ARGUMENTS = (
+    *("table", "positions", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+    *("lengths_q", "lengths_k", "left_padded", "block_table"),
+)
+
 # what several ops share
-_ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True}
+_ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
 _LINEAR = {"row": "linear", "reduction": "K"}
-_NORM = {"constants": {"eps": EPS}, "reduction": "hidden"}
-_LOGPROB = {"outputs": ("out:fp32",), "constants": {"temperature": 0.7, "ignore_index": 3}}
+_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (0.0, 1e-5, 0.5)}}
+_LOGPROB = {
+    "outputs": ("out:fp32",),
+    "constants": {"temperature": 0.7, "ignore_index": 3},
+    "arguments": {"temperature": (1.0, 0.25, 3.0), "ignore_index": (-100, 0)},
+}
 _ATTENTION = {
     "tokens": {"q": "heads, head_dim", "k": "kv_heads, head_dim", "v": "kv_heads, head_dim"},
     "cache": ("k", "v"),
@@ -48,6 +62,10 @@ _ATTENTION = {
     "reduction": "head_dim",
     "function": "attention",
     "row": "attention",
+    "arguments": {
+        "causal, window": ((True, None), (True, 1), (True, 16), (True, 100), (False, None)),
+        "scale": (None, 0.5, 0.03125),
+    },
 }
 
 
@@ -65,9 +83,23 @@ _EVERY = (
     Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
     Op("swiglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
     Op("add", "elementwise", {"x": "hidden", "residual": "hidden"}, ieee=True),
-    Op("scale", "elementwise", {"x": "hidden"}, constants={"factor": 0.08838834764831845}, ieee=True),
+    Op(
+        "scale",
+        "elementwise",
+        {"x": "hidden"},
+        constants={"factor": 0.08838834764831845},
+        arguments={"factor": (1.0, -3.0, 0.0)},
+        ieee=True,
+    ),
     Op("bias_add", "elementwise", {"x": "hidden"}, {"bias": "hidden"}, ieee=True),
-    Op("mask_fill", "elementwise", {"x": "hidden", "mask": "hidden:bool"}, constants={"value": -1e4}, ieee=True),
+    Op(
+        "mask_fill",
+        "elementwise",
+        {"x": "hidden", "mask": "hidden:bool"},
+        constants={"value": -1e4},
+        arguments={"value": (0.0, float("-inf"))},
+        ieee=True,
+    ),
     Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
     Op("rope", "elementwise", {"x": "heads, head_dim"}, **_ROPE),
     Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, **_ROPE),
@@ -91,7 +123,14 @@ _EVERY = (
         **_NORM | {"reduction": "head_dim"},
     ),
     Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, **_NORM),
-    Op("embedding", "vocabulary", {"ids": "vocab:id"}, {"weight": "vocab, hidden"}, constants={"padding_id": 3}),
+    Op(
+        "embedding",
+        "vocabulary",
+        {"ids": "vocab:id"},
+        {"weight": "vocab, hidden"},
+        constants={"padding_id": 3},
+        arguments={"padding_id": (None, 0)},
+    ),
     Op(
         "lm_head_logprob",
         "vocabulary",
@@ -100,6 +139,7 @@ _EVERY = (
         order=("hidden", "weight", "targets"),
         scale="hidden ** -0.5",
         reduction="hidden",
+        free={"keep_bytes": (10**4, 10**12)},
         **_LOGPROB,
     ),
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, reduction="vocab", **_LOGPROB),

@@ -91,7 +91,7 @@ class Subject(Named):
         return self.once("constants", lambda: self.problem.constants(max(*self.lengths, self.largest)))
 
     def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], *where) -> Tensors:
-        """Returns what the candidate makes of tokens, a row a token; `where` they are, as in `forward`.
+        """Returns what the candidate makes of tokens, a row a token; `where` they are, as in `arguments`.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
@@ -112,7 +112,12 @@ class Subject(Named):
             raise ValueError(f"the candidate returned {len(found)} of the outputs {', '.join(self.parts)}")
         return found
 
-    def forward(
+    def forward(self, *where):
+        """Calls the candidate on what `arguments` makes of the same."""
+        tensors, told = self.arguments(*where)
+        return self.called(*tensors, **told)
+
+    def arguments(
         self,
         tokens: dict,
         shared: dict,
@@ -120,18 +125,19 @@ class Subject(Named):
         positions: torch.Tensor | None = None,
         cu_seqlens: Sequence[int] | None = None,
         cached: Keys | None = None,
-    ):
-        """Calls the candidate on tokens of the leading shape `lead`."""
-        arguments = dict(self.constants())
+    ) -> tuple[list[torch.Tensor], dict]:
+        """Returns what the candidate is given for tokens of the leading shape `lead`: tensors by position, the rest by
+        name."""
+        told = dict(self.constants())
         if self.problem.op.cache:
             cached = cached or keys(Call(np.empty(lead), cu_seqlens and tuple(cu_seqlens)), self.lengths)
-            arguments |= cached.arguments(self.problem.device)
+            told |= cached.arguments(self.problem.device)
         if self.problem.op.positions:
             if cu_seqlens is not None:
-                arguments["cu_seqlens"] = on(self.problem.device, np.array(cu_seqlens))
+                told["cu_seqlens"] = on(self.problem.device, np.array(cu_seqlens))
             else:
-                arguments["positions"] = positions.reshape(lead)
-        return self.called(*self.problem.arguments(tokens, shared), **arguments)
+                told["positions"] = positions.reshape(lead)
+        return self.problem.arguments(tokens, shared), told
 
     def called(self, *tensors: torch.Tensor, **told):
         """Calls the candidate where fresh memory holds ones and zeros by turns."""

@@ -7,10 +7,10 @@ import numpy as np
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, needs_fix, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
-from bi_kernels.audit.relations import forward
+from bi_kernels.audit.relations import forward, uses
 from bi_kernels.audit.relations.step import NAN_PADDING, Step, gradient_lengths
 from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import SWEEP, dtype_name
@@ -29,8 +29,10 @@ Gradients = dict  # {input: its gradient}
 
 
 def judge_gradients(subject: Subject) -> list[Row]:
-    """Judges invariance and determinism of every gradient; see `by_split`."""
-    return list(by_split(subject))
+    """Judges invariance and determinism of every gradient, and how the op is used; see `by_split` and
+    `uses`."""
+    rows = list(by_split(subject))
+    return rows if any(r.verdict == UNSUPPORTED for r in rows) else [*rows, *uses.by_use(subject)]
 
 
 def by_split(subject: Subject) -> Iterator[Row]:
@@ -159,6 +161,7 @@ def _required(s: Subject) -> Iterator[dict]:
     row = lambda *values: dict(zip(("relation", "layout", "tensor", "inputs"), values))
     op = s.problem.op
     yield row(STATIC, LEVELS, "out", "")
+    yield from uses.required(s)
     padded = {NAN_PADDING: PADDED} if op.shared else {}
     for kind, names in ({SHARPEST: (*LAYOUTS, *VIEWS), "nonfinite": BESIDE} | padded).items():
         trained = {"relation": "invariance", "against": UNTRAINED, "inputs": kind}

@@ -98,13 +98,21 @@ class Step:
         """Returns the outputs of one packed call of which no gradient is wanted, as a rollout's."""
         (call,) = self.layouts["packed"]
         tokens, shared = ({k: t.clone() for k, t in given.items()} for given in (self.tokens, self.shared))
-        return [t.clone() for t in self._forward(call, tokens, shared)]
+        return [t.clone() for t in self.forward(call, tokens, shared)]
 
-    def _forward(self, call: Call, tokens: dict, shared: dict) -> Sequence[torch.Tensor]:
+    def forward(
+        self, call: Call, tokens: dict, shared: dict, function: Callable | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Returns the outputs of one call of whole samples; function: in place of the candidate's, and as it is."""
+        tensors, told = self.arguments(call, tokens, shared)
+        with token_layout(call, self.lengths):
+            return self.subject.outputs((function or self.subject.called)(*tensors, **told))
+
+    def arguments(self, call: Call, tokens: dict, shared: dict) -> tuple[list[torch.Tensor], dict]:
+        """Returns what the candidate is given in a call: tensors by position, the rest by name."""
         s, rows = self.subject, on(self.at.device, call.index.reshape(-1)).clamp(min=0)
         cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
-        with token_layout(call, self.lengths):
-            return s.outputs(s.forward(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached))
+        return s.arguments(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
 
     def _keep(self, outputs: Sequence[torch.Tensor], call: Call, to: torch.Tensor, taken: torch.Tensor | None) -> None:
         """Puts a call's outputs in their places, in logical order."""
@@ -121,7 +129,7 @@ class Step:
         tokens = {k: gather(t, call.index, self.nan_in_padding) for k, t in self.tokens.items()}
         for k in out:
             tokens[k].requires_grad_()
-        outputs = self._forward(call, {k: view(t) for k, t in tokens.items()}, shared)
+        outputs = self.forward(call, {k: view(t) for k, t in tokens.items()}, shared)
         self._keep(outputs, call, to, taken)
         if not self.dy:
             self.upstream(outputs, call.index.ndim)

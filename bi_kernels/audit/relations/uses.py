@@ -1,0 +1,296 @@
+"""How an op is used: in which mode, which gradients and outputs are asked for, what memory holds, what was called
+before. None of it may change a bit.
+
+One packed call of a few samples with its backward stands for all; it is made again in each other way.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, poisoned_memory
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import DTYPES
+
+LENGTHS = (5, 1, 17, 40)
+ONCE = "one packed call"  # what the same call made in another way is compared with
+RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
+NO_ROWS = "no rows"
+
+Made = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
+
+
+class Uses:
+    """One packed call of a subject with its backward, and the same made in other ways."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self.step = Step(subject, SHARPEST, LENGTHS)
+        (self.call,) = self.step.layouts["packed"]
+        self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
+        self.base = self.made()
+
+    @property
+    def results(self) -> Made:
+        """Returns what the outputs of the call are."""
+        return {k: t for k, t in self.base.items() if k not in [f"d{k}" for k in self.floating]}
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the call by name, new ones each time."""
+        return {k: t.clone() for k, t in (self.step.tokens | self.step.shared).items()}
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """Returns tensors of the same shapes that hold other numbers."""
+        return {k: t.flip(0) for k, t in self.inputs().items()}
+
+    def outputs(self, given: dict, function: Callable | None = None) -> Sequence[torch.Tensor]:
+        return self.step.forward(self.call, *self.parts(given), function)
+
+    def parts(self, given: dict) -> list[dict]:
+        return [{k: given[k] for k in held} for held in (self.step.tokens, self.step.shared)]
+
+    def named(self, outputs: Sequence[torch.Tensor]) -> Made:
+        """Returns outputs by name; those of the registry where it names as many."""
+        parts = self.subject.parts
+        names = parts if len(parts) == len(outputs) else [f"{parts[0]}[{i}]" for i in range(len(outputs))]
+        return {name: t.detach() for name, t in zip(names, outputs)}
+
+    def made(
+        self,
+        wanted: Sequence[str] | None = None,
+        used: Sequence[int] | None = None,
+        given: dict | None = None,
+        upstream: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, dy: dy,
+        times: int = 1,
+        function: Callable | None = None,
+    ) -> Made:
+        """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
+
+        used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
+        the inputs; times: that the backward runs, the last of which counts.
+        """
+        given, wanted = given or self.inputs(), self.floating if wanted is None else wanted
+        leaves = [given[k].requires_grad_() for k in wanted]
+        outputs = self.outputs(given, function)
+        if not self.step.dy:
+            self.step.upstream(outputs, 1)
+        numbers = [i for i, o in enumerate(outputs) if o.requires_grad and (used is None or i in used)]
+        if not numbers:
+            raise ValueError("no output of the candidate requires a gradient")
+        dys = [upstream(i, self.step.dy[i]) for i in numbers]
+        for left in reversed(range(times)):
+            with poisoned_memory(self.subject.calls + left):
+                grads = torch.autograd.grad(
+                    [outputs[i] for i in numbers], leaves, dys, retain_graph=left > 0, allow_unused=True
+                )
+        return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
+
+    def rolled(self, given: dict | None = None) -> Made:
+        """Returns the outputs of a call without gradients."""
+        with torch.no_grad():
+            return self.named([t.clone() for t in self.outputs(given or self.inputs())])
+
+    def first(self, dtype: torch.dtype) -> None:
+        """Calls the candidate on the first sample, and on the first three, in a dtype; backward, too."""
+        given = {k: t.to(dtype) if k in self.floating else t for k, t in self.inputs().items()}
+        for count in (1, 3):
+            rows = sum(self.step.lengths[:count])
+            tokens, shared = self.parts(given)
+            tokens = {k: t[:rows].clone().requires_grad_(t.is_floating_point()) for k, t in tokens.items()}
+            outputs = self.subject.outputs(self.subject.forward(tokens, shared, (rows,), self.step.at[:rows]))
+            sum(o.float().sum() for o in outputs if o.requires_grad).backward()
+
+    def judged(self, relation: str, name: str, asked: "Asked", **said) -> Row:
+        """Returns the row of one way; a refusal in a sentence that names it, or the shape without rows, is no drift."""
+        try:
+            found, expected = asked()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if ("(0," if name == NO_ROWS else name) not in str(error):
+                raise
+            return self.subject.row(relation, name, verdict=UNSUPPORTED, **said | {"detail": sentence(error)})
+        drift, tensor = compared(found, expected)
+        return self.subject.row(relation, name, drift, tensor=tensor, **said)
+
+
+Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
+
+
+def compared(found: Made, expected: Made) -> tuple[Drift, str]:
+    """Returns the drift of all tensors together and the first that differs. Raises ValueError where one is missing."""
+    for k, t in expected.items():
+        if (found.get(k) is None) != (t is None):
+            raise ValueError(f"{k} is {'wanted and missing' if t is not None else 'there, though nobody wants it'}")
+    names = [k for k, t in expected.items() if t is not None]
+    drift = compare(tuple(found[k] for k in names), tuple(expected[k] for k in names))
+    return drift, names[drift.part]
+
+
+def modes(u: Uses) -> dict[str, Asked]:
+    """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere."""
+    device = u.subject.problem.device.type
+
+    def inference() -> Made:
+        with torch.inference_mode():
+            return {k: t.clone() for k, t in u.named(u.outputs(u.inputs())).items()}
+
+    def autocast() -> Made:
+        with torch.autocast(device, torch.bfloat16):
+            return u.made()
+
+    def compiled() -> Made:
+        torch.compiler.reset()  # what was compiled for other ops counts against the limit of recompilations
+        backend = "inductor" if device == "cuda" else "aot_eager"
+        return u.made(function=torch.compile(u.subject.function, backend=backend))
+
+    def captured() -> Made:
+        tensors, told = u.step.arguments(u.call, *u.parts(u.others()))
+        values, _ = u.step.arguments(u.call, *u.parts(u.inputs()))
+        with torch.no_grad():
+            u.subject.function(*tensors, **told)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = u.subject.outputs(u.subject.function(*tensors, **told))
+            for into, value in zip(tensors, values):
+                into.copy_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+        return u.named(out)
+
+    found = {
+        "inference_mode": lambda: (inference(), u.results),
+        "autocast": lambda: (autocast(), u.base),
+        "compiled": lambda: (compiled(), u.base),
+    }
+    return found | ({"captured": lambda: (captured(), u.results)} if device == "cuda" else {})
+
+
+def demands(u: Uses) -> dict[str, Asked]:
+    """Asks for some of the gradients, with some of the outputs in use, and with what may come upstream."""
+    few = [[k] for k in u.floating] if len(u.floating) > 1 else []
+    most = [[k for k in u.floating if k != frozen] for frozen in u.floating] if len(u.floating) > 2 else []
+    some = lambda wanted: (u.made(wanted), u.results | {f"d{k}": u.base[f"d{k}"] for k in wanted})
+    found: dict[str, Asked] = {
+        f"{', '.join(f'd{k}' for k in wanted)} alone": partial(some, wanted) for wanted in few + most
+    }
+
+    def used(number: int) -> tuple[Made, Made]:
+        zeros = lambda i, dy: dy if i == number else torch.zeros_like(dy)
+        return u.made(used=[number]), u.made(upstream=zeros)
+
+    if len(u.step.dy) > 1:
+        found |= {f"{name} alone in use": partial(used, i) for i, name in enumerate(u.results)}
+
+    def expanded() -> tuple[Made, Made]:
+        one = lambda i, dy: dy.flatten()[:1].view([1] * dy.dim()).expand(dy.shape)  # as of a sum
+        return u.made(upstream=one), u.made(upstream=lambda i, dy: one(i, dy).contiguous())
+
+    found["upstream expanded"] = expanded
+    found["second backward"] = lambda: (u.made(times=2), u.base)
+    return found
+
+
+def memories(u: Uses) -> dict[str, Asked]:
+    """Asks what is written where: inputs, what comes upstream, outputs that a caller keeps, and no rows at all."""
+
+    def untouched() -> tuple[Made, Made]:
+        given, seen = u.inputs(), {}
+
+        def upstream(number: int, dy: torch.Tensor) -> torch.Tensor:
+            seen[f"upstream[{number}]"] = dy.clone()
+            return seen[f"upstream[{number}]"]
+
+        outputs = u.made(given=given, upstream=upstream)
+        rolled = u.inputs()
+        with torch.no_grad():
+            u.outputs(rolled)
+        expected = u.inputs() | {f"upstream[{i}]": dy for i, dy in enumerate(u.step.dy)}
+        held = {k: t.detach() for k, t in given.items()} | seen
+        again = {f"{k}, no gradient wanted": t for k, t in rolled.items()}
+        del outputs
+        return held | again, {k: expected[k] for k in held} | {
+            f"{k}, no gradient wanted": t for k, t in u.inputs().items()
+        }
+
+    def kept() -> tuple[Made, Made]:
+        with torch.no_grad():
+            rolled = u.named(u.outputs(u.inputs()))
+        made = u.made()
+        u.made(given=u.others())
+        u.rolled(u.others())
+        again = {f"{k}, no gradient wanted": t for k, t in rolled.items()}
+        return made | again, u.base | {k: u.results[k.partition(",")[0]] for k in again}
+
+    return {"inputs and upstream": untouched, "outputs kept": kept, NO_ROWS: lambda: _no_rows(u)}
+
+
+def _no_rows(u: Uses) -> tuple[Made, Made]:
+    """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
+    tokens, shared = u.parts(u.inputs())
+    leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
+    for k in u.floating:
+        leaves[k].requires_grad_()
+    nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
+    outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
+    trained = [o for o in outputs if o.requires_grad]
+    grads = torch.autograd.grad(
+        trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained], allow_unused=True
+    )
+    empty = {k: t[:0] for k, t in u.results.items()}
+    zeros = {f"d{k}": torch.zeros_like(leaves[k]) for k in u.floating}
+    found = {f"d{k}": torch.zeros_like(leaves[k]) if g is None else g for k, g in zip(u.floating, grads)}
+    return u.named(outputs) | found, empty | zeros
+
+
+def histories(u: Uses) -> dict[str, Asked]:
+    """Asks for the call after others: in other shapes and dtypes, and on the same tensors when they held others."""
+
+    def after_others() -> tuple[Made, Made]:
+        for dtype in DTYPES.values():
+            with contextlib.suppress(Exception):  # what the candidate refuses; in its own dtype it is judged
+                u.first(dtype)
+        return u.made(), u.base
+
+    def refilled() -> tuple[Made, Made]:
+        given = u.inputs()
+        u.rolled(given)
+        for k, t in u.others().items():
+            given[k].copy_(t)
+        rolled = {f"{k}, no gradient wanted": t for k, t in u.rolled(given).items()}
+        expected = u.made(given=u.others())
+        return u.made(given=given) | rolled, expected | {k: expected[k.partition(",")[0]] for k in rolled}
+
+    return {"after other calls": after_others, "tensors written to": refilled}
+
+
+AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histories}
+
+
+def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
+    """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
+    try:
+        u = Uses(subject)
+    except Exception as error:
+        yield subject.row("invariance", ONCE, detail=sentence(error))
+        return
+    for axis in only:
+        relation, said = RELATIONS[axis], {"against": ONCE, "inputs": SHARPEST, "rows": u.step.count, "detail": axis}
+        for name, asked in AXES[axis](u).items():
+            yield from subject.attempt(relation, name, partial(u.judged, relation, name, asked, **said), **said)
+
+
+def required(subject: Subject) -> Iterator[dict]:
+    """Yields what every op is asked."""
+    op, device = subject.problem.op, subject.problem.device.type
+    floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
+    names = {
+        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda")],
+        "demand": ["upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]],
+        "memory": ["inputs and upstream", "outputs kept", NO_ROWS],
+        "history": ["after other calls", "tensors written to"],
+    }
+    for axis, ways in names.items():
+        yield from ({"relation": RELATIONS[axis], "layout": name, "against": ONCE} for name in ways)
