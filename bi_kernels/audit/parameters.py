@@ -52,6 +52,19 @@ class RegistryParameters:
 
 
 @dataclass(frozen=True)
+class RandomParameters(RegistryParameters):
+    """Parameters of the audit of cases that are drawn."""
+
+    cases: int = 8  # of each op and dtype
+    first: int = 0  # the number of the first
+
+    def __post_init__(self):
+        super().__post_init__()
+        _integers(self, "cases", least=1)
+        _integers(self, "first", least=0)
+
+
+@dataclass(frozen=True)
 class ModelParameters:
     """Parameters of an audit of a whole model of this package's ops."""
 
@@ -114,7 +127,8 @@ class ZooParameters:
 
 
 Parameters = RegistryParameters | ModelParameters | AnyParameters | ZooParameters
-OTHERS = {  # every other audit is of the registry's ops
+OTHERS = {  # every other audit is of the registry's ops, at shapes that somebody chose
+    "random": RandomParameters,
     "any": AnyParameters,
     "zoo": ZooParameters,
     "chain": ModelParameters,

@@ -29,6 +29,7 @@ LONGEST = (
     "chain",
     "elementwise",
     "transformers",
+    "random",
     "training",
     "rms_norm",
 )

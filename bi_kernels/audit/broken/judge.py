@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-from bi_kernels.audit.broken.uses import TRAINED, USE_CONTROLS
+from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
+from bi_kernels.audit.problem.drawn_cases import draw
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.relations import drawn, forward, gradient, uses
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
 
 EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS, *USE_CONTROLS)
 ACCURATE = ("normal", "wide")  # inputs on which some control shows
+DRAWS = 32  # cases in which a control shows
 TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
 
 
@@ -66,6 +69,18 @@ def _invariance(s: Subject, _: list[Control]) -> list[Row]:
     return _first(up_to_a_drift(chain(*(reversed(by) if s.problem.op.cache else by))))  # where it shows sooner
 
 
+def _used(axis: str, s: Subject, _: list[Control]) -> list[Row]:
+    return _first(up_to_a_drift(uses.by_use(s, [axis])))
+
+
+def _drawn(s: Subject, _: list[Control]) -> list[Row]:
+    p = s.problem
+    cases = (
+        draw(p.op, s.function, number, p.dtype, p.device, p.seed, s.candidate, s.device) for number in range(DRAWS)
+    )
+    return _first(up_to_a_drift(row for case in cases for row in drawn.judge(case)))
+
+
 _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     "invariance": _invariance,
     "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
@@ -76,5 +91,7 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     ),
     gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
     STATIC: _static,
+    **{axis: partial(_used, axis) for axis in uses.AXES},
+    DRAWN: _drawn,
     TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == gradient.UNTRAINED)),
 }

@@ -30,11 +30,11 @@ def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
     if call.cu_seqlens is not None or call.index.ndim == 1:
         return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
     rows, (_, position) = [row[row >= 0] for row in call.index], of_each_token(lengths)
-    seen = [np.arange(row[0] - position[row[0]], row[-1] + 1) for row in rows]
+    seen = [np.arange(row[0] - position[row[0]], row[-1] + 1) if len(row) else row for row in rows]
     queries, counts = (np.array([*map(len, parts)]) for parts in (rows, seen))
     if page:
         return _paged(seen, queries, counts, page)
-    left = bool((call.index[:, 0] < 0).any())
+    left = bool(((call.index[:, 0] < 0) & (call.index[:, -1] >= 0)).any())
     index = call.index if (queries == counts).all() else pad(seen, left, ROOM).index
     if (call.index >= 0).all() and (index >= 0).all():
         return Keys(index)

@@ -24,9 +24,18 @@ def _part(t: torch.Tensor) -> torch.Tensor:
     return torch.cat((t, t.detach()), dim).narrow(dim, 0, t.shape[dim])  # else a gradient of −0 would meet another's +0
 
 
+def _slice(t: torch.Tensor) -> torch.Tensor:
+    """Of a larger tensor, whose other rows and columns hold NaN."""
+    beside = [2, 3, *[0, 0] * (t.dim() - 2), *[1, 1] * (t.dim() > 1)]
+    whole = torch.nn.functional.pad(t, beside, value=float("nan") if t.is_floating_point() else 0)
+    inner = whole[1:-1] if t.dim() > 1 else whole
+    return inner[..., 2 : 2 + t.shape[-1]]
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory
     "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
     "strided view": _part,
+    "slice of a batch": _slice,
     "transposed view": lambda t: (
         t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else _part(t)
     ),  # heads first, columns first

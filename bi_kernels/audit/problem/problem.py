@@ -1,7 +1,7 @@
 """A problem: an op at one shape, dtype and device, with the inputs that it is judged on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,10 +23,11 @@ class Problem:
     shapes: str
     device: torch.device
     seed: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)  # dimensions in place of the shape set's
 
     @property
     def dims(self) -> dict[str, int]:
-        return SHAPES[self.shapes] | self.op.cases(self.shapes)[self.case]
+        return SHAPES[self.shapes] | self.op.cases(self.shapes)[self.case] | self.sizes
 
     @property
     def input_dtype(self) -> torch.dtype:

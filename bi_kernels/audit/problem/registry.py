@@ -49,7 +49,7 @@ LAYOUT_ARGUMENTS = (
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
 _LINEAR = {"row": "linear", "reduction": "K"}
-_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (0.0, 1e-5, 0.5)}}
+_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (1e-12, 1e-5, 0.5)}}
 _LOGPROB = {
     "outputs": ("out:fp32",),
     "constants": {"temperature": 0.7, "ignore_index": 3},
@@ -62,10 +62,7 @@ _ATTENTION = {
     "reduction": "head_dim",
     "function": "attention",
     "row": "attention",
-    "arguments": {
-        "causal, window": ((True, None), (True, 1), (True, 16), (True, 100), (False, None)),
-        "scale": (None, 0.5, 0.03125),
-    },
+    "arguments": {"causal, window": ((True, 1), (True, 16), (True, 100), (False, None)), "scale": (0.5, 0.03125)},
 }
 
 
@@ -152,7 +149,8 @@ OPS = {op.name: op for op in _EVERY}
 
 
 def audited(audit: str) -> list[Op]:
-    """Returns the ops of an audit: its own; all of them (dtype); those whose gradients no other audit judges
+    """Returns the ops of an audit: its own; all of them (dtype, random); those whose gradients no other audit judges
     (backward)."""
-    shared = {"dtype": {op.audit for op in OPS.values()}, "backward": {"elementwise", "gemm"}}
+    every = {op.audit for op in OPS.values()}
+    shared = {"dtype": every, "random": every, "backward": {"elementwise", "gemm"}}
     return [op for op in OPS.values() if op.audit in shared.get(audit, {audit})]

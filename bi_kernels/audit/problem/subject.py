@@ -12,7 +12,7 @@ import torch
 from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
-from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
+from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, spans
 from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
@@ -59,6 +59,7 @@ class Subject(Named):
     memo: dict = field(default_factory=dict, repr=False)
     calls: int = 0
     own_lengths: Sequence[int] = ()
+    twins: bool = False  # every second sample begins as the one before it does
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -85,7 +86,17 @@ class Subject(Named):
 
     def inputs(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         key = ("inputs", kind, count, None if poisoned is None else tuple(poisoned.nonzero().flatten().tolist()))
-        return self.once(key, lambda: self.problem.inputs(kind, count, poisoned))
+        return self.once(key, lambda: self.drawn(kind, count, poisoned))
+
+    def drawn(self, kind: str, count: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
+        """Draws the inputs of `count` tokens: (those of every token, those that are shared)."""
+        tokens, shared = self.problem.inputs(kind, count, poisoned)
+        first = spans(self.lengths)
+        for a, b in zip(first[::2], first[1::2]) if self.twins else ():
+            n = min(len(a), len(b))
+            for t in tokens.values():
+                t[b[0] : b[0] + n] = t[a[0] : a[0] + n]
+        return tokens, shared
 
     def constants(self) -> dict:
         return self.once("constants", lambda: self.problem.constants(max(*self.lengths, self.largest)))

@@ -9,7 +9,7 @@ from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
-from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import KINDS
@@ -167,6 +167,14 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
     lengths = [n - n // 3, n // 3] if p.op.cache else [n]
     inputs, shared = p.inputs(kind, n, at >= lengths[0] if p.op.cache else at % 5 == 3)
     y = subject.call(inputs, shared, (n,), at, (0, lengths[0], n) if p.op.cache else None)
+    return against_fp64(subject, y, inputs, shared, at, lengths, kind)
+
+
+def against_fp64(
+    subject: Subject, y: Tensors, inputs: dict, shared: dict, at: torch.Tensor, lengths: list[int], kind: str
+) -> Row:
+    """Measures the error of y, the outputs of one packed call; at: the position of each of its tokens."""
+    p, n = subject.problem, len(at)
     exact, magnitude = p.reference(inputs, shared, dict(subject.constants()), at, lengths)
     parts = ((t,) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))
     rows = []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
+import torch
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
@@ -140,15 +141,20 @@ def gradient_accuracy(subject: Subject, kind: str) -> list[Row]:
     if kind == "normal" and step.shared:
         own = step.gradients(main_grad=False)
         found |= {f"d{k}.grad": (k, own[k]) for k in step.shared}
-    p = subject.problem
-    constants = dict(subject.constants()) | ({"positions": step.at} if p.op.positions else {})
-    exact = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, lengths)
+    return against_fp64(step, found)
+
+
+def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list[Row]:
+    """Measures gradients of a step's packed call, {what a row says: (input, gradient)}, against fp64."""
+    p = step.subject.problem
+    constants = dict(step.subject.constants()) | ({"positions": step.at} if p.op.positions else {})
+    exact = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
     rows = []
     for tensor, (k, y) in found.items():
         e, dtype = exact[k], y.dtype
         limit = contract.bound(p.contract_row, dtype, e.exact, e.magnitude, e.n, gradient=k, inputs=p.dtype)
-        said = dtype, kind, step.count, dtype_name(dtype), tensor
-        rows.append(forward.against_bound(subject, ACCURACY, y, e.exact, limit, *said))
+        said = dtype, step.kind, step.count, dtype_name(dtype), tensor
+        rows.append(forward.against_bound(step.subject, ACCURACY, y, e.exact, limit, *said))
     return rows
 
 

@@ -6,6 +6,7 @@ stands in `main_grad`, or in `.grad` where the candidate leaves it there, after 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,12 +47,15 @@ class Step:
         p = subject.problem
         sample, self.at = (on(p.device, at) for at in of_each_token(self.lengths))
         self.poisoned = (sample == 3) & (kind == "nonfinite")
-        self.tokens, self.shared = p.inputs(kind, self.count, self.poisoned)
+        self.tokens, self.shared = subject.drawn(kind, self.count, self.poisoned)
         if "ignore_index" in p.op.constants:  # every sample has a token to train on
-            self.tokens["targets"][self.at == 0] = p.op.constants["ignore_index"] + 1
-        self.layouts = layouts(self.lengths, p.seed)
+            self.tokens["targets"][self.at == 0] = max(0, p.op.constants["ignore_index"] + 1)
         self.dy: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []  # of the calls that were last made, in logical order
+
+    @cached_property
+    def layouts(self) -> dict[str, list[Call]]:
+        return layouts(self.lengths, self.subject.problem.seed)
 
     @property
     def nan_in_padding(self) -> bool:

@@ -6,6 +6,7 @@ One packed call of a few samples with its backward stands for all; it is made ag
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -126,7 +127,7 @@ def compared(found: Made, expected: Made) -> tuple[Drift, str]:
             raise ValueError(f"{k} is {'wanted and missing' if t is not None else 'there, though nobody wants it'}")
     names = [k for k, t in expected.items() if t is not None]
     drift = compare(tuple(found[k] for k in names), tuple(expected[k] for k in names))
-    return drift, names[drift.part]
+    return replace(drift, part=0), names[drift.part]
 
 
 def modes(u: Uses) -> dict[str, Asked]:

@@ -1,0 +1,164 @@
+"""Cases that nobody chose: sizes, arguments, populations of samples and families of inputs, drawn by a seed.
+
+Arguments and populations go round, so that a few cases hold each of them and many hold their pairs; sizes are
+log-uniform.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, pack, pad, spans
+from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import Op
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.contract import CONTRACT
+
+RANDOM: dict = CONTRACT["random"]
+POPULATIONS: list[str] = RANDOM["populations"]
+FINITE = [k for k in KINDS if k != "nonfinite"]
+GROUPS = (1, 2, 3, 4, 8)  # query heads to a key head
+SHORT, FEW = 4, 24  # tokens of a short sample; samples of a call that is still one of a few
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn case: a candidate at a problem, its samples, and how they are split into calls."""
+
+    subject: Subject
+    number: int
+    kind: str  # of the inputs
+    population: str
+    arguments: dict
+    groups: list[Call]  # a step's micro-batches, each packed or padded, its samples in any order
+    parts: list[Call]  # of a rollout: chunks, or a position a call
+
+    @property
+    def said(self) -> str:
+        """Says what was drawn."""
+        given = {**self.subject.problem.sizes, **self.arguments}
+        return ", ".join([self.population, self.kind, *(f"{k} {v}" for k, v in given.items())])
+
+
+def draw(
+    op: Op,
+    function: Callable,
+    number: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    candidate: str = "bi_kernels",
+    device_name: str = "",
+    command: str = "",
+) -> Case:
+    """Returns case `number` of an op, the same whatever was drawn before."""
+    of = zlib.crc32(f"{op.name} {dtype}".encode())
+    rng, limits = np.random.default_rng([seed, of, number]), RANDOM[device.type]
+    turn = lambda place, values: _turn(values, number, np.random.default_rng([seed, of, place]))
+    population, kind = turn(0, POPULATIONS), turn(1, FINITE)
+    arguments: dict = {}
+    for place, (names, values) in enumerate(op.arguments.items(), 2):
+        one = turn(place, [{}, *(dict(zip(names.split(", "), v if ", " in names else (v,))) for v in values)])
+        arguments |= one  # or as the entry has it
+    sizes = _sizes(op, rng, limits, np.random.default_rng([seed, of]) if device.type == "cuda" else rng)
+    wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
+    most = max(1, min(limits["tokens"], limits["elements"] // wide))
+    lengths = _lengths(population, _log_uniform(rng, 1, most), limits["many"], rng)
+    case = next(iter(op.cases("tiny")))
+    problem = Problem(
+        replace(op, constants=op.constants | arguments), case, dtype, "tiny", device, seed + number, sizes
+    )
+    subject = Subject(
+        problem, function, candidate, device_name, command, own_lengths=lengths, twins=population == "twins"
+    )
+    return Case(subject, number, kind, population, arguments, _groups(lengths, rng), _parts(lengths, rng))
+
+
+def _turn(values: Sequence, number: int, rng: np.random.Generator):
+    """Returns one of the values: each once in as many numbers, in an order that changes from round to round."""
+    turn, place = divmod(number, len(values))
+    return values[int(rng.permuted(np.tile(np.arange(len(values)), (turn + 1, 1)), axis=1)[turn, place])]
+
+
+def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+
+
+def _numbers(op: Op, dims: str, sizes: dict) -> list[int]:
+    return [sizes.get(d.strip(), 1) for d in dims.split(":")[0].split(",")]
+
+
+def _sizes(op: Op, rng: np.random.Generator, limits: dict, few: np.random.Generator) -> dict[str, int]:
+    """Draws the op's dimensions; few: draws those of which each compiles kernels anew, for all numbers the same."""
+    names = list(
+        dict.fromkeys(re.findall(r"[A-Za-z_]+", ", ".join(d.split(":")[0] for d in (op.tokens | op.shared).values())))
+    )
+    names += ["vocab"] * any(d.endswith(":id") for d in op.tokens.values())
+    sizes = {}
+    for name in dict.fromkeys("kv_heads" if n == "heads" else n for n in names):
+        if name == "head_dim":
+            pool = [_log_uniform(few, *limits[name]) for _ in range(8)]
+            sizes[name] = pool[int(rng.integers(len(pool)))]
+        else:
+            sizes[name] = _log_uniform(rng, *limits[name])
+    if "heads" in names:
+        sizes["heads"] = sizes["kv_heads"] * int(rng.choice(GROUPS))
+        if "kv_heads" not in names:
+            del sizes["kv_heads"]
+    for dims in op.shared.values():
+        while math.prod(_numbers(op, dims, sizes)) > limits["elements"]:
+            largest = max((d.strip() for d in dims.split(":")[0].split(",")), key=sizes.__getitem__)
+            sizes[largest] //= 2
+    return {k: -(-n // op.multiples.get(k, 1)) * op.multiples.get(k, 1) for k, n in sizes.items()}
+
+
+def _lengths(population: str, total: int, many: int, rng: np.random.Generator) -> list[int]:
+    """Draws the lengths of samples of about `total` tokens together."""
+    short = lambda n: rng.integers(1, SHORT, n).tolist()
+    if population == "many":
+        return short(many)
+    if population == "equal":
+        n = _log_uniform(rng, 1, total)
+        return [n] * max(1, min(2 * FEW, total // n))
+    if population == "ones":
+        return [1] * min(total, 3 * FEW)
+    if population == "one long":
+        return [*short(3), total, *short(int(rng.integers(1, 9)))]
+    lengths = []
+    while sum(lengths) < total and len(lengths) < FEW:
+        lengths.append(_log_uniform(rng, 1, total - sum(lengths)))
+    if population == "sixteens":
+        return [-(-n // 16) * 16 for n in lengths]
+    if population == "twins":
+        return [n for n in lengths for _ in range(2)]
+    if population == "empty":
+        for at in rng.integers(0, len(lengths) + 1, 3):
+            lengths.insert(int(at), 0)
+    return lengths
+
+
+def _groups(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
+    """Splits samples into micro-batches in the step's order, where each lies as it likes."""
+    samples, calls = spans(lengths), []
+    while samples:
+        take = int(rng.integers(1, len(samples) + 1))
+        group, samples = samples[:take], samples[take:]
+        if sum(map(len, group)):
+            group = [group[i] for i in rng.permutation(take)]
+            how = int(rng.integers(4)) if take * max(map(len, group)) < 4 * sum(map(len, group)) else 0
+            calls.append(pack(group) if how < 2 else pad(group, left=how == 3, multiple=int(rng.choice((1, 8, 16)))))
+    return calls
+
+
+def _parts(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
+    """Splits samples as a rollout does: a position a call of all that have one, or each in chunks."""
+    samples = [s for s in spans(lengths) if len(s)]
+    if max(lengths) <= 2 * FEW and (len(samples) > FEW or rng.integers(2)):
+        return decode(samples)
+    return chunks(samples, -(-max(lengths) // int(rng.integers(1, FEW))))
