@@ -25,6 +25,7 @@ from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations import uses
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, UNTRAINED
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
@@ -87,7 +88,7 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
     assert [r.candidate for r in found] == [c.name for c in mine]
     for row, control in zip(found, mine):
         assert row.caught and row.control, report([row])
-        relation = "invariance" if control.relation == TRAINED else control.relation
+        relation = {TRAINED: "invariance", **uses.RELATIONS}.get(control.relation, control.relation)
         assert (row.relation, row.op, row.dtype) == (relation, control.op, control.dtype)
 
 
@@ -183,12 +184,15 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC, "invariance"}
     assert not gradients.missing(norm_rows, [subject("rms_norm")])
-    every = {(r.layout, r.tensor.removesuffix(".grad")) for r in norm_rows if r.relation == INVARIANCE}
+    split = [r for r in norm_rows if r.relation == INVARIANCE and r.against != uses.ONCE]
+    every = {(r.layout, r.tensor.removesuffix(".grad")) for r in split}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     assert all(r.elements for r in norm_rows if r.relation != STATIC)
 
 
 def required(row: Row) -> tuple:
+    if row.against == uses.ONCE:  # of which each stands for all its tensors
+        return row.relation, row.layout, "", "", uses.ONCE
     return row.relation, row.layout, row.tensor, row.inputs, row.against == UNTRAINED
 
 
@@ -227,7 +231,8 @@ def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
     missing = gradients.missing([], [s])
-    found = {r.tensor.removesuffix(".grad") for r in missing if r.relation not in (STATIC, "invariance")}
+    split = [r for r in missing if r.relation not in (STATIC, "invariance") and r.against != uses.ONCE]
+    found = {r.tensor.removesuffix(".grad") for r in split}
     assert found == {f"d{k}" for k in floating} != set()
 
 
@@ -291,7 +296,7 @@ def test_a_gradient_that_depends_on_how_its_upstream_lies_is_reported(fewer, mon
 
     for function, expected in (
         (bi_kernels.silu, set()),
-        (lambda x: Uneven.apply(bi_kernels.silu(x)), {"strided view", "transposed view"}),
+        (lambda x: Uneven.apply(bi_kernels.silu(x)), {"strided view", "slice of a batch", "transposed view"}),
     ):
         assert {r.layout for r in in_need(list(gradients.by_split(subject("silu", function))))} == expected
 
@@ -366,7 +371,7 @@ def unwritten(layout, dy, args, grads, **constants):
 def test_an_element_that_backward_leaves_unwritten_is_not_deterministic(fewer, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 3)  # fresh memory holds ones and zeros by turns
     found = gradients.judge_gradients(subject("rms_norm", spoiled(unwritten)))
-    bad = [r for r in in_need(found) if r.relation == DETERMINISM]
+    bad = [r for r in in_need(found) if r.relation == DETERMINISM and r.against == "itself"]
     assert [(r.tensor, r.mismatches, r.first_index) for r in bad] == [("dx", 1, [0, 0])], report(found)
 
 

@@ -10,10 +10,11 @@ from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
+from bi_kernels.audit.drawn import questions
+from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
-from bi_kernels.audit.problem.drawn_cases import draw
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import drawn, forward, gradient, uses
+from bi_kernels.audit.relations import forward, gradient, uses
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
@@ -78,7 +79,7 @@ def _drawn(s: Subject, _: list[Control]) -> list[Row]:
     cases = (
         draw(p.op, s.function, number, p.dtype, p.device, p.seed, s.candidate, s.device) for number in range(DRAWS)
     )
-    return _first(up_to_a_drift(row for case in cases for row in drawn.judge(case)))
+    return _first(up_to_a_drift(row for case in cases for row in questions.judge(case)))
 
 
 _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {

@@ -9,6 +9,7 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels.audit.broken.forward import Control
 from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.contract import EPS
 
 TRAINED = "trained"  # outputs of calls that train, against those of calls that do not
 DRAWN = "drawn"  # cases of the random audit
@@ -159,7 +160,7 @@ def _controls() -> tuple[Control, ...]:
     drawn = (
         ("without the columns behind a multiple of 8", "swiglu", whole_vectors_only),
         ("without the columns behind a multiple of 8", "linear", whole_vectors_only),
-        ("that knows one eps", "rms_norm", with_argument("eps", lambda eps: 1e-6)),
+        ("that knows one eps", "rms_norm", with_argument("eps", lambda eps: EPS)),
         ("that takes padding id 0 for none", "embedding", with_argument("padding_id", lambda n: n or None)),
         ("that knows one temperature", "lm_head_logprob", with_argument("temperature", lambda t: 1.0)),
         ("that knows one scale", "attention", with_argument("scale", lambda scale: None)),

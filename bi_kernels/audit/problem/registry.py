@@ -49,7 +49,7 @@ LAYOUT_ARGUMENTS = (
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
 _LINEAR = {"row": "linear", "reduction": "K"}
-_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (1e-12, 1e-5, 0.5)}}
+_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (2.0**-40, 2.0**-17, 0.5)}}
 _LOGPROB = {
     "outputs": ("out:fp32",),
     "constants": {"temperature": 0.7, "ignore_index": 3},

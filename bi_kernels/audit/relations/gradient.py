@@ -8,7 +8,7 @@ import torch
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, needs_fix, sentence
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
 from bi_kernels.audit.relations import forward, uses
@@ -33,7 +33,8 @@ def judge_gradients(subject: Subject) -> list[Row]:
     """Judges invariance and determinism of every gradient, and how the op is used; see `by_split` and
     `uses`."""
     rows = list(by_split(subject))
-    return rows if any(r.verdict == UNSUPPORTED for r in rows) else [*rows, *uses.by_use(subject)]
+    computes = rows[0].mismatches is not None  # else that row says what it raised
+    return [*rows, *uses.by_use(subject)] if computes else rows
 
 
 def by_split(subject: Subject) -> Iterator[Row]:

@@ -5,20 +5,21 @@ from dataclasses import replace
 from math import log2
 
 import matplotlib.pyplot as plt
+from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
+from bi_kernels.audit.drawn.cases import Case, draw
+from bi_kernels.audit.drawn.questions import QUESTIONS, judge
+from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped
-from bi_kernels.audit.problem.drawn_cases import Case, draw
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations.drawn import QUESTIONS, judge
 from bi_kernels.contract import DTYPES, dtype_name
 
 AT_ONCE = 16  # cases that one process is given
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
 
-Seen = tuple[str, str, int, int, bool]  # op, population, tokens, elements of the widest token, whether all passed
+Seen = tuple[str, str, int, int, bool]  # op, population, tokens, largest dimension, whether all passed
 
 
 def judge_cases(session) -> tuple[list[Row], list[Seen]]:
@@ -27,14 +28,15 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     first, count = session.parameters["first"], session.parameters["cases"]
     subjects = [s for s in session.make() if s.problem.case == next(iter(s.problem.op.cases("tiny")))]
     whose = [(s.problem.op.name, dtype_name(s.problem.dtype)) for s in subjects]
-    items = [(*w, n) for n in range(first, first + count, AT_ONCE) for w in whose]
+    numbers = range(first, first + count, AT_ONCE)
+    judged = parallel.each(session, judge_some, [(*w, n) for w in whose for n in numbers], first + count)
     rows, seen = [], []
-    for found, drawn in parallel.each(session, judge_some, items, first + count):
-        rows += found
-        seen += drawn
-    rows = [r for (op, dtype) in whose for r in summed([r for r in rows if (r.op, r.dtype) == (op, dtype)])]
-    rows += [r for s in subjects for r in missing(rows, s, required(s))]
-    session.add(rows)
+    for subject in subjects:
+        found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in numbers)))
+        found = summed(found)
+        found += missing(found, subject, required())
+        session.add(found)
+        rows, seen = rows + found, seen + drawn
     return rows, seen
 
 
@@ -85,7 +87,25 @@ def summed(rows: list[Row]) -> list[Row]:
     return found
 
 
-def required(s: Subject) -> Iterator[dict]:
+def populations(seen: list[Seen]) -> Markdown:
+    """Returns the table of cases by population: how many there are, and how many tokens they have."""
+    lines = [
+        {
+            "samples": name,
+            "cases": len(mine),
+            "ops": len({s[0] for s in mine}),
+            "tokens": f"{_range([s[2] for s in mine])}",
+        }
+        for name, mine in sorted(grouped(seen, lambda s: s[1]).items())
+    ]
+    return tables.table(lines)
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{min(numbers)} to {max(numbers)}"
+
+
+def required() -> Iterator[dict]:
     """Yields what a few cases of every op hold."""
     yield from ({"relation": relation, "layout": layout} for relation, layout in QUESTIONS)
 
@@ -93,7 +113,7 @@ def required(s: Subject) -> Iterator[dict]:
 def figure(seen: list[Seen]) -> plt.Figure:
     """Draws the cases by their tokens and their widest dimension; those that need a fix stand out."""
     fig, ax = plt.subplots(figsize=(8.5, 4.2))
-    for passed, color, size, name in ((True, "#0072B2", 5, "passed"), (False, "#D55E00", 40, "needs a fix")):
+    for passed, color, size, name in ((True, "#0072B2", 8, "passed"), (False, "#D55E00", 40, "needs a fix")):
         mine = [s for s in seen if s[4] is passed]
         if mine:
             ax.scatter(

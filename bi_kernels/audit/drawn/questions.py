@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
+from bi_kernels.audit.drawn.cases import FEW, Case
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare, joined
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem import problem
 from bi_kernels.audit.problem.call_layouts import Call, pack, spans
-from bi_kernels.audit.problem.drawn_cases import FEW, Case
 from bi_kernels.audit.problem.subject import refusal
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step

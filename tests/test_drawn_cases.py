@@ -1,0 +1,103 @@
+"""Every argument has a row, every population and value comes, and a case is the same whenever it is drawn."""
+
+import inspect
+from collections import Counter
+
+import pytest
+import torch
+
+import bi_kernels
+from bi_kernels.audit.broken.uses import doubled_alone
+from bi_kernels.audit.drawn.cases import FINITE, POPULATIONS, draw
+from bi_kernels.audit.drawn.questions import ROLLOUT, judge
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import uses
+from bi_kernels.contract import DTYPES
+
+CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
+# of the casts' dtype each is an audit of its own
+OF_ITSELF = {"cast": {"dtype"}}
+
+
+def public(op):
+    return getattr(bi_kernels, op.function or op.name)
+
+
+def drawn(name, number, function=None, seed=0):
+    return draw(OPS[name], function or public(OPS[name]), number, BF16, CPU, seed)
+
+
+def subject(name, function):
+    op = OPS[name]
+    return Subject(Problem(op, next(iter(op.cases("tiny"))), BF16, "tiny", CPU), function, "test", "interpreter")
+
+
+@pytest.mark.parametrize("name", sorted({op.function or op.name for op in OPS.values()}))
+def test_every_public_argument_has_a_row(name):
+    entries = [op for op in OPS.values() if (op.function or op.name) == name]
+    held = {n for op in entries for names in (*op.arguments, *op.free, *op.constants) for n in names.split(", ")}
+    held |= {n for op in entries for n in (*op.tokens, *op.shared, *LAYOUT_ARGUMENTS)} | OF_ITSELF.get(name, set())
+    assert set(inspect.signature(getattr(bi_kernels, name)).parameters) <= held
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_few_cases_hold_every_population_family_and_value(name):
+    cases = [drawn(name, n) for n in range(len(POPULATIONS))]
+    assert Counter(c.population for c in cases) == Counter(POPULATIONS)
+    assert {c.kind for c in cases} == set(FINITE)
+    for names, values in OPS[name].arguments.items():
+        wanted = [v if ", " in names else (v,) for v in values]
+        given = [tuple(c.subject.problem.op.constants.get(n) for n in names.split(", ")) for c in cases]
+        assert all(any(g == w and [type(x) for x in g] == [type(x) for x in w] for g in given) for w in wanted)
+
+
+def test_a_case_is_the_same_whatever_was_drawn_before():
+    one, again = drawn("attention", 7), (drawn("attention", 3), drawn("attention", 7))[1]
+    assert one.said == again.said and list(one.subject.lengths) == list(again.subject.lengths)
+    assert [c.index.tolist() for c in one.groups] == [c.index.tolist() for c in again.groups]
+    assert one.said != drawn("attention", 7, seed=1).said
+
+
+def test_what_is_broken_for_two_equal_samples_is_found():
+    def shares_what_begins_alike(x):
+        y = bi_kernels.silu(x)
+        return y * 1.015625 if x.dim() == 2 and 0 < len(x[:, :8].unique(dim=0)) < len(x) else y
+
+    rows = [r for n in range(len(POPULATIONS)) for r in judge(drawn("silu", n, shares_what_begins_alike))]
+    assert any("twins" in r.detail and r.verdict == NEEDS_FIX and r.relation == "gradient invariance" for r in rows)
+
+
+def test_a_rollout_that_is_another_is_found_and_what_raises_says_so():
+    def rolls_out_otherwise(q, k, v, **told):
+        out, lse = bi_kernels.attention(q, k, v, **told)
+        return (out * 2, lse) if not q.requires_grad else (out, lse)
+
+    rows = [r for n in range(4) for r in judge(drawn("attention", n, rolls_out_otherwise))]
+    assert {(r.relation, r.layout) for r in rows if r.verdict == NEEDS_FIX} == {("invariance", ROLLOUT)}
+
+    def raises(x):
+        raise RuntimeError("out of resources")
+
+    (row,) = judge(drawn("silu", 0, raises))
+    assert row.verdict == NEEDS_FIX and "out of resources" in row.detail
+
+
+def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
+    def refuses(x):
+        if torch.is_autocast_enabled("cpu"):
+            raise ValueError("silu: called under autocast, expected full precision")
+        return bi_kernels.silu(x)
+
+    rows = list(uses.by_use(subject("silu", refuses)))
+    wanted = {(r["relation"], r["layout"]) for r in uses.required(subject("silu", refuses))}
+    assert wanted <= {(r.relation, r.layout) for r in rows}
+    assert {r.layout for r in rows if r.verdict != PASS} == {"autocast"}
+    assert not [r for r in rows if r.verdict == NEEDS_FIX]
+
+
+def test_the_tensor_that_differs_is_named():
+    found = list(uses.by_use(subject("swiglu", doubled_alone(bi_kernels.swiglu)), ["demand"]))
+    assert {(r.layout, r.tensor) for r in found if r.mismatches} == {("dgate alone", "dgate"), ("dup alone", "dup")}
