@@ -1,9 +1,11 @@
 """Judges drawn cases: splits of the samples, a rollout without gradients, arguments that change no bit, and fp64."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from bi_kernels.audit.drawn.cases import FEW, Case
@@ -16,6 +18,7 @@ from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
 
 ALONE, GROUPS, ROLLOUT, ARGUMENT, ROWS = "singles", "micro_batches:drawn", "rollout:drawn", "argument", "rows"
+HEADS = 128  # of attention's sequences together, that are held against fp64
 QUESTIONS = (  # of which some case of any few holds each
     *(("gradient invariance", layout) for layout in (ALONE, GROUPS)),
     *(("invariance", ROLLOUT), ("accuracy", ROWS), ("gradient accuracy", ROWS)),
@@ -53,12 +56,27 @@ def judge(case: Case) -> list[Row]:
             other = Step(replace(s, function=partial(s.function, **{name: value}), memo={}), case.kind, s.lengths)
             other.dy = step.dy
             asked("gradient invariance", ARGUMENT, lambda: same(other, whole), f"{name} = {value}")
-    reference = together(outputs), step.tokens, step.shared, step.at, s.lengths, case.kind
+    part, outputs, base = beginning(step, outputs, base)
+    reference = together(outputs), part.tokens, part.shared, part.at, part.lengths, case.kind
     asked("accuracy", ROWS, lambda: forward.against_fp64(s, *reference), "fp64")
     if case.kind in gradient.ACCURATE:
-        asked("gradient accuracy", ROWS, lambda: _gradients(step, base), "fp64")
+        asked("gradient accuracy", ROWS, lambda: _gradients(part, base), "fp64")
     s.forget()
     return [replace(r, detail=r.detail if case.said in r.detail else f"{case.said}; {r.detail}") for r in rows]
+
+
+def beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dict]:
+    """Returns a step, its outputs and gradients, or those of attention's first sequences, which are nobody else's: its
+    fp64 reference goes head by head."""
+    p = step.subject.problem
+    if not p.op.cache:
+        return step, outputs, base
+    part, counts = copy(step), np.cumsum([n > 0 for n in step.lengths])
+    part.lengths = step.lengths[: 1 + int(np.searchsorted(counts, max(1, HEADS // p.dims["heads"])))]
+    part.count = n = sum(part.lengths)
+    part.tokens, part.at = {k: t[:n] for k, t in step.tokens.items()}, step.at[:n]
+    part.dy = [dy[:n] for dy in step.dy]
+    return part, tuple(t[:n] for t in outputs), {k: t[:n] for k, t in base.items()}
 
 
 def _gradients(step: Step, base: dict) -> list[Row]:

@@ -13,9 +13,10 @@ from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped
+from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.contract import DTYPES, dtype_name
 
-AT_ONCE = 16  # cases that one process is given
+AT_ONCE = {True: 80, False: 200}  # cases that one process is given, of attention and of others: it compiles first
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
 
@@ -27,12 +28,13 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     drawn."""
     first, count = session.parameters["first"], session.parameters["cases"]
     subjects = [s for s in session.make() if s.problem.case == next(iter(s.problem.op.cases("tiny")))]
-    whose = [(s.problem.op.name, dtype_name(s.problem.dtype)) for s in subjects]
-    numbers = range(first, first + count, AT_ONCE)
-    judged = parallel.each(session, judge_some, [(*w, n) for w in whose for n in numbers], first + count)
+    if session.pool is not None:
+        subjects.sort(key=lambda s: not s.problem.op.cache)  # attention takes longest
+    parts = {number: _parts(s.problem, first, count) for number, s in enumerate(subjects)}
+    judged = parallel.each(session, judge_some, [part for several in parts.values() for part in several])
     rows, seen = [], []
-    for subject in subjects:
-        found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in numbers)))
+    for number, subject in enumerate(subjects):
+        found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
         found = summed(found)
         found += missing(found, subject, required())
         session.add(found)
@@ -40,11 +42,17 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     return rows, seen
 
 
-def judge_some(session, item: tuple[str, str, int], end: int) -> tuple[list[Row], list[Seen]]:
-    """Judges up to AT_ONCE cases of one op and dtype."""
-    op, dtype, first = item
+def _parts(p: Problem, first: int, count: int) -> list[tuple[str, str, int, int]]:
+    """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
+    step, end = AT_ONCE[bool(p.op.cache)], first + count
+    return [(p.op.name, dtype_name(p.dtype), n, min(n + step, end)) for n in range(first, end, step)]
+
+
+def judge_some(session, item: tuple[str, str, int, int]) -> tuple[list[Row], list[Seen]]:
+    """Judges some cases of one op and dtype."""
+    op, dtype, first, end = item
     rows, seen = [], []
-    for number in range(first, min(first + AT_ONCE, end)):
+    for number in range(first, end):
         case = drawn(session, op, dtype, number)
         found = judge(case)
         sizes = case.subject.problem.sizes
