@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bi_kernels
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.models.cases import Step, built, case, quiet
 from bi_kernels.audit.models.generation import generated, judged
@@ -46,6 +47,14 @@ class _HalvesForFewRows(nn.Linear):
             return F.linear(x, self.weight)
         (a, b), (v, w) = x.chunk(2, -1), self.weight.chunk(2, -1)
         return F.linear(a, v) + F.linear(b, w)
+
+
+class _TrainsOtherwise(nn.Linear):
+    """A linear that is another where a gradient is wanted, and else this package's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = bi_kernels.linear(x, self.weight)
+        return y * 1.015625 if torch.is_grad_enabled() and self.weight.requires_grad else y
 
 
 def _down(kind: type[nn.Linear], **attributes) -> Callable[[nn.Module], None]:
@@ -130,6 +139,7 @@ CONTROLS: tuple[tuple[str, str, Callable], ...] = (  # name, the relation that m
     ("a report that names one module less", CONTRACTED, _a_module_lost),
     ("a linear that adds two halves of K for few rows", INVARIANCE, _in("singles", prepare=_few)),
     ("a linear that apply left to PyTorch", GRADIENT, _in("singles", prepare=lambda session: _down(_Stock))),
+    ("a layer that trains otherwise", INVARIANCE, _in("permuted", prepare=lambda session: _down(_TrainsOtherwise))),
     ("folds that begin anew from .grad in every micro-batch", GRADIENT, _in("singles", between=_forget)),
     ("a layer without one of its norms", ACCURACY, _otherwise("llama", _without_a_norm)),
     ("a sliding window that is not applied", ACCURACY, _otherwise("mistral", _without_its_window)),
