@@ -66,7 +66,8 @@ def draw(
     for place, (names, values) in enumerate(op.arguments.items(), 2):
         one = turn(place, [{}, *(dict(zip(names.split(", "), v if ", " in names else (v,))) for v in values)])
         arguments |= one  # or as the entry has it
-    sizes = _sizes(op, rng, limits, np.random.default_rng([seed, of]) if device.type == "cuda" else rng)
+    few = rng if device.type == "cpu" else np.random.default_rng([seed, of, int(rng.integers(limits["heads"]))])
+    sizes = _sizes(op, rng, limits, few)
     wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
     most = max(1, min(limits["tokens"], limits["elements"] // wide))
     lengths = _lengths(population, _log_uniform(rng, 1, most), limits["many"], rng)
@@ -94,28 +95,21 @@ def _numbers(op: Op, dims: str, sizes: dict) -> list[int]:
     return [sizes.get(d.strip(), 1) for d in dims.split(":")[0].split(",")]
 
 
-def _sizes(op: Op, rng: np.random.Generator, limits: dict, few: np.random.Generator) -> dict[str, int]:
-    """Draws the op's dimensions; few: draws those of which each compiles kernels anew, for all numbers the same."""
-    names = list(
-        dict.fromkeys(re.findall(r"[A-Za-z_]+", ", ".join(d.split(":")[0] for d in (op.tokens | op.shared).values())))
-    )
-    names += ["vocab"] * any(d.endswith(":id") for d in op.tokens.values())
+def _sizes(op: Op, rng: np.random.Generator, limits: dict, heads: np.random.Generator) -> dict[str, int]:
+    """Draws the op's dimensions; heads: draws their number and width."""
+    words = ", ".join(d.split(":")[0] for d in (op.tokens | op.shared).values())
+    names = set(re.findall(r"[A-Za-z_]+", words)) | {"vocab" for d in op.tokens.values() if d.endswith(":id")}
     sizes = {}
-    for name in dict.fromkeys("kv_heads" if n == "heads" else n for n in names):
-        if name == "head_dim":
-            pool = [_log_uniform(few, *limits[name]) for _ in range(8)]
-            sizes[name] = pool[int(rng.integers(len(pool)))]
-        else:
-            sizes[name] = _log_uniform(rng, *limits[name])
     if "heads" in names:
-        sizes["heads"] = sizes["kv_heads"] * int(rng.choice(GROUPS))
-        if "kv_heads" not in names:
-            del sizes["kv_heads"]
+        keys = _log_uniform(heads, *limits["kv_heads"])
+        sizes = {"heads": keys * int(heads.choice(GROUPS)), "kv_heads": keys}
+    for name in sorted(names - {*sizes}):
+        sizes[name] = _log_uniform(heads if name == "head_dim" else rng, *limits[name])
     for dims in op.shared.values():
         while math.prod(_numbers(op, dims, sizes)) > limits["elements"]:
             largest = max((d.strip() for d in dims.split(":")[0].split(",")), key=sizes.__getitem__)
             sizes[largest] //= 2
-    return {k: -(-n // op.multiples.get(k, 1)) * op.multiples.get(k, 1) for k, n in sizes.items()}
+    return {k: -(-n // op.multiples.get(k, 1)) * op.multiples.get(k, 1) for k, n in sizes.items() if k in names}
 
 
 def _lengths(population: str, total: int, many: int, rng: np.random.Generator) -> list[int]:

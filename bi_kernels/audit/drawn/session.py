@@ -1,14 +1,14 @@
 """Judges cases drawn by seed, of every op: a row an op, dtype and question, and one a case that needs a fix."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from math import log2
 
 import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.drawn.cases import Case, draw
+from bi_kernels.audit.drawn.cases import RANDOM, Case, draw
 from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
@@ -16,7 +16,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.contract import DTYPES, dtype_name
 
-AT_ONCE = {True: 80, False: 200}  # cases that one process is given, of attention and of others: it compiles first
+AT_ONCE = 256  # cases that one process is given: it compiles their kernels first
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
 
@@ -44,8 +44,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
 
 def _parts(p: Problem, first: int, count: int) -> list[tuple[str, str, int, int]]:
     """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
-    step, end = AT_ONCE[bool(p.op.cache)], first + count
-    return [(p.op.name, dtype_name(p.dtype), n, min(n + step, end)) for n in range(first, end, step)]
+    end = first + (math.ceil(count * RANDOM[p.device.type]["attention"]) if p.op.cache else count)
+    return [(p.op.name, dtype_name(p.dtype), n, min(n + AT_ONCE, end)) for n in range(first, end, AT_ONCE)]
 
 
 def judge_some(session, item: tuple[str, str, int, int]) -> tuple[list[Row], list[Seen]]:
@@ -132,7 +132,7 @@ def figure(seen: list[Seen]) -> plt.Figure:
     wrong, most = sum(not s[4] for s in seen), max(s[2] for s in seen)
     what = f"{len(seen):,} drawn cases of {len({s[0] for s in seen})} ops"
     title = f"{what}: {wrong or 'none'} need{'s' * (wrong < 2)} a fix"
-    ax.set(xlabel="tokens of the call", ylabel="largest dimension", title=title, xlim=(0.7, 2 ** (log2(most) + 0.5)))
+    ax.set(xlabel="tokens of the call", ylabel="largest dimension", title=title, xlim=(0.7, 1.4 * most))
     ax.legend(edgecolor="none", fontsize=8)
     fig.tight_layout()
     return fig
