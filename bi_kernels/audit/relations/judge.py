@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
 from bi_kernels.audit.relations import forward, gradient
-from bi_kernels.audit.reproduce.forward import export
-from bi_kernels.audit.reproduce.gradient import export_gradient
+from bi_kernels.audit.reproduce.operator import scripts
+from bi_kernels.audit.reproduce.script import settle
 from bi_kernels.audit.static.binary import examined
 from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.verdict import atomics_free
@@ -37,18 +37,18 @@ def judge(
 ) -> list[Row]:
     """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
     the variants that were launched become the session's."""
-    subjects, added, launched = session.make(), [], []
+    subjects, added, launched, made = session.make(), [], [], []
     judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
     meanwhile(session)
     for subject, (rows, launches) in zip(subjects, judged):
         if launches is not None:
             launched.append((subject, launches))
         if session.out:
-            for write in (export, export_gradient):
-                write(subject, session.candidate, rows, session.out / "repro")
+            made += scripts(subject, session.candidate, rows, session.out / "repro")
         subject.forget()
         session.add(rows)
         added += rows
+    settle(made)
     rest: list[Row] = []
     if wants_backward:
         rest, session.variants = atomics_free(launched)

@@ -21,7 +21,8 @@ def import_of_spec(spec: str, folder: Path) -> str:
     """Returns the lines for `package.module:function` or `path/to/file.py:function`."""
     module, _, function = spec.rpartition(":")
     if module.endswith(".py"):
-        return f"import runpy\n\nfn = runpy.run_path(str({beside(module, folder)}))[{function!r}]"
+        file = f"str({beside(module, folder)})"
+        return f"from bi_kernels.audit.problem.candidates import load\n\nfn = load({file} + {f':{function}'!r})"
     return f"{reach(module, folder)}from {module} import {function} as fn"
 
 

@@ -1,25 +1,19 @@
-"""Writes a standalone script that shows a drift, from a recipe and its template.
+"""Writes scripts that show drifts, and runs each in a process of its own before anyone is told of it."""
 
-The search for a small recipe runs the script's own lines, so what is written has drifted here.
-"""
-
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
 
-import numpy as np
-import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels import checks
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.reproduce.imports import import_of
-from bi_kernels.contract import dtype_name
+from bi_kernels.audit.evidence.verdicts import Row, grouped
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -29,78 +23,121 @@ TEMPLATES = Environment(
     keep_trailing_newline=True,
     auto_reload=False,
 )
-TEMPLATES.filters["repr"] = repr
+MOST = 6  # scripts of an audit: each is run, which takes seconds
+ROWS = 64  # that a script shows
+LONGEST = 120  # seconds that a script may take
+SHOWN = re.compile(r"^(\d+) of (\d+) elements differ; max abs (\S+)", re.M)
+PARITIES = ("00", "10", "01", "11")  # what fresh memory may hold in the first call of both layouts
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Two computations that ought to give the same bits, which a template writes out as the lines of a script."""
+@dataclass
+class Script:
+    """A script of one op and relation, and the rows that it is to show."""
 
-    template: ClassVar[str]
+    path: Path
+    title: str
+    imports: str  # the lines that make `fn`
+    made: str  # what is replayed
+    device: str
+    rows: list[tuple[tuple[str, str, str, str], Row]]  # (two layouts, inputs, tensor) of each
+    beside: Sequence[Path] = ()  # what it loads
+    words: dict[int, list[str]] = field(default_factory=dict)  # of each row that it showed
+    why: str = ""  # it shows no other
+
+    def write(self, default: list[str], said: str) -> None:
+        text = TEMPLATES.get_template("compare.py.jinja").render(
+            title=" ".join(self.title.split()),
+            said=said,
+            interpreted=checks.INTERPRETED,
+            imports=self.imports.removeprefix("import sys\n\n"),
+            made=self.made,
+            default=default,
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(text, encoding="utf-8")
+
+    def run(self) -> None:
+        """Finds out which rows it shows, in a process that knows nothing of this one."""
+        self.write([*self.rows[0][0], PARITIES[0]], "Not run yet.")
+        asked = [(i, [*words, PARITIES[0]]) for i, (words, _) in enumerate(self.rows)]
+        self._shown(asked)
+        left = [i for i in range(len(self.rows)) if i not in self.words]
+        if left and not self.why.startswith("it"):  # perhaps what fresh memory held
+            self._shown([(i, [*self.rows[i][0], memory]) for i in left for memory in PARITIES[1:]])
+
+    def _shown(self, asked: list[tuple[int, list[str]]]) -> None:
+        """Runs it on what is asked, and keeps the words that show a row's own numbers."""
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("BI_AUDIT")}
+        command = [sys.executable, f"{self.path.parent.name}/{self.path.name}", *(w for _, ws in asked for w in ws)]
+        where = self.path.parent.resolve().parent
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=where, env=environment, timeout=LONGEST, check=False
+            )
+            printed, failed = done.stdout, done.returncode not in (0, 1) or done.stderr
+            said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:200]
+        except subprocess.TimeoutExpired as late:
+            printed, failed, said = (late.stdout or b"").decode(), True, f"took over {LONGEST} s"
+        found = SHOWN.findall(printed)
+        for (i, words), (count, of, most) in zip(asked, found):
+            if i not in self.words and agrees(self.rows[i][1], int(count), int(of), float(most)):
+                self.words[i] = words
+        if failed and len(found) < len(asked):
+            self.why = f"it raised, in a fresh process: {said}" if "took" not in said else f"it {said}"
+        elif found and not self.why:
+            shown = {i: f"{n} of {of} elements differ" for (i, _), (n, of, _) in zip(asked, found)}
+            other = [said for i, said in shown.items() if i not in self.words]
+            self.why = f"in a fresh process {other[0]}" if other else ""
+
+    def settle(self) -> bool:
+        """Names it in the rows that it showed, and says in the others why not; leaves no script that shows none."""
+        for i, (_, row) in enumerate(self.rows):
+            if i in self.words:
+                first = i == min(self.words)
+                row.repro = shlex.join(["python", self.name, *([] if first else self.words[i])])
+            else:
+                unscripted([row], self.why)
+        if not self.words:
+            for path in (self.path, *self.beside):
+                path.unlink(missing_ok=True)
+            return False
+        i = min(self.words)
+        r = self.rows[i][1]
+        more = f"; {len(self.words) - 1} more rows of the report, by the words in their commands" * (len(self.words) > 1)
+        where = f"{self.device}, Triton's interpreter as bi_kernels mends it" if checks.INTERPRETED else self.device
+        said = f"Run in a fresh process ({where}): {r.mismatches} of {r.elements} elements differ, as reported{more}."
+        self.write(self.words[i], said)
+        return True
 
     @property
-    def says(self) -> str:
-        """Says in half a sentence what the two results, `a` and `b`, are."""
-        raise NotImplementedError
-
-    def values(self, s) -> dict:
-        """Returns what the template needs of the subject `s`, beside the recipe itself."""
-        raise NotImplementedError
-
-    def render(self, s, **script) -> str:
-        """Returns the lines that leave the results in `a` and `b`; given the candidate's import, all of the script."""
-        return TEMPLATES.get_template(self.template).render(recipe=self, **self.values(s), **script)
-
-    def results(self, s, **given) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the script's own lines in this process; given: further names that they see."""
-        scope = {"fn": s.function, "torch": torch} | given
-        exec(self.render(s), scope)
-        return scope["a"].detach(), scope["b"].detach()
-
-    def drifts(self, s, **given) -> bool:
-        """Returns True where the results differ in a bit; False where they do not, and where the lines raise."""
-        try:
-            return bool(compare(*self.results(s, **given)).mismatches)
-        except Exception:
-            return False
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
 
 
-def calls_of(s: Subject, row: Row) -> tuple[int, list[int], list[Call]] | None:
-    """Returns the row's first differing token, the lengths of the samples, and the two calls that give the token
-    different bits; None for a layout that is not among those by name."""
-    every, token = layouts(s.lengths, s.problem.seed), row.first_index[0]
-    if row.layout == "rows":
-        return token, [s.largest], [Call(np.arange(m), (0, m)) for m in (row.rows, s.largest)]
-    if row.layout not in every:
-        return None
-    names = row.layout, row.against
-    return token, list(s.lengths), [next(c for c in every[name] if (c.index == token).any()) for name in names]
+def agrees(row: Row, count: int, of: int, most: float) -> bool:
+    """Tells whether a script printed a row's own numbers."""
+    reported = float(row.max_abs or 0)
+    return (count, of) == (row.mismatches, row.elements) and (most == reported or abs(most / reported - 1) < 1e-6)
 
 
-Found = TypeVar("Found", bound=Recipe)
-
-
-def first(recipes: Iterable[Found], *subject) -> Found | None:
-    """Returns the first recipe that drifts. They come smallest first: each trial runs kernels, so there are few."""
-    return next((r for r in recipes if r.drifts(*subject)), None)
-
-
-def write(recipe: Recipe, s, title: str, candidate: str, path: Path, rows: Sequence[Row], **values) -> Path:
-    """Writes the script and names it in `rows`; candidate: the lines that import it as `fn`."""
-    title = " ".join(f"{title}: {recipe.says}".split())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = recipe.render(s, title=title, interpreted=checks.INTERPRETED, candidate=candidate, **values)
-    path.write_text(text, encoding="utf-8")
+def unscripted(rows: Sequence[Row], why: str) -> None:
+    """Says in rows why no script shows them."""
     for r in rows:
-        r.repro = f"python {path.parent.name}/{path.name}"
-    return path
+        r.detail = "; ".join(filter(None, (r.detail, f"no script: {why}")))
 
 
-def write_op(
-    recipe: Recipe, s: Subject, candidate: Candidate, folder: Path, rows: Sequence[Row], suffix: str = ""
-) -> Path:
-    """Writes the script of an op's candidate, named after op, case and dtype."""
-    p = s.problem
-    path = folder / ("-".join(filter(None, (p.op.name, p.case, dtype_name(p.dtype), suffix))) + ".py")
-    title = f"{' '.join(filter(None, (p.op.name, p.case)))}, {dtype_name(p.dtype)}"
-    return write(recipe, s, title, import_of(candidate, p.op, folder), path, rows)
+def settle(scripts: Sequence[Script]) -> list[Path]:
+    """Runs the scripts, a few at a time, and names those that reproduce. Returns their paths, in the order given."""
+    first = [group[0] for group in grouped(scripts, lambda s: s.rows[0][1].op + s.path.stem.rpartition("-")[2]).values()]
+    order = sorted(scripts, key=lambda s: not any(s is f for f in first))
+    for s in order:
+        unscripted([r for _, r in s.rows[ROWS:]], f"one shows {ROWS} rows at most")
+        del s.rows[ROWS:]
+    for s in order[MOST:]:
+        unscripted([r for _, r in s.rows], f"{MOST} of this audit were run, the most")
+        for path in s.beside:
+            path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) // 2))) as pool:
+        [*pool.map(Script.run, order[:MOST])]
+    shown = [s for s in order[:MOST] if s.settle()]
+    return [s.path for s in scripts if any(s is x for x in shown)]

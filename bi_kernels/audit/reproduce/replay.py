@@ -1,0 +1,123 @@
+"""What a reproducer computes: the candidate's results and gradients under one of the layouts in which it was judged.
+
+A script names the layout and passes the candidate; inputs, layouts and what fresh memory holds are the audit's own.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
+from bi_kernels.audit.callables.modes import modes
+from bi_kernels.audit.callables.relations import output_names, plan, samples_of
+from bi_kernels.audit.callables.step import Step as CallableStep
+from bi_kernels.audit.callables.target import Layout, Target
+from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
+from bi_kernels.audit.problem.problem import Problem, joined
+from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations.forward import VIEWED_QUERIES, VIEWED_ROWS
+from bi_kernels.audit.relations.gradient import UNTRAINED
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import DTYPES
+
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype's size in bytes
+WHOLE = "the whole batch"
+ROWS = re.compile(r"the first (\d+) of (\d+) rows( in one call)?")
+Parts = list[torch.Tensor]
+
+
+class Operator:
+    """An op of the registry at one shape, dtype and device, with the inputs on which audits judge it."""
+
+    def __init__(self, op: str, case: str, dtype: str, shapes: str, device: str, seed: int = 0, threads: int = 1):
+        torch.set_num_threads(threads)
+        self.problem = Problem(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed)
+
+    def result(self, fn: Callable, layout: str, inputs: str, tensor: str, memory: str) -> Parts:
+        """Returns fn's outputs, or the gradient `tensor`, in logical order, computed in `layout` on a family of
+        `inputs`; memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
+        s = Subject(self.problem, fn, "", "")
+        s.calls = int(memory)
+        with torch.enable_grad():
+            out = self._gradients(s, layout, inputs, tensor) if tensor else self._outputs(s, layout, inputs)
+        return [t.detach() for t in (out if isinstance(out, (tuple, list)) else (out,))]
+
+    def _outputs(self, s: Subject, layout: str, inputs: str):
+        if named := ROWS.fullmatch(layout):
+            m, n, leaky = int(named[1]), int(named[2]), inputs == "nonfinite"
+            at = torch.arange(n, device=s.problem.device)
+            tokens, shared = s.problem.inputs(inputs, n, at >= m if leaky else None)
+            if named[3]:
+                return s.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
+            apart = (0, m, n) if leaky and s.problem.op.cache and m < n else None
+            out = s.call(tokens, shared, (n,), at, apart)
+            return out[:m] if isinstance(out, torch.Tensor) else tuple(t[:m] for t in out)
+        if layout in ("aligned", *VIEWS):
+            m = min(VIEWED_QUERIES, s.largest) if s.problem.op.cache else VIEWED_ROWS
+            tokens, shared = s.problem.inputs(inputs, m)
+            at = torch.arange(m, device=s.problem.device)
+            if layout == "aligned":
+                return s.call(tokens, shared, (m,), at)
+            moved = ({k: VIEWS[layout](t) for k, t in given.items()} for given in (tokens, shared))
+            return joined(s.forward(*moved, (m,), at))
+        return s.compute(layouts(s.lengths, s.problem.seed)[layout], inputs)
+
+    def _gradients(self, s: Subject, layout: str, inputs: str, tensor: str):
+        step = Step(s, inputs)
+        if layout == UNTRAINED:
+            return tuple(step.without_gradients())
+        view = {"view": VIEWS[layout]} if layout in VIEWS else {}
+        name = tensor.removeprefix("d").removesuffix(".grad")
+        calls = "packed" if view else layout
+        found = step.gradients(calls, main_grad=not tensor.endswith(".grad"), **view)
+        if tensor == TRAINED:
+            return tuple(step.outputs)
+        return found[name][~step.poisoned] if inputs == "nonfinite" and name in step.tokens else found[name]
+
+
+TRAINED = "outputs of a call that trains"
+
+
+class Arguments(Target):
+    """A callable's arguments as they were judged, and which of them, and of its outputs, count samples."""
+
+    def __init__(self, held: Path):
+        state = torch.load(held, weights_only=False)
+        torch.set_num_threads(state.pop("threads"))
+        vars(self).update(state)
+
+    def result(self, fn: Callable, layout: str, inputs: str, tensor: str, memory: str) -> Parts:
+        """Returns what fn's output `tensor`, or that gradient, holds of each sample, computed in `layout` on `inputs`
+        (given, or spread: their exponents varied); "the whole batch: X" is one call, and of it the samples of X;
+        memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
+        self.function, self.module = fn, fn if isinstance(fn, torch.nn.Module) else None
+        if self.compiled:
+            torch.compiler.reset()  # what is compiled depends on the calls before
+        self.calls = int(memory)
+        whole = layout.startswith(WHOLE)
+        if layout == "no_grad" or layout in modes(self):
+            out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self), self.count)
+            return [out[output_names(self).index(tensor)]]
+        calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, tensor)
+        made, filler = ([self.every], "stale") if whole else (calls, filler)
+        if tensor in output_names(self):
+            out = self.compute(made, filler, inputs)[output_names(self).index(tensor)]
+            return [out[samples_of(calls)] if whole else out]
+        out = CallableStep(self).gradients(made, filler)[tensor]
+        return [out[samples_of(calls)] if whole and tensor.removeprefix("d") in self.batched else out]
+
+    def calls_of(self, layout: str, tensor: str) -> tuple[Layout, str]:
+        """Returns a layout's calls, each the numbers of its samples, and what fills a place without one."""
+        every = {"": ([self.every], "stale"), "micro_batches:each": ([[i] for i in self.every], "stale")}
+        calls, filler = (every | plan(self.count, self.seed))[layout]
+        return (calls if tensor in output_names(self) or filler != "nonfinite" else calls[:1]), filler
+
+
+def keep(t: Target, held: Path) -> None:
+    """Writes what `Arguments` reads."""
+    state: dict[str, Any] = {k: v for k, v in vars(t).items() if k not in ("function", "module", "eager")}
+    torch.save(state | {"deadline": float("inf"), "threads": torch.get_num_threads()}, held)
