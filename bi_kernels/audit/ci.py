@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from operator import itemgetter
@@ -36,7 +37,10 @@ def first(rows: list[dict]) -> dict:
 
 def reproducer(row: dict, out: Path) -> str:
     """Returns the command that shows a row's drift, to be run where `bi-audit run --out OUT` was."""
-    return row["repro"].replace("python repro/", f"python {(out / row['audit'] / 'repro').as_posix()}/")
+    if not row["repro"].startswith("python repro/"):
+        return row["repro"]
+    python, script, *words = shlex.split(row["repro"])
+    return shlex.join([python, (out / row["audit"] / script).as_posix(), *words])
 
 
 def where(rows: list[dict]) -> str:

@@ -44,8 +44,8 @@ class Script:
     words: dict[int, list[str]] = field(default_factory=dict)  # of each row that it showed
     why: str = ""  # it shows no other
 
-    def write(self, default: list[str], said: str) -> None:
-        text = TEMPLATES.get_template("compare.py.jinja").render(
+    def text(self, default: list[str], said: str) -> str:
+        return TEMPLATES.get_template("compare.py.jinja").render(
             title=" ".join(self.title.split()),
             said=said,
             interpreted=checks.INTERPRETED,
@@ -53,8 +53,10 @@ class Script:
             made=self.made,
             default=default,
         )
+
+    def write(self, default: list[str], said: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(text, encoding="utf-8")
+        self.path.write_text(self.text(default, said), encoding="utf-8")
 
     def run(self) -> None:
         """Finds out which rows it shows, in a process that knows nothing of this one."""
@@ -85,7 +87,7 @@ class Script:
         if failed and len(found) < len(asked):
             self.why = f"it raised, in a fresh process: {said}" if "took" not in said else f"it {said}"
         elif found and not self.why:
-            shown = {i: f"{n} of {of} elements differ" for (i, _), (n, of, _) in zip(asked, found)}
+            shown = {i: f"{n} of {of} elements differ, by up to {most}" for (i, _), (n, of, most) in zip(asked, found)}
             other = [said for i, said in shown.items() if i not in self.words]
             self.why = f"in a fresh process {other[0]}" if other else ""
 
@@ -103,7 +105,9 @@ class Script:
             return False
         i = min(self.words)
         r = self.rows[i][1]
-        more = f"; {len(self.words) - 1} more rows of the report, by the words in their commands" * (len(self.words) > 1)
+        more = f"; {len(self.words) - 1} more rows of the report, by the words in their commands" * (
+            len(self.words) > 1
+        )
         where = f"{self.device}, Triton's interpreter as bi_kernels mends it" if checks.INTERPRETED else self.device
         said = f"Run in a fresh process ({where}): {r.mismatches} of {r.elements} elements differ, as reported{more}."
         self.write(self.words[i], said)
@@ -128,7 +132,9 @@ def unscripted(rows: Sequence[Row], why: str) -> None:
 
 def settle(scripts: Sequence[Script]) -> list[Path]:
     """Runs the scripts, a few at a time, and names those that reproduce. Returns their paths, in the order given."""
-    first = [group[0] for group in grouped(scripts, lambda s: s.rows[0][1].op + s.path.stem.rpartition("-")[2]).values()]
+    first = [
+        group[0] for group in grouped(scripts, lambda s: s.rows[0][1].op + s.path.stem.rpartition("-")[2]).values()
+    ]
     order = sorted(scripts, key=lambda s: not any(s is f for f in first))
     for s in order:
         unscripted([r for _, r in s.rows[ROWS:]], f"one shows {ROWS} rows at most")

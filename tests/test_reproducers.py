@@ -1,0 +1,204 @@
+"""Reproducers that reproduce: each script, alone in a fresh process, prints the numbers of its row."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from bi_kernels.audit import audit
+from bi_kernels.audit.problem.candidates import resolve
+from bi_kernels.audit.problem.problem import problems
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.reproduce import script
+from bi_kernels.audit.reproduce.operator import scripts
+
+ROOT = Path(__file__).parents[1]
+X = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
+OPS = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_kernel(x, y, K, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    row, total = tl.program_id(0), 0.0
+    for s in range(SPLIT):
+        part = 0.0
+        for at in range(s * (K // SPLIT), (s + 1) * (K // SPLIT), BLOCK):
+            part += tl.sum(tl.load(x + row * K + at + tl.arange(0, BLOCK)))
+        total += part
+    tl.store(y + row, total)
+
+
+def summed(x, **how):
+    y = torch.empty(len(x), dtype=torch.float32)
+    sum_kernel[(len(x),)](x, y, x.shape[1], **how)
+    return y
+
+
+def split_k_by_m(x):
+    return summed(x, BLOCK=16, SPLIT=4 if len(x) < 16 else 1)
+
+
+def block_by_m(x):
+    return summed(x, BLOCK=64 if len(x) < 16 else 16, SPLIT=1)
+
+
+@triton.jit
+def squares_kernel(x, part, M, K, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    v = tl.load(x + row * K + tl.arange(0, WIDTH), mask=row < M, other=0.0)
+    tl.store(part + tl.program_id(0), tl.sum(tl.sum(v * v, 1)))
+
+
+@triton.jit
+def scale_kernel(x, part, y, parts, K, n, WIDTH: tl.constexpr):
+    total = 0.0
+    for p in range(parts):
+        total += tl.load(part + p)
+    at = tl.program_id(0) * K + tl.arange(0, WIDTH)
+    tl.store(y + at, tl.load(x + at) / tl.sqrt(total / n))
+
+
+def two_pass(x):
+    parts = triton.cdiv(len(x), 8)
+    part, y = torch.empty(parts), torch.empty_like(x)
+    squares_kernel[(parts,)](x, part, len(x), x.shape[1], ROWS=8, WIDTH=x.shape[1])
+    scale_kernel[(len(x),)](x, part, y, parts, x.shape[1], x.numel(), WIDTH=x.shape[1])
+    return y
+
+
+@triton.jit
+def round_kernel(x, y, M, K, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    v = tl.load(x + tl.minimum(row, M - 1) * K + tl.arange(0, WIDTH))
+    most = tl.max(tl.max(tl.abs(v), 1))  # of the neighbours too
+    tl.store(y + row * K + tl.arange(0, WIDTH), (v / most * 127).to(tl.int32) * most / 127, mask=row < M)
+
+
+def unmasked_neighbours(x):
+    y = torch.empty_like(x)
+    round_kernel[(triton.cdiv(len(x), 4),)](x, y, len(x), x.shape[1], ROWS=4, WIDTH=x.shape[1])
+    return y
+
+
+@triton.jit
+def double_kernel(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, 2 * tl.load(x + at, mask=at < n), mask=at < n - 1)
+
+
+def unwritten_element(x):
+    y = torch.empty_like(x)
+    double_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)
+    return y
+
+
+class Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, two_pass((dy * x).contiguous()).sum(0)
+
+
+def weighted(x, weight):
+    return Weighted.apply(x, weight)
+
+
+def linear(x, weight, bias=None):
+    y = x.float() @ weight.float().t()
+    return (y + (two_pass(y.reshape(-1, 64)).reshape(y.shape) if x.shape[:-1].numel() < 9 else y)).to(x.dtype)
+
+
+def in_training(x):
+    return x + x.requires_grad
+"""
+LIBRARY = ("split_k_by_m", "block_by_m", "two_pass", "unmasked_neighbours", "unwritten_element", "in_training")
+
+
+def checked(rows: list, folder: Path, every: int = 1) -> None:
+    """Runs the commands of rows, alone and without TRITON_INTERPRET: each prints its row's numbers."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    for r in rows[::every]:
+        words = shlex.split(r.repro)
+        assert words[0] == "python", (r.repro, r.detail)
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        (shown,) = re.findall(r"^(\d+) of (\d+) elements differ", done.stdout, re.M) or [done.stderr]
+        assert done.returncode == 1 and shown == (str(r.mismatches), str(r.elements)), (shown, r)
+        text = (folder / words[1]).read_text()
+        assert len(text.splitlines()) <= 25 and "as reported" in text and "in a fresh process" in text, text
+
+
+@pytest.fixture
+def ops(tmp_path, monkeypatch):
+    """The ops, in a file in a folder of a name that has to be quoted."""
+    folder = tmp_path / """we"ird 'dir \\ é"""
+    folder.mkdir()
+    (folder / "drifting_ops.py").write_text(OPS, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "drifting_ops", raising=False)
+    return importlib.import_module("drifting_ops")
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
+    report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)
+    drifting = [r for r in report.rows if r.mismatches and r.relation != "atomics-free"]
+    assert drifting and all(r.repro for r in drifting), [(r.layout, r.detail) for r in drifting]
+    checked(drifting, tmp_path, every=max(1, len(drifting) - 1))
+
+
+def test_scripts_of_a_gradient_print_what_was_reported(ops, tmp_path):
+    report = audit(ops.weighted, X, X[0].clone(), folder=tmp_path / "repro")
+    drifting = [r for r in report.rows if r.mismatches and r.relation == "gradient invariance"]
+    assert drifting and all(r.repro for r in drifting), [(r.layout, r.detail) for r in drifting]
+    checked(drifting, tmp_path, every=max(1, len(drifting) - 1))
+
+
+def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
+    candidate = resolve(f"{ops.__file__}:linear", "gemm")
+    problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
+    s = Subject(problem, candidate.functions["linear"], candidate.spec, "interpreter")
+    rows = [*forward.by_row_count(s), *forward.invariance(s, only=("singles", "decode")), *forward.by_view(s)]
+    rows += [r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE or r.against == gradient.UNTRAINED]
+    drifting = [r for r in rows if r.mismatches]
+    shown = script.settle(scripts(s, candidate, rows, tmp_path / "repro"))
+    assert len(shown) >= 2 and all(r.repro for r in drifting), [r for r in drifting if not r.repro]
+    checked(drifting, tmp_path, every=len(drifting) // 3)
+
+
+def test_what_cannot_be_reproduced_says_why(tmp_path):
+    here = os.getpid()
+    only_here = lambda x: x + (len(x) < 9 and os.getpid() == here)
+    report = audit(only_here, X, folder=tmp_path / "repro", backward=False, name="here")
+    drifting = [r for r in report.rows if r.mismatches and r.relation != "atomics-free"]
+    assert drifting and report.repro is None and not list((tmp_path / "repro").iterdir())
+    why = {r.detail.rpartition("; ")[2] for r in drifting if not r.repro}
+    assert why == {f"no script: in a fresh process 0 of {drifting[0].elements} elements differ, by up to 0"}, why
+
+
+def test_what_another_process_cannot_have_says_why(tmp_path):
+    lock = threading.Lock()
+    centred = lambda x: x - x.mean(0) + lock.locked()
+    report = audit(centred, X, folder=tmp_path / "repro", backward=False, name="held")
+    drifting = [r for r in report.rows if r.mismatches]
+    assert drifting and not any(r.repro for r in drifting) and not list((tmp_path / "repro").iterdir())
+    assert all(
+        "no script: it cannot be brought into another process (TypeError: cannot pickle" in r.detail for r in drifting
+    )
