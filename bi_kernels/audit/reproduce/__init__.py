@@ -1,1 +1,1 @@
-"""Reproducers: standalone scripts that show a drift, as small as the drift allows."""
+"""Reproducers: short scripts that show a drift as it was reported, each run in a fresh process before it is named."""
