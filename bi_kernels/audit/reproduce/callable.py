@@ -48,13 +48,17 @@ def words(t: Target, r: Row) -> tuple[str, str, str, str] | None:
 def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
     """Writes the scripts of what drifts, and names those that reproduce in its rows; returns the first, if any."""
     drifting = [r for r in rows if r.mismatches and r.relation in ("invariance", INVARIANCE, DETERMINISM)]
-    told = [(words(t, r), r) for r in drifting]
-    for w, r in told:
+    told = []
+    for r in drifting:
         if r.detail == RANDOM:
             unscripted([r], "what it draws, it draws anew in every process")
-        elif w is None:
-            unscripted([r], "the drift is of the calls before it" if r.layout == "at the end" else "no such layout")
-    told = [(w, r) for w, r in told if w is not None and r.detail != RANDOM]
+        elif w := words(t, r):
+            told.append((w, r))
+        else:
+            why = (
+                "what drifts is the same call after others" if r.layout == "at the end" else "no script has its layout"
+            )
+            unscripted([r], why)
     if not told:
         return None
     told.sort(key=lambda x: (x[1].relation != "invariance", x[1].rows))
