@@ -56,7 +56,7 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
             told.append((w, r))
         else:
             why = (
-                "what drifts is the same call after others" if r.layout == "at the end" else "no script has its layout"
+                "what drifts is the same call after others" if r.layout == "at the end" else "no script has this layout"
             )
             unscripted([r], why)
     if not told:

@@ -85,6 +85,8 @@ TRAINED = "outputs of a call that trains"
 class Arguments(Target):
     """A callable's arguments as they were judged, and which of them, and of its outputs, count samples."""
 
+    weights: dict | None  # of a module, as it was judged
+
     def __init__(self, held: Path):
         state = torch.load(held, weights_only=False)
         torch.set_num_threads(state.pop("threads"))
@@ -95,6 +97,8 @@ class Arguments(Target):
         (given, or spread: their exponents varied); "the whole batch: X" is one call, and of it the samples of X;
         memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
         self.function, self.module = fn, fn if isinstance(fn, torch.nn.Module) else None
+        if self.module is not None:
+            self.module.load_state_dict(self.weights)
         if self.compiled:
             torch.compiler.reset()  # what is compiled depends on the calls before
         self.calls = int(memory)
@@ -120,4 +124,5 @@ class Arguments(Target):
 def keep(t: Target, held: Path) -> None:
     """Writes what `Arguments` reads."""
     state: dict[str, Any] = {k: v for k, v in vars(t).items() if k not in ("function", "module", "eager")}
+    state["weights"] = t.module.state_dict() if t.module is not None else None  # which an import may draw anew
     torch.save(state | {"deadline": float("inf"), "threads": torch.get_num_threads()}, held)
