@@ -6,6 +6,7 @@ stands in `main_grad`, or in `.grad` where the candidate leaves it there, after 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -22,11 +23,17 @@ NAN_PADDING = "normal, NaN in padding"
 
 
 def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
-    """Returns the token layout of a call's whole sequences."""
+    """Returns the token layout of a call's whole sequences, made as a user makes it where they all have tokens."""
     flat = call.index.reshape(-1)
     sample, _ = of_each_token(lengths)
     found = np.unique(np.where(flat >= 0, sample[flat], -1), return_index=True, return_counts=True)
     samples, starts, counts = (part[found[0] >= 0] for part in found)
+    at = np.argsort(starts)
+    if call.cu_seqlens and min(np.diff(call.cu_seqlens)):
+        return TokenLayout.packed(call.cu_seqlens, samples[at])
+    if call.index.ndim == 2 and len(samples) == len(call.index):
+        left = bool((call.index[:, 0] < 0).any())
+        return TokenLayout.padded(counts[at], call.index.shape[1], left, samples[at])
     return TokenLayout(starts, counts, flat.size, samples)
 
 
@@ -50,6 +57,7 @@ class Step:
         self.tokens, self.shared = subject.drawn(kind, self.count, self.poisoned)
         if "ignore_index" in p.op.constants:  # every sample has a token to train on
             self.tokens["targets"][self.at == 0] = max(0, p.op.constants["ignore_index"] + 1)
+        self.says_layout = True  # else an op has the shapes of a call alone
         self.dy: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []  # of the calls that were last made, in logical order
 
@@ -109,7 +117,7 @@ class Step:
     ) -> Sequence[torch.Tensor]:
         """Returns the outputs of one call of whole samples; function: in place of the candidate's, and as it is."""
         tensors, told = self.arguments(call, tokens, shared)
-        with token_layout(call, self.lengths):
+        with token_layout(call, self.lengths) if self.says_layout else nullcontext():
             return self.subject.outputs((function or self.subject.called)(*tensors, **told))
 
     def arguments(self, call: Call, tokens: dict, shared: dict) -> tuple[list[torch.Tensor], dict]:

@@ -13,111 +13,30 @@ import torch
 
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, poisoned_memory
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations.one_call import Made, OneCall
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
 
-LENGTHS = (5, 1, 17, 40)
 ONCE = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
 NO_ROWS = "no rows"
-
-Made = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
-
-
-class Uses:
-    """One packed call of a subject with its backward, and the same made in other ways."""
-
-    def __init__(self, subject: Subject):
-        self.subject = subject
-        self.step = Step(subject, SHARPEST, LENGTHS)
-        (self.call,) = self.step.layouts["packed"]
-        self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
-        self.base = self.made()
-
-    @property
-    def results(self) -> Made:
-        """Returns what the outputs of the call are."""
-        return {k: t for k, t in self.base.items() if k not in [f"d{k}" for k in self.floating]}
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the call by name, new ones each time."""
-        return {k: t.clone() for k, t in (self.step.tokens | self.step.shared).items()}
-
-    def others(self) -> dict[str, torch.Tensor]:
-        """Returns tensors of the same shapes that hold other numbers."""
-        return {k: t.flip(0) for k, t in self.inputs().items()}
-
-    def outputs(self, given: dict, function: Callable | None = None) -> Sequence[torch.Tensor]:
-        return self.step.forward(self.call, *self.parts(given), function)
-
-    def parts(self, given: dict) -> list[dict]:
-        return [{k: given[k] for k in held} for held in (self.step.tokens, self.step.shared)]
-
-    def named(self, outputs: Sequence[torch.Tensor]) -> Made:
-        """Returns outputs by name; those of the registry where it names as many."""
-        parts = self.subject.parts
-        names = parts if len(parts) == len(outputs) else [f"{parts[0]}[{i}]" for i in range(len(outputs))]
-        return {name: t.detach() for name, t in zip(names, outputs)}
-
-    def made(
-        self,
-        wanted: Sequence[str] | None = None,
-        used: Sequence[int] | None = None,
-        given: dict | None = None,
-        upstream: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, dy: dy,
-        times: int = 1,
-        function: Callable | None = None,
-    ) -> Made:
-        """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
-
-        used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
-        the inputs; times: that the backward runs, the last of which counts.
-        """
-        given, wanted = given or self.inputs(), self.floating if wanted is None else wanted
-        leaves = [given[k].requires_grad_() for k in wanted]
-        outputs = self.outputs(given, function)
-        if not self.step.dy:
-            self.step.upstream(outputs, 1)
-        numbers = [i for i, o in enumerate(outputs) if o.requires_grad and (used is None or i in used)]
-        if not numbers:
-            raise ValueError("no output of the candidate requires a gradient")
-        dys = [upstream(i, self.step.dy[i]) for i in numbers]
-        for left in reversed(range(times)):
-            with poisoned_memory(self.subject.calls + left):
-                grads = torch.autograd.grad(
-                    [outputs[i] for i in numbers], leaves, dys, retain_graph=left > 0, allow_unused=True
-                )
-        return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
-
-    def rolled(self, given: dict | None = None) -> Made:
-        """Returns the outputs of a call without gradients."""
-        with torch.no_grad():
-            return self.named([t.clone() for t in self.outputs(given or self.inputs())])
-
-    def first(self, dtype: torch.dtype) -> None:
-        """Calls the candidate on the first sample, and on the first three, in a dtype; backward, too."""
-        given = {k: t.to(dtype) if k in self.floating else t for k, t in self.inputs().items()}
-        for count in (1, 3):
-            rows = sum(self.step.lengths[:count])
-            tokens, shared = self.parts(given)
-            tokens = {k: t[:rows].clone().requires_grad_(t.is_floating_point()) for k, t in tokens.items()}
-            outputs = self.subject.outputs(self.subject.forward(tokens, shared, (rows,), self.step.at[:rows]))
-            sum(o.float().sum() for o in outputs if o.requires_grad).backward()
-
-    def judged(self, relation: str, name: str, asked: "Asked", **said) -> Row:
-        """Returns the row of one way; a refusal in a sentence that names it, or the shape without rows, is no drift."""
-        try:
-            found, expected = asked()
-        except (TypeError, ValueError, NotImplementedError) as error:
-            if ("(0," if name == NO_ROWS else name) not in str(error):
-                raise
-            return self.subject.row(relation, name, verdict=UNSUPPORTED, **said | {"detail": sentence(error)})
-        drift, tensor = compared(found, expected)
-        return self.subject.row(relation, name, drift, tensor=tensor, **said)
+ALIKE = 19  # tokens of samples of one length
 
 
 Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
+
+
+def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> Row:
+    """Returns the row of one way; a refusal in a sentence that names it, or the shape without rows, is no drift."""
+    try:
+        found, expected = asked()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if ("(0," if name == NO_ROWS else name) not in str(error):
+            raise
+        return subject.row(relation, name, verdict=UNSUPPORTED, **said | {"detail": sentence(error)})
+    drift, tensor = compared(found, expected)
+    return subject.row(relation, name, drift, tensor=tensor, **said)
 
 
 def compared(found: Made, expected: Made) -> tuple[Drift, str]:
@@ -130,7 +49,7 @@ def compared(found: Made, expected: Made) -> tuple[Drift, str]:
     return replace(drift, part=0), names[drift.part]
 
 
-def modes(u: Uses) -> dict[str, Asked]:
+def modes(u: OneCall) -> dict[str, Asked]:
     """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere."""
     device = u.subject.problem.device.type
 
@@ -169,7 +88,7 @@ def modes(u: Uses) -> dict[str, Asked]:
     return found | ({"captured": lambda: (captured(), u.results)} if device == "cuda" else {})
 
 
-def demands(u: Uses) -> dict[str, Asked]:
+def demands(u: OneCall) -> dict[str, Asked]:
     """Asks for some of the gradients, with some of the outputs in use, and with what may come upstream."""
     few = [[k] for k in u.floating] if len(u.floating) > 1 else []
     most = [[k for k in u.floating if k != frozen] for frozen in u.floating] if len(u.floating) > 2 else []
@@ -194,7 +113,7 @@ def demands(u: Uses) -> dict[str, Asked]:
     return found
 
 
-def memories(u: Uses) -> dict[str, Asked]:
+def memories(u: OneCall) -> dict[str, Asked]:
     """Asks what is written where: inputs, what comes upstream, outputs that a caller keeps, and no rows at all."""
 
     def untouched() -> tuple[Made, Made]:
@@ -225,10 +144,22 @@ def memories(u: Uses) -> dict[str, Asked]:
         again = {f"{k}, no gradient wanted": t for k, t in rolled.items()}
         return made | again, u.base | {k: u.results[k.partition(",")[0]] for k in again}
 
-    return {"inputs and upstream": untouched, "outputs kept": kept, NO_ROWS: lambda: _no_rows(u)}
+    def shapes_alone() -> tuple[Made, Made]:
+        """Compares gradients of samples of one length where a token layout says so and where shapes do."""
+        step = Step(u.subject, SHARPEST, [ALIKE] * 3)
+        told = step.gradients(step.layouts["batch"])
+        step.says_layout = False
+        return step.gradients(step.layouts["batch"]), told
+
+    return {
+        "no token layout": shapes_alone,
+        "inputs and upstream": untouched,
+        "outputs kept": kept,
+        NO_ROWS: lambda: _no_rows(u),
+    }
 
 
-def _no_rows(u: Uses) -> tuple[Made, Made]:
+def _no_rows(u: OneCall) -> tuple[Made, Made]:
     """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
     tokens, shared = u.parts(u.inputs())
     leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
@@ -246,7 +177,7 @@ def _no_rows(u: Uses) -> tuple[Made, Made]:
     return u.named(outputs) | found, empty | zeros
 
 
-def histories(u: Uses) -> dict[str, Asked]:
+def histories(u: OneCall) -> dict[str, Asked]:
     """Asks for the call after others: in other shapes and dtypes, and on the same tensors when they held others."""
 
     def after_others() -> tuple[Made, Made]:
@@ -273,14 +204,14 @@ AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histori
 def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
     try:
-        u = Uses(subject)
+        u = OneCall(subject)
     except Exception as error:
         yield subject.row("invariance", ONCE, detail=sentence(error))
         return
     for axis in only:
         relation, said = RELATIONS[axis], {"against": ONCE, "inputs": SHARPEST, "rows": u.step.count, "detail": axis}
         for name, asked in AXES[axis](u).items():
-            yield from subject.attempt(relation, name, partial(u.judged, relation, name, asked, **said), **said)
+            yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)
 
 
 def required(subject: Subject) -> Iterator[dict]:
@@ -290,7 +221,7 @@ def required(subject: Subject) -> Iterator[dict]:
     names = {
         "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda")],
         "demand": ["upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]],
-        "memory": ["inputs and upstream", "outputs kept", NO_ROWS],
+        "memory": ["no token layout", "inputs and upstream", "outputs kept", NO_ROWS],
         "history": ["after other calls", "tensors written to"],
     }
     for axis, ways in names.items():

@@ -1,0 +1,1 @@
+"""Mutants of our own kernels and launchers, and which of the audits' questions kills each."""

@@ -1,0 +1,291 @@
+"""Mutants: edits of one place of a source, made systematically from its syntax tree.
+
+The libraries for this (cosmic-ray, mutmut) rewrite files in place, start a cold interpreter a mutant and know no word
+of Triton; half of these operators are about loads, stores, casts and folds of a kernel, or about launchers.
+
+Left alone is what the contract calls free or what no audit of bits is about: launch parameters (`num_warps`,
+`num_stages`), constants of modules, tile tables and their choice, checks of arguments, texts, and annotations.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+# which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
+FREE = {
+    *("tile_for", "tiles", "_multiprocessors", "launch.part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
+    *("room_for", "_remind", "remind", "_checked", "check_ids", "checked_targets", "_integers", "_Unset", "_"),
+}
+LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
+STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
+TENSOR = re.compile(r"^(forward|backward)$")  # methods of an autograd.Function, whose results launchers make
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit of a source: the text from `start` to `end` becomes `text`, and `more` stands at the end."""
+
+    file: str  # below the package
+    function: str  # of the module's top level, or the class
+    operator: str
+    line: int
+    start: int
+    end: int
+    text: str
+    before: str  # the lines as they were, stripped
+    number: int = 0  # among equal ones
+    more: str = ""
+
+    @cached_property
+    def id(self) -> str:
+        """Names the mutant whatever else is in the file."""
+        said = (self.file, self.function, self.operator, self.before, self.text, str(self.number))
+        return hashlib.sha256("\0".join(said).encode()).hexdigest()[:10]
+
+    def applied(self, source: str) -> str:
+        return source[: self.start] + self.text + source[self.end :] + self.more
+
+
+class _Source:
+    """A source, its tree, and where its nodes stand."""
+
+    def __init__(self, text: str):
+        self.text, self.tree = text, ast.parse(text)
+        self.lines = text.splitlines(keepends=True)
+        self.offsets = [0]
+        for line in self.lines:
+            self.offsets.append(self.offsets[-1] + len(line))
+
+    def at(self, line: int, column: int) -> int:
+        """Returns the offset of a column, which ast counts in bytes."""
+        return self.offsets[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def of(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
+
+
+Edit = tuple[str, ast.AST, str]  # operator, what is replaced, by what
+
+
+def _name(node: ast.AST) -> str:
+    """Returns the last part of a dotted name, '' for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _comparisons(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    swaps = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in swaps:
+        left, right = s.of(node.left), s.of(node.comparators[0])
+        yield "comparison", node, f"({left}) {swaps[type(node.ops[0])]} ({right})"
+
+
+def _constants(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield "constant by one", node, str(node.value + 1)
+    if isinstance(node, ast.Constant) and type(node.value) is float and node.value not in (0.0, float("inf")):
+        yield "constant by a little", node, repr(node.value * 1.01)
+
+
+def _accesses(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if not isinstance(node, ast.Call) or _name(node.func) not in ("load", "store"):
+        return
+    given = {k.arg: k for k in node.keywords}
+    kept = [s.of(a) for a in node.args]
+    if "mask" in given:
+        whole = [*kept, *(f"{k}={s.of(v.value)}" for k, v in given.items() if k not in ("mask", "other"))]
+        yield "mask dropped", node, f"{s.of(node.func)}({', '.join(whole)})"
+    if "other" in given:
+        yield "other by one", given["other"].value, f"({s.of(given['other'].value)}) + 1"
+
+
+def _casts(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return
+    if node.func.attr in ("float", "double", "to") and len(node.args) == (node.func.attr == "to"):
+        yield "cast dropped", node, s.of(node.func.value)
+        if node.func.attr == "to" and _name(node.args[0]) == "float32":
+            yield (
+                "cast to bf16",
+                node,
+                f"{s.of(node.func.value)}.to({s.of(node.args[0]).replace('float32', 'bfloat16')})",
+            )
+
+
+def _loops(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if not (isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and _name(node.iter.func) == "range"):
+        return
+    call, given = s.of(node.iter.func), [s.of(a) for a in node.iter.args]
+    first, end, step = {1: ("0", given[0], "1"), 2: (*given, "1"), 3: tuple(given)}[len(given)]
+    more = "".join(f", {k.arg}={s.of(k.value)}" for k in node.iter.keywords)
+    yield "first round dropped", node.iter, f"{call}(({first}) + ({step}), {end}, {step}{more})"
+    yield "last round dropped", node.iter, f"{call}({first}, ({end}) - ({step}), {step}{more})"
+
+
+def _arithmetic(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if isinstance(node, ast.AugAssign):
+        zero = isinstance(node.value, ast.Constant) and node.value.value == 0.0
+        yield "+ 0.0 dropped" if zero else "update dropped", node, "pass"
+        if isinstance(node.op, ast.Add) and not zero and re.match(r"(acc|total|s|u|weighted)$", s.of(node.target)):
+            yield "partial sum in bf16", node, f"{s.of(node)}\n{' ' * node.col_offset}{_rounded(s.of(node.target))}"
+    if not isinstance(node, ast.BinOp):
+        return
+    left, right = s.of(node.left), s.of(node.right)
+    if isinstance(node.op, ast.Add) and isinstance(node.right, ast.Constant) and node.right.value == 0.0:
+        yield "+ 0.0 dropped", node, left
+    elif isinstance(node.op, (ast.Add, ast.Sub)):
+        yield "sign", node, f"({left}) {'-' if isinstance(node.op, ast.Add) else '+'} ({right})"
+    elif isinstance(node.op, ast.Mult) and STRIDE.search(_name(node.right)):
+        yield "stride by one", node, f"({left}) * (({right}) + 1)"
+    elif isinstance(node.op, ast.Mult):
+        yield "factor dropped", node, f"({left})"
+    elif isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        yield "half of a mask dropped", node, f"({left})"
+        yield "half of a mask dropped", node, f"({right})"
+
+
+def _rounded(target: str) -> str:
+    return f"{target} = {target}.to(tl.bfloat16).to(tl.float32)"
+
+
+def _branches(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield "branch turned", node.test, f"(not ({s.of(node.test)}))"
+    if isinstance(node, ast.BoolOp):
+        for left_out in range(len(node.values)):
+            kept = [f"({s.of(v)})" for i, v in enumerate(node.values) if i != left_out]
+            yield "condition dropped", node, (" and " if isinstance(node.op, ast.And) else " or ").join(kept)
+
+
+def _copies(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    """What a launcher makes of a tensor before a kernel reads it."""
+    if not isinstance(node, ast.Call):
+        return
+    func, name = s.of(node.func), _name(node.func)
+    if name in ("contiguous", "clone") and not node.args and isinstance(node.func, ast.Attribute):
+        yield "copy dropped", node, s.of(node.func.value)
+    if name == "aligned":
+        yield "copy dropped", node, s.of(node.args[0])
+    if re.match(r"torch\.zeros|.*new_zeros$", func):
+        yield "memory not cleared", node.func, func.replace("zeros", "empty")
+
+
+SYNTAX: tuple[Callable, ...] = (_comparisons, _constants, _accesses, _casts, _loops, _arithmetic, _branches, _copies)
+
+# what a launcher or an autograd.Function may make of its results: a condition on the tensors that it was given
+CONDITIONS = {
+    "another result for more than 64 rows": "any(t.numel() > 64 * t.shape[-1] for t in tensors if t.dim())",
+    "another result for memory that is not aligned": "any(t.data_ptr() % 32 for t in tensors)",
+    "another result where a gradient is wanted": "any(t.requires_grad for t in tensors)",
+    "another result for an odd number of rows": "any(t.dim() > 1 and t.numel() // t.shape[-1] % 2 for t in tensors)",
+}
+HELPER = """
+
+def _mutant(out, given):
+    tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+    if not {condition}:
+        return out
+    changed = lambda t: t * 1.015625 if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+    return type(out)(map(changed, out)) if type(out) in (tuple, list) else changed(out)
+"""
+CACHED = """
+
+_held = {}
+
+
+def _mutant(out, given):
+    keep = lambda t: _held.setdefault((t.shape, t.dtype), t.detach()) if isinstance(t, torch.Tensor) else t
+    return type(out)(map(keep, out)) if type(out) in (tuple, list) else keep(out)
+"""
+
+
+def _returns(s: _Source, function: ast.FunctionDef, public: bool) -> Iterator[tuple[Edit, str]]:
+    """Yields edits of what a launcher returns, and what stands at the end of the module for them."""
+    returned = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+    if not returned or not (public or TENSOR.match(function.name)):
+        return
+    last = returned[-1].value
+    helpers = {name: HELPER.replace("{condition}", condition) for name, condition in CONDITIONS.items()}
+    for name, helper in (helpers | {"the first result of a shape again": CACHED}).items():
+        if "gradient is wanted" not in name or public:
+            yield (name, last, f"_mutant(({s.of(last)}), locals())"), helper
+
+
+def _skipped(node: ast.AST) -> bool:
+    """Tells whether a statement only checks, raises, warns or says something."""
+    if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(_skipped(n) for n in node.body)
+    if isinstance(node, ast.Assign) and any(isinstance(n, ast.JoinedStr) for n in ast.walk(node)):
+        return True  # of an error's text
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call):
+        return bool(re.match(r"check|remind|warn|_remind|main_grad$|seen$", _name(call.func)))
+    return isinstance(call, ast.Constant)
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes below that are worth an edit."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or _skipped(child) or isinstance(child, (ast.JoinedStr, ast.arguments)):
+                continue
+            if isinstance(child, ast.keyword) and LAUNCHED.search(child.arg or ""):
+                continue
+            if isinstance(child, ast.FunctionDef) and child.name in FREE:
+                continue
+            yield child
+            yield from _walk(child)
+
+
+def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[Mutant]:
+    """Returns every mutant of a source; public: the names of the ops that it holds."""
+    s, found, counts = _Source(text), [], {}
+
+    def add(top: str, edit: Edit, more: str = "") -> None:
+        operator, node, new = edit
+        start, end = s.span(node)
+        if s.text[start:end] == new:
+            return
+        before = " ".join(s.text[s.offsets[node.lineno - 1] : s.offsets[node.end_lineno]].split())
+        key = top, operator, before, new
+        counts[key] = counts.get(key, -1) + 1
+        found.append(Mutant(file, top, operator, node.lineno, start, end, new, before, counts[key], more))
+
+    for top in s.tree.body:
+        if not isinstance(top, (ast.FunctionDef, ast.ClassDef)) or top.name in FREE:
+            continue
+        for node in _walk(top):
+            for operator in SYNTAX:
+                for edit in operator(s, node):
+                    add(top.name, edit)
+        functions = top.body if isinstance(top, ast.ClassDef) else [top]
+        for function in (f for f in functions if isinstance(f, ast.FunctionDef)):
+            for edit, more in _returns(s, function, function.name in public):
+                add(top.name, edit, more)
+    return [m for m in found if _compiles(m, text)]
+
+
+def _compiles(mutant: Mutant, text: str) -> bool:
+    try:
+        compile(mutant.applied(text), mutant.file, "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def sources(package: Path, hopper: bool) -> list[Path]:
+    """Returns the files whose code is mutated; those of sm_90 alone where there is one."""
+    files = sorted((package / "ops").rglob("*.py"))
+    kept = [f for f in files if f.name != "__init__.py" and (hopper or not f.name.startswith("hopper"))]
+    return [*kept, package / "tokens.py"]

@@ -1,0 +1,94 @@
+"""Which mutants a run judges: systematic ones and hand-made ones, a sample of them by seed, and those explained."""
+
+import random
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import bi_kernels
+from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.mutants.operators import Mutant, mutants, sources
+from bi_kernels.audit.mutants.reach import ops_for
+from bi_kernels.audit.problem.registry import OPS
+
+HERE = Path(__file__).parent
+HAND_MADE = "hand-made: "
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """An entry of the file of equivalents: mutants that change nothing that is promised, and why."""
+
+    file: str
+    function: str
+    before: str  # the lines as they stand, stripped
+    reason: str
+    text: str = ""  # what they become there; nothing: whatever they become
+    operator: str = ""
+
+    def holds(self, m: Mutant) -> bool:
+        same = (self.file, self.function, self.before) == (m.file, m.function, m.before)
+        return same and self.text in ("", m.text) and self.operator in ("", m.operator)
+
+
+def package() -> Path:
+    return Path(bi_kernels.__file__).parent
+
+
+def every(hopper: bool) -> list[Mutant]:
+    """Returns all mutants that some op of the registry reaches; hopper: those of sm_90's kernels, too."""
+    found = []
+    for path in sources(package(), hopper):
+        file = path.relative_to(package()).as_posix()
+        found += mutants(file, path.read_text(encoding="utf-8"), frozenset(bi_kernels.__all__))
+    return [m for m in [*hand_made(), *found] if ops_for(m.file, m.function)]
+
+
+def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
+    """Returns the mutants of hand_made.toml. Raises ValueError where the text to be edited stands there otherwise than
+    once."""
+    found = []
+    for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", []):
+        file, old, new = entry["file"], entry["old"], entry["new"]
+        text = (package() / file).read_text(encoding="utf-8")
+        if text.count(old) != 1:
+            raise ValueError(f"{path.name}: {old!r} stands {text.count(old)} times in {file}, expected once")
+        start = text.index(old)
+        line = text.count("\n", 0, start) + 1
+        before, operator = " ".join(old.split()), HAND_MADE + entry["name"]
+        found.append(Mutant(file, entry["function"], operator, line, start, start + len(old), new, before))
+    return found
+
+
+def equivalents(path: Path = HERE / "equivalents.toml") -> list[Equivalent]:
+    return [Equivalent(**e) for e in tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])]
+
+
+def explained(m: Mutant, entries: Sequence[Equivalent]) -> str:
+    """Returns why a mutant changes nothing, '' where nobody says so."""
+    return next((e.reason for e in entries if e.holds(m)), "")
+
+
+def stale(found: Sequence[Mutant], entries: Sequence[Equivalent]) -> list[Equivalent]:
+    """Returns the entries that no mutant answers to."""
+    return [e for e in entries if not any(e.holds(m) for m in found)]
+
+
+def of_audits(found: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
+    """Returns the mutants that are judged by an op of the audits named; all where none is."""
+    return [m for m in found if not names or any(OPS[op].audit in names for op in ops_for(m.file, m.function))]
+
+
+def sampled(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """Returns so many mutants, function by function in turn: hand-made ones first, and of each function at random."""
+    rng, turns = random.Random(seed), []
+    for mine in grouped(found, lambda m: (m.file, m.function)).values():
+        mine = sorted(mine, key=lambda m: m.id)
+        rng.shuffle(mine)
+        turns.append(sorted(mine, key=lambda m: not m.operator.startswith(HAND_MADE)))
+    chosen = [
+        m for round_ in range(max(map(len, turns), default=0)) for mine in turns for m in mine[round_ : round_ + 1]
+    ]
+    first = [m for m in found if m.operator.startswith(HAND_MADE)]
+    return list(dict.fromkeys([*first, *chosen]))[: count or None]

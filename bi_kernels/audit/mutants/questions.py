@@ -1,0 +1,106 @@
+"""What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bi_kernels.audit import load
+from bi_kernels.audit.drawn import cases as drawn_cases
+from bi_kernels.audit.drawn import questions as drawn
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.experiments import attention, elementwise, gemm, vocabulary
+from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations import forward, gradient, uses
+
+QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
+DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
+
+
+def asked(op: str, dtype: str, device: str, whole: bool = True) -> Iterator[Row]:
+    """Yields the rows of one op of this package in one dtype, as its audits have them; whole: or those that kill
+    most."""
+    session = load(OPS[op].audit, {"dtype": dtype, "device": device, "op": op, "shapes": "tiny"})
+    subjects = [s for s in session.make() if s.problem.case == session.make()[0].problem.case]
+    s = subjects[0]
+    for stage in (_values, _quick, _drawn, _used, *[_rest] * whole):
+        yield from stage(s)
+        s.forget()
+    yield from MORE[op](session) if whole and op in MORE else ()
+
+
+def _values(s: Subject) -> Iterator[Row]:
+    yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, "normal"))
+    yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, "normal"))
+
+
+def _quick(s: Subject) -> Iterator[Row]:
+    yield from forward.by_layout(s, QUICK)
+
+
+def _drawn(s: Subject) -> Iterator[Row]:
+    p = s.problem
+    for number in range(DRAWN):
+        yield from drawn.judge(drawn_cases.draw(p.op, s.function, number, p.dtype, p.device, p.seed))
+
+
+def _used(s: Subject) -> Iterator[Row]:
+    yield from uses.by_use(s)
+
+
+def _rest(s: Subject) -> Iterator[Row]:
+    yield from gradient.by_split(s)
+    yield from forward.by_layout(s)
+    for kind in KINDS:
+        yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, kind))
+    for kind in gradient.ACCURATE:
+        yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, kind))
+    yield from forward.by_view(s)
+    yield from forward.parity(s)
+    yield from s.attempt("determinism", "packed", lambda: forward.determinism(s, SHARPEST))
+    yield forward.random_layouts(s)
+    yield from forward.by_row_count(s)
+
+
+def _experiments(session) -> Iterator[Row]:
+    for item in attention._items(session):
+        if attention.EXPERIMENTS[item[0]].name != "late copies":
+            yield from (r for r in attention._run(session, item) if not r.control)
+
+
+def _vocabulary(session) -> Iterator[Row]:
+    for experiment in (vocabulary.gathered, vocabulary.handoff):
+        yield from experiment(session, session.dtypes[0])[0]
+    yield from (r for r in vocabulary.tied(session)[0] if not r.control)
+
+
+# what else the audit of an op's family judges in its notebook
+MORE: dict[str, Callable] = {
+    "attention": _experiments,
+    "rope": lambda session: elementwise.packed_reset(session)[0],
+    "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
+    "lm_head_logprob": _vocabulary,
+}
+
+
+def killer(ops: list[str], dtypes: list[str], device: str) -> dict:
+    """Returns who killed the mutant that is imported, op and dtype included; `verdict` is survived where nobody did.
+
+    dtypes: the first is asked everything.
+    """
+    count = 0
+    for number, dtype in enumerate(dtypes):
+        for op in ops:
+            try:
+                for row in asked(op, dtype, device, whole=not number):
+                    count += 1
+                    if row.verdict == NEEDS_FIX:
+                        said = {"relation": row.relation, "layout": row.layout, "detail": row.detail[:200]}
+                        return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
+            except Exception as error:
+                said = {"relation": "raised", "layout": "", "detail": f"{type(error).__name__}: {error}"[:200]}
+                return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
+    return {"verdict": "survived", "checks": count}

@@ -1,0 +1,159 @@
+"""Judges mutants several at a time, and keeps every verdict as it comes, so that an interrupted run goes on."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.plan import package
+from bi_kernels.audit.mutants.reach import ops_for
+
+SERVER = Path(__file__).with_name("server.py")
+LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
+TIMES = 8
+JUDGES = ("problem", "relations", "drawn", "experiments", "evidence")  # folders of the auditor
+
+
+def made_of() -> str:
+    """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
+    digest, files = hashlib.sha256(), [package() / "contract.toml", *package().glob("*.py")]
+    for folder in ("ops", *(f"audit/{name}" for name in JUDGES)):
+        files += (package() / folder).rglob("*.py")
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Server:
+    """A process that judges mutants of a copy of the package, one after another."""
+
+    def __init__(self, device: str):
+        self.device, self.folder = device, tempfile.TemporaryDirectory()
+        self.copy = Path(self.folder.name, package().name)
+        shutil.copytree(package(), self.copy)  # with what is compiled of it, numba's cache too
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+        env.pop("BI_AUDIT_OUT", None)
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        if device == "cuda":
+            env.pop("TRITON_INTERPRET", None)
+            env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and Path(p) != package().parent)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([sys.executable, str(SERVER)], env=env, text=True, **pipes)
+
+    def judge(self, mutant: Mutant | None, ops: Sequence[str], dtypes: Sequence[str], seconds: float) -> dict:
+        """Returns the verdict on a mutant, or on the package as it is."""
+        path = self.copy / mutant.file if mutant else None
+        if path:
+            text = path.read_text(encoding="utf-8")
+            path.write_text(mutant.applied(text), encoding="utf-8")
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                compiled.unlink()
+        try:
+            job = {"folder": self.folder.name, "ops": list(ops), "dtypes": list(dtypes)}
+            job |= {"device": self.device, "seconds": int(seconds)}
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        finally:
+            if path:
+                path.write_text(text, encoding="utf-8")
+        if not line:
+            raise RuntimeError("the process that judges mutants ended; is there enough memory?")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+@contextmanager
+def servers(count: int, device: str) -> Iterator[Callable]:
+    """Yields what calls a function with a server that is free, in a thread of the caller's."""
+    free: SimpleQueue = SimpleQueue()
+    several = [Server(device) for _ in range(count)]
+    for server in several:
+        free.put(server)
+
+    def call(function: Callable, *args):
+        server = free.get()
+        try:
+            return function(server, *args)
+        finally:
+            free.put(server)
+
+    try:
+        yield call
+    finally:
+        for server in several:
+            server.close()
+
+
+def clean(call: Callable, pool: ThreadPoolExecutor, ops: Sequence[str], dtypes: Sequence[str]) -> dict[str, float]:
+    """Returns the seconds that the unbroken package takes, by op. Raises ValueError where it does not pass."""
+    one = lambda server, op: server.judge(None, [op], dtypes, 3600)
+    taken = {}
+    for op, found in zip(ops, pool.map(lambda op: call(one, op), ops)):
+        if found["verdict"] != "survived":
+            raise ValueError(
+                f"{op} needs a fix before it is broken: {found['relation']} {found['layout']} {found['detail']}"
+            )
+        taken[op] = found["seconds"]
+    return taken
+
+
+def judged(
+    chosen: Sequence[Mutant],
+    dtypes: Sequence[str],
+    device: str,
+    jobs: int,
+    kept: Path,
+    tell: Callable[[dict, int], object],
+) -> list[dict]:
+    """Returns the verdict on every mutant, in their order; those in `kept` of the same sources are not judged again.
+
+    tell: gets each verdict as it comes, and how many are left.
+    """
+    made, known = made_of(), {}
+    for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
+        found = json.loads(line)
+        if (found["made"], found["device"]) == (made, device):
+            known[found["id"]] = found
+    todo = [m for m in chosen if m.id not in known]
+    for number, m in enumerate(m for m in chosen if m.id in known):
+        tell(known[m.id], len(chosen) - number - 1)
+    lock = threading.Lock()
+    with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
+        ops = list(dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function)))
+        seconds = clean(call, pool, ops, dtypes) if todo else {}
+
+        def one(server: Server, m: Mutant) -> dict:
+            mine = ops_for(m.file, m.function)
+            found = server.judge(m, mine, dtypes, max(LEAST, TIMES * sum(seconds[op] for op in mine)))
+            said = {"id": m.id, "made": made, "device": device, "file": m.file, "function": m.function, "line": m.line}
+            said |= {"operator": m.operator, "before": m.before, "text": m.text, "ops": mine}
+            with lock:
+                file.write(json.dumps(said | found) + "\n")
+                file.flush()
+            return said | found
+
+        left, tasks = len(todo), [pool.submit(call, one, m) for m in todo]
+        try:
+            for task in as_completed(tasks):
+                left -= 1
+                known[task.result()["id"]] = task.result()
+                tell(task.result(), left)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [known[m.id] for m in chosen]

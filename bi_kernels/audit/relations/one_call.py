@@ -1,0 +1,93 @@
+"""One packed call of a few samples with its backward, to be made again in other ways."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, poisoned_memory
+from bi_kernels.audit.relations.step import Step
+
+LENGTHS = (5, 1, 17, 40)
+
+Made = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
+
+
+class OneCall:
+    """One packed call of a subject with its backward, and the same made in other ways."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self.step = Step(subject, SHARPEST, LENGTHS)
+        (self.call,) = self.step.layouts["packed"]
+        self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
+        self.base = self.made()
+
+    @property
+    def results(self) -> Made:
+        """Returns what the outputs of the call are."""
+        return {k: t for k, t in self.base.items() if k not in [f"d{k}" for k in self.floating]}
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the call by name, new ones each time."""
+        return {k: t.clone() for k, t in (self.step.tokens | self.step.shared).items()}
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """Returns tensors of the same shapes that hold other numbers."""
+        return {k: t.flip(0) for k, t in self.inputs().items()}
+
+    def outputs(self, given: dict, function: Callable | None = None) -> Sequence[torch.Tensor]:
+        return self.step.forward(self.call, *self.parts(given), function)
+
+    def parts(self, given: dict) -> list[dict]:
+        return [{k: given[k] for k in held} for held in (self.step.tokens, self.step.shared)]
+
+    def named(self, outputs: Sequence[torch.Tensor]) -> Made:
+        """Returns outputs by name; those of the registry where it names as many."""
+        parts = self.subject.parts
+        names = parts if len(parts) == len(outputs) else [f"{parts[0]}[{i}]" for i in range(len(outputs))]
+        return {name: t.detach() for name, t in zip(names, outputs)}
+
+    def made(
+        self,
+        wanted: Sequence[str] | None = None,
+        used: Sequence[int] | None = None,
+        given: dict | None = None,
+        upstream: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, dy: dy,
+        times: int = 1,
+        function: Callable | None = None,
+    ) -> Made:
+        """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
+
+        used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
+        the inputs; times: that the backward runs, the last of which counts.
+        """
+        given, wanted = given or self.inputs(), self.floating if wanted is None else wanted
+        leaves = [given[k].requires_grad_() for k in wanted]
+        outputs = self.outputs(given, function)
+        if not self.step.dy:
+            self.step.upstream(outputs, 1)
+        numbers = [i for i, o in enumerate(outputs) if o.requires_grad and (used is None or i in used)]
+        if not numbers:
+            raise ValueError("no output of the candidate requires a gradient")
+        dys = [upstream(i, self.step.dy[i]) for i in numbers]
+        for left in reversed(range(times)):
+            with poisoned_memory(self.subject.calls + left):
+                grads = torch.autograd.grad(
+                    [outputs[i] for i in numbers], leaves, dys, retain_graph=left > 0, allow_unused=True
+                )
+        return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
+
+    def rolled(self, given: dict | None = None) -> Made:
+        """Returns the outputs of a call without gradients."""
+        with torch.no_grad():
+            return self.named([t.clone() for t in self.outputs(given or self.inputs())])
+
+    def first(self, dtype: torch.dtype) -> None:
+        """Calls the candidate on the first sample, and on the first three, in a dtype; backward, too."""
+        given = {k: t.to(dtype) if k in self.floating else t for k, t in self.inputs().items()}
+        for count in (1, 3):
+            rows = sum(self.step.lengths[:count])
+            tokens, shared = self.parts(given)
+            tokens = {k: t[:rows].clone().requires_grad_(t.is_floating_point()) for k, t in tokens.items()}
+            outputs = self.subject.outputs(self.subject.forward(tokens, shared, (rows,), self.step.at[:rows]))
+            sum(o.float().sum() for o in outputs if o.requires_grad).backward()
