@@ -1,4 +1,4 @@
-"""Names the commands of bi-audit and their options: list | run | locate | digest | report."""
+"""Names the commands of bi-audit and their options: list | run | locate | mutate | digest | report."""
 
 import importlib
 import os
@@ -108,6 +108,22 @@ def locate() -> None:
 
     build() returns (model, batch) or (model, batch, loss); docs/locate.md says what these may be. Exit status: 0
     nothing drifts, 1 something does, 2 the command was wrong.
+    """
+
+
+@cli.command(cls=Loaded)
+@click.argument("names", nargs=-1, metavar="[AUDIT]...")
+@click.option("--sample", type=click.IntRange(min=1), help="So many mutants, of every function some; all unless given.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Mutants judged at a time.")
+@click.option("--out", type=PATH, help="Folder of the document; audits/DEVICE-mutants/mutants unless given.")
+@click.option("--equivalents", type=PATH, help="TOML of mutants that change nothing promised; the package's own.")
+def mutate() -> None:
+    """Breaks this package's own kernels and launchers, one place at a time, and counts what the audits catch.
+
+    Interrupted, it goes on where it was when it is called again. Exit status: 0 the goal for the kill rate is met and
+    every entry of the file of equivalents holds, 1 not so, 2 the command was wrong.
     """
 
 

@@ -16,6 +16,7 @@ from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
 from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
 from bi_kernels.audit.summary import summary as job_summary
 
+AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention")  # whose ops mutants are judged by
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
 
 
@@ -114,6 +115,29 @@ def locate(candidate, layouts, forward, out, record, against, device, seed) -> N
         raise click.UsageError(str(error)) from None
     click.echo(found if isinstance(found, str) else str(found))
     sys.exit(0 if isinstance(found, str) or found.passed else 1 if found.causes else 2)
+
+
+def mutate(names, sample, seed, device, jobs, out, equivalents) -> None:
+    """Judges mutants; ends the process with 1 where too many survive, or one that is explained does not."""
+    for name in names:
+        if name not in AUDITED:
+            raise click.UsageError(f"unknown audit {name!r}, expected {', '.join(AUDITED)}")
+    try:
+        label = re.sub(r"[^a-z0-9]+", "-", device_name(choose(device)).lower())
+        out = out or Path("audits", f"{label}-mutants", "mutants")
+        _writable("--out", out / ".writable")
+        from bi_kernels.audit.mutants import command, plan  # noqa: PLC0415 (imports triton: `choose` comes first)
+
+        given = {"--sample": sample, "--seed": seed or None, "--device": device if device != "auto" else None}
+        said = " ".join(["bi-audit mutate", *names, *(f"{k} {v}" for k, v in given.items() if v is not None)])
+        known = equivalents or plan.HERE / "equivalents.toml"
+        found, wrong = command.run(names, sample or 0, seed, device, jobs, out, known, said)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    for line in wrong:
+        click.echo(line)
+    click.echo(f"{found}; document in {out}")
+    sys.exit(command.failed(wrong, found))
 
 
 def report(folder: Path) -> None:

@@ -37,6 +37,22 @@ def matrix(rows: list[dict]) -> str:
     return table(lines) + "\n"
 
 
+def _mutants(folder: Path) -> str:
+    """Returns the kill rates of the documents of `bi-audit mutate` below a folder, '' where there is none."""
+    lines = []
+    for path in sorted(folder.rglob("mutants.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        made = json.loads(path.with_name("provenance.json").read_text(encoding="utf-8"))
+        number = {v: sum(f["verdict"] == v for f in found) for v in ("killed", "explained", "survived")}
+        where = path.parent.relative_to(folder).as_posix()
+        judged = number["killed"] + number["survived"]
+        line = {"document": f"[{where}]({where}/README.md)", "device": made["device"], "mutants": len(found)} | number
+        line |= {"kill rate": f"{number['killed'] / judged:.2%}" if judged else "–"}
+        lines.append(line | {"commit": made["commit"], "command": made["command"]})
+    said = "Bugs planted in our own kernels: how many the audits catch, of those that nobody explained away.\n\n"
+    return f"\n\n## Mutants\n\n{said}{table(lines)}" if lines else ""
+
+
 def report(folder: Path) -> str:
     """Returns the text of folder/README.md, made from every verdicts.json below it."""
     documents = sorted(
@@ -80,6 +96,7 @@ def report(folder: Path) -> str:
         "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, "
         "– not judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
         + (table(listing) if listing else "\nNo document here yet.\n")
+        + _mutants(folder)
         + "\n\n## Status matrix\n\n"
         + "\n".join(parts)
     ).rstrip() + "\n"

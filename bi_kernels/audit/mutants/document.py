@@ -1,0 +1,119 @@
+"""The document of a run of mutants: who was killed by what, who survived with what diff, and the rate."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from difflib import unified_diff
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from bi_kernels.audit.evidence import tables
+from bi_kernels.audit.evidence.index import table
+from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.plan import package
+from bi_kernels.contract import CONTRACT
+
+GOAL: float = CONTRACT["mutants"]["kill_rate"]
+EXPLAINED, KILLED, SURVIVED = "explained", "killed", "survived"
+
+
+def rate(found: Sequence[dict]) -> float:
+    """Returns the share of killed mutants among those that nobody explained."""
+    counted = [f for f in found if f["verdict"] != EXPLAINED]
+    return sum(f["verdict"] == KILLED for f in counted) / len(counted) if counted else 1.0
+
+
+def counts(found: Sequence[dict]) -> dict[str, int]:
+    number = Counter(f["verdict"] for f in found)
+    return {"mutants": len(found), **{v: number[v] for v in (KILLED, EXPLAINED, SURVIVED)}}
+
+
+def sentence(found: Sequence[dict]) -> str:
+    n = counts(found)
+    met = "met" if rate(found) >= GOAL else "not met"
+    return (
+        f"{n['mutants']} mutants: {n[KILLED]} killed, {n[EXPLAINED]} explained, {n[SURVIVED]} survived; kill rate "
+        f"{rate(found):.2%} of those not explained (goal {GOAL:.0%}: {met})"
+    )
+
+
+def diff(m: Mutant) -> str:
+    """Returns the unified diff of a mutant, without what stands at the end of the file for it."""
+    text = (package() / m.file).read_text(encoding="utf-8")
+    changed = text[: m.start] + m.text + text[m.end :]
+    lines = unified_diff(text.splitlines(), changed.splitlines(), m.file, m.file, n=1, lineterm="")
+    return "\n".join(lines)
+
+
+def by(found: Sequence[dict], column: str) -> str:
+    """Returns a table of a column's values: how many mutants, and what became of them."""
+    lines = []
+    for value, mine in sorted(grouped(found, lambda f: f[column].split(":")[0]).items()):
+        lines.append({column: value, **counts(mine), "kill rate": f"{rate(mine):.1%}"})
+    return table(lines)
+
+
+def killers(found: Sequence[dict]) -> str:
+    """Returns a table of the questions that killed first."""
+    number = Counter((f["relation"], f["layout"].split(":")[0]) for f in found if f["verdict"] == KILLED)
+    lines = [{"relation": r, "layout": layout or "–", "mutants killed": n} for (r, layout), n in number.most_common()]
+    return table(lines) if lines else "None."
+
+
+def figure(found: Sequence[dict]) -> plt.Figure:
+    """Draws, by file, how many mutants each relation killed first, and how many are explained or survived."""
+    relations = [r for r, _ in Counter(f["relation"] for f in found if f["verdict"] == KILLED).most_common()]
+    kinds = [*relations, EXPLAINED, SURVIVED]
+    files = sorted({f["file"] for f in found})
+    fig, ax = plt.subplots(figsize=(8.5, 1.2 + 0.28 * len(files)))
+    left = [0] * len(files)
+    colors = dict(zip(relations, plt.get_cmap("Blues_r")([i / (len(relations) + 1) for i in range(len(relations))])))
+    colors |= {EXPLAINED: "#dddddd", SURVIVED: "#D55E00"}
+    for kind in kinds:
+        value = lambda f: f["relation"] if f["verdict"] == KILLED else f["verdict"]
+        widths = [sum(f["file"] == file and value(f) == kind for f in found) for file in files]
+        if any(widths):
+            ax.barh(files, widths, left=left, color=colors[kind], label=kind, edgecolor="white", linewidth=0.5)
+        left = [a + b for a, b in zip(left, widths)]
+    ax.invert_yaxis()
+    ax.set(xlabel="mutants", title=f"{len(found)} mutants by what killed them first: kill rate {rate(found):.1%}")
+    ax.legend(edgecolor="none", fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
+    fig.tight_layout()
+    return fig
+
+
+def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: dict, generated: int) -> None:
+    """Writes README.md, mutants.json and the figure into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
+    text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in kept)
+    (folder / "mutants.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
+    (folder / "provenance.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
+    plt.close("all")
+    of = {m.id: m for m in chosen}
+    parts = [
+        "# Mutants: which bugs of our own kernels do the audits see?",
+        "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a process "
+        "of its own, and the audits' questions of the ops that reach it are asked until one needs a fix. A survivor is a "
+        "question to add, or stands in the file of equivalents with the reason why nothing that is promised changes; a "
+        "mutant of that file that is killed fails the run.",
+        f"**{sentence(found)}.** The operators make {generated:,} mutants in all.",
+        tables.facts(made).data,
+        "![mutants by file and by what killed them](mutants.png)",
+        f"## By operator\n\n{by(found, 'operator')}",
+        f"## By file\n\n{by(found, 'file')}",
+        f"## Which question killed first\n\n{killers(found)}",
+    ]
+    for verdict, title in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
+        mine = [f for f in found if f["verdict"] == verdict]
+        shown = [
+            f"### {f['file']}, line {f['line']}: {f['operator']}\n\n"
+            + (f"{f['reason']}\n\n" if f.get("reason") else "")
+            + f"```diff\n{diff(of[f['id']])}\n```"
+            for f in mine
+        ]
+        parts.append(f"## {title}\n\n" + ("\n\n".join(shown) or "None."))
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
