@@ -96,10 +96,11 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
     of = {m.id: m for m in chosen}
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
-        "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a process "
-        "of its own, and the audits' questions of the ops that reach it are asked until one needs a fix. A survivor is a "
-        "question to add, or stands in the file of equivalents with the reason why nothing that is promised changes; a "
-        "mutant of that file that is killed fails the run.",
+        "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
+        "process of its own, and the audits' questions of the ops that reach it are asked until one needs a fix. A "
+        "survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is "
+        "promised changes; a mutant of that file that is killed fails the run. Left alone is what the contract calls "
+        "free (tiles, warps, stages, grids) or what no audit of bits is about (checks of arguments, texts).",
         f"**{sentence(found)}.** The operators make {generated:,} mutants in all.",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",

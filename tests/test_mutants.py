@@ -1,0 +1,154 @@
+"""Mutants: what the operators make, that a sample of them is killed, and that nobody is explained away who is not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bi_kernels.audit.mutants import document, operators, plan
+from bi_kernels.audit.mutants.reach import ops_for
+from bi_kernels.audit.mutants.run import Server
+
+TOY = '''
+BLOCK = 32
+
+
+def kernel(x, y, n, stride, BLOCK):
+    """Adds 1."""
+    if n < 0:
+        raise ValueError(f"n is {n}, expected 1")
+    at = program * BLOCK
+    total = 0.0
+    for first in range(0, n, BLOCK):
+        v = load(x + at * stride, mask=(at < n) & (first >= 0), other=0.0).to(float32)
+        total += v
+    total = total + 0.0
+    if n == 1 and stride:
+        total = -total
+    store(y + at, total.contiguous(), mask=at < n)
+    launch(num_warps=4)
+
+
+class Op:
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.zeros_like(dy)
+'''
+
+
+def made() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for m in operators.mutants("toy.py", TOY):
+        found.setdefault(m.operator, []).append(m.text)
+    return found
+
+
+def test_every_operator_makes_what_it_is_called():
+    found = made()
+    assert found["comparison"] == ["(at) <= (n)", "(first) > (0)", "(n) != (1)", "(at) <= (n)"]
+    assert found["mask dropped"] == ["load(x + at * stride)", "store(y + at, total.contiguous())"]
+    assert found["other by one"] == ["(0.0) + 1"]
+    assert [t.startswith("load(") for t in found["cast dropped"]] == [True] and "bfloat16" in found["cast to bf16"][0]
+    assert found["first round dropped"] == ["range((0) + (BLOCK), n, BLOCK)"]
+    assert found["last round dropped"] == ["range(0, (n) - (BLOCK), BLOCK)"]
+    assert found["+ 0.0 dropped"] == ["total"] and found["update dropped"] == ["pass"]
+    assert found["stride by one"] == ["(at) * ((stride) + 1)"] and found["factor dropped"] == ["(program)"]
+    assert (
+        found["half of a mask dropped"] == ["((at < n))", "((first >= 0))"] or len(found["half of a mask dropped"]) == 2
+    )
+    assert found["condition dropped"] == ["(stride)", "(n == 1)"] and found["branch turned"] == [
+        "(not (n == 1 and stride))"
+    ]
+    assert found["copy dropped"] == ["total"] and found["memory not cleared"] == ["torch.empty_like"]
+    assert "another result for more than 64 rows" in found and "the first result of a shape again" in found
+
+
+def test_what_is_free_or_only_checks_is_left_alone():
+    every = [m.before for m in operators.mutants("toy.py", TOY)]
+    assert not [
+        b for b in every if "raise" in b or "num_warps" in b or "BLOCK = 32" in b or "Adds" in b or "n < 0" in b
+    ]
+
+
+def test_a_mutant_keeps_its_name_when_lines_come_before_it():
+    ids = lambda text: [m.id for m in operators.mutants("toy.py", text)]
+    assert ids(TOY) == ids("import this\n" + TOY) and len(set(ids(TOY))) == len(ids(TOY))
+
+
+@pytest.fixture(scope="module")
+def every():
+    return plan.every(hopper=True)
+
+
+def test_the_package_has_thousands_and_hand_made_ones_stand_once(every):
+    assert len(every) > 2000 and len({m.id for m in every}) == len(every)
+    assert sum(m.operator.startswith(plan.HAND_MADE) for m in every) >= 18
+    assert all(ops_for(m.file, m.function) for m in every)
+
+
+def test_a_sample_spans_every_file_and_a_larger_one_holds_it(every):
+    small, large = plan.sampled(every, 120, 0), plan.sampled(every, 400, 0)
+    assert large[:120] == small and {m.file for m in large} == {m.file for m in every}
+
+
+def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every):
+    entries = plan.equivalents()
+    assert not plan.stale(every, entries)
+    assert all(len(e.reason) > 20 for e in entries)
+
+
+def mutate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "bi_kernels.audit.cli",
+        "mutate",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=env, check=False)
+
+
+def planted(m: operators.Mutant) -> str:
+    said = {"file": m.file, "function": m.function, "before": m.before, "text": m.text, "reason": "planted by a test"}
+    return "[[equivalent]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in said.items())
+
+
+def test_a_small_sample_is_killed_and_a_planted_entry_that_is_killed_fails(every, tmp_path):
+    few = plan.sampled(plan.of_audits([m for m in every if "hopper" not in m.file], ["rms_norm"]), 3, 0)
+    known = tmp_path / "equivalents.toml"
+    known.write_text(planted(few[0]))
+    ended = mutate(tmp_path, "rms_norm", "--sample", "3", "--equivalents", str(known))
+    assert ended.returncode == 1 and "in the file of equivalents, but killed by" in ended.stdout, (
+        ended.stdout + ended.stderr
+    )
+    found = json.loads((tmp_path / "out" / "mutants.json").read_text())
+    assert [f["verdict"] for f in found] == ["killed"] * 3 and document.rate(found) == 1
+    assert "3 killed" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
+    known = tmp_path / "equivalents.toml"
+    known.write_text(
+        '[[equivalent]]\nfile = "ops/norm.py"\nfunction = "_launch"\nbefore = "nothing"\nreason = "it is not there"\n'
+    )
+    ended = mutate(tmp_path, "rms_norm", "--sample", "1", "--equivalents", str(known))
+    assert ended.returncode == 2 and "no mutant of ops/norm.py" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
+    body = lambda text: operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=text)
+    server = Server("cpu")
+    try:
+        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], ["bf16"], 3)
+        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], ["bf16"], 60)
+        fine = server.judge(None, ["add"], ["bf16"], 60)
+    finally:
+        server.close()
+    assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
