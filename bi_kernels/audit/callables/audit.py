@@ -15,11 +15,15 @@ from types import SimpleNamespace
 import torch
 from rich.progress import track
 
+from bi_kernels.audit.callables import sharper
+from bi_kernels.audit.callables.demand import demands
+from bi_kernels.audit.callables.history import history
+from bi_kernels.audit.callables.memory import backward_memory, memory
 from bi_kernels.audit.callables.modes import judged, modes
 from bi_kernels.audit.callables.relations import accuracy, compared, determinism, gradients, invariance, plan
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.step import NoBackward, Step
-from bi_kernels.audit.callables.target import OutOfTime, Target
+from bi_kernels.audit.callables.target import WHOLE, OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
@@ -84,7 +88,9 @@ def audit(
     one_call = (time.monotonic() - started) / max(t.calls, 1)
     steady = not needs_fix(rows)
     steps: list[tuple[str, str, Callable]] = []  # (relation, layout, what judges it)
+    many = t
     if steady:
+        many = sharper.more(t)
         whole = {"given": t.whole()}
         with contextlib.suppress(Exception):  # sharper inputs may be none that the callable takes
             found = t.whole("spread")
@@ -94,9 +100,13 @@ def audit(
         for layout, (calls, filler) in plan(t.count, seed).items():
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
+        axes = memory(t, whole["given"]) | history(t, whole["given"])
+        steps += [("invariance", layout, run) for layout, run in axes.items()]
+        for kind in ("resampled", *sharper.SHARP)[many is t :]:
+            steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind, t.count)))
         if backward is not False:
             try:
-                steps += _backward_steps(t)
+                steps += _backward_steps(t, many)
             except Exception as error:
                 if missing := isinstance(error, NoBackward):
                     notes.append(f"Its backward was not judged: {error}.")
@@ -110,7 +120,7 @@ def audit(
         steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
     late: dict[str, list[str]] = {}
-    t.deadline = started + seconds
+    t.deadline = many.deadline = started + seconds
     for relation, layout, run in track(steps, description=name, transient=True, disable=not sys.stderr.isatty()):
         try:
             rows += t.attempt(relation, layout, run)
@@ -122,14 +132,27 @@ def audit(
         rows.append(t.row(relation, "not run", detail=f"{listed}: {spent}"))
     t.deadline = float("inf")
     report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
-    if folder is not None and any(r.mismatches for r in rows):
-        report.repro = export(t, rows, candidate, imports, Path(folder))
+    if folder is not None:
+        report.repro = _exported(t, many, rows, candidate, imports, Path(folder))
     return report
+
+
+def _exported(t: Target, many: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
+    """Writes a script that shows a drift between layouts, if there is one: of the samples given, else of more."""
+    drifting = [r for r in rows if r.mismatches and r.against == WHOLE]
+    drawn = [r for r in drifting if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
+    for target, mine in ((t, [r for r in drifting if r not in drawn]), (many, drawn)):
+        if mine and (path := export(target, mine, candidate, imports, folder)):
+            shown = {r.relation: r.repro for r in mine if r.repro}
+            for r in drifting:
+                r.repro = r.repro or shown.get(r.relation, "")
+            return path
+    return None
 
 
 def _notes(t: Target, rows: list[Row]) -> list[str]:
     """Returns what a reader must know beside the rows."""
-    notes = []
+    notes = [f"Not judged on {what}: {said}." for what, said in t.refused.items()]
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
     if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):
@@ -143,10 +166,10 @@ def _notes(t: Target, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _backward_steps(t: Target) -> list[tuple[str, str, Callable]]:
+def _backward_steps(t: Target, many: Target) -> list[tuple[str, str, Callable]]:
     """Returns what judges the backward under each layout; raises what its backward raises."""
     step = Step(t)
-    whole = step.gradients([t.every])
+    whole = t.trained = step.gradients([t.every])
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
         layouts["micro_batches:each"] = [[i] for i in t.every], "stale"
@@ -154,6 +177,10 @@ def _backward_steps(t: Target) -> list[tuple[str, str, Callable]]:
     for layout, (calls, filler) in layouts.items():
         calls = calls[:1] if filler == "nonfinite" else calls
         steps.append((INVARIANCE, layout, partial(gradients, t, step, layout, calls, filler, whole)))
+
+    axes = demands(t, step, whole) | backward_memory(t, whole)
+    steps += [(INVARIANCE, layout, run) for layout, run in axes.items()]
+    steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many, t.count)))
 
     def again() -> list[Row]:
         found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}

@@ -92,14 +92,14 @@ def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -
 
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """Compares what backward left under a layout with what it left for the whole batch."""
-    said, samples = {"rows": max(map(len, layout))}, samples_of(layout)
+    said, samples = {"rows": max(map(len, layout)), "inputs": step.kind}, samples_of(layout)
 
     def rows() -> list[Row]:
         found, out = step.gradients(layout, filler), []
         for k, expected in whole.items():
             batched = k.removeprefix("d") in t.batched
-            if filler == "nonfinite" and not batched:
-                continue  # NaN beside a sample is in the sum over samples
+            if not batched and (filler == "nonfinite" or len(samples) < t.count):
+                continue  # NaN beside a sample is in the sum over samples, and one that is left out is not
             drift = compare(found[k], expected[samples] if batched else expected) if k in found else None
             detail = "" if k in found else "backward left no gradient"
             out.append(t.row(INVARIANCE, name, drift, tensor=k, detail=detail, **said))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from bi_kernels.audit.callables.target import Layout, Target, by_sample, in_order, tensors
-from bi_kernels.audit.problem.inputs import generator, powers
+from bi_kernels.audit.problem.inputs import cancel, generator, powers
 
 
 class NoBackward(ValueError):
@@ -28,15 +28,20 @@ def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
 class Step:
     """One training step of a target: a real backward() over the calls of a layout."""
 
-    def __init__(self, t: Target):
-        self.t, self.upstream = t, []
+    def __init__(self, t: Target, kind: str = "given"):
+        self.t, self.kind, self.upstream = t, kind, []
         self.floating = [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
+
+    def wants(self, name: str) -> bool:
+        """Tells whether a gradient of an input, or of a module's parameter, is wanted."""
+        return True
 
     def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
         """Returns {name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all
         calls."""
         t = self.t
-        shared = {k: t.values[k].detach().clone().requires_grad_() for k in self.floating if k not in t.batched}
+        given, names = t.given(self.kind), [k for k in self.floating if k not in t.batched and self.wants(k)]
+        shared = {k: given[k].detach().clone().requires_grad_() for k in names}
         trained = shared | (dict(t.module.named_parameters()) if t.module else {})
         with gradients_kept(t.module):
             for p in trained.values():
@@ -54,33 +59,54 @@ class Step:
         t = self.t
         parts = {k: [] for k in self.floating if k in t.batched}
         for call in layout:
-            arguments = t.take(call, filler) | shared
-            leaves = {k: arguments[k].detach().requires_grad_() for k in parts}
-            with torch.enable_grad(), t.layout(call):
-                own = {k: leaf.clone() for k, leaf in leaves.items()}  # so that it may work in place
-                found = t.results(arguments | own)
-            outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
-            if not outputs:
-                raise NoBackward("no output requires a gradient")
-            if not self.upstream:
-                self._draw(outputs, len(call))
-            index = torch.tensor(call, device=t.device)
-            given = []
-            for (_, d), dy in zip(outputs, self.upstream):
-                own = dy[index.clamp(min=0)]
-                own[index < 0] = 0
-                given.append(own.movedim(0, d).flatten(d, d + 1))
-            torch.autograd.backward([y for y, _ in outputs], given)
+            leaves, outputs = self.forward(call, filler, shared)
+            self.run(leaves, shared, *self.paired(outputs, call))
             for k, leaf in leaves.items():
                 if leaf.grad is not None:
                     parts[k].append(leaf.grad.movedim(t.batch, 0))
         return parts
 
+    def forward(self, call: list[int], filler: str, shared: dict) -> tuple[dict, list]:
+        """Returns what of one call's inputs wants a gradient, and its outputs that have one, each with the dimension
+        that counts samples."""
+        t = self.t
+        arguments = t.take(call, filler, self.kind) | shared
+        leaves = {k: arguments[k].detach() for k in self.floating if k in t.batched and self.wants(k)}
+        with torch.enable_grad(), t.layout(call):
+            own = {k: leaf.requires_grad_().clone() for k, leaf in leaves.items()}  # so that it may work in place
+            found = t.results(arguments | own)
+        outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
+        if not outputs:
+            raise NoBackward("no output requires a gradient")
+        return leaves, outputs
+
+    def paired(self, outputs: list, call: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns outputs and their upstream gradients."""
+        if not self.upstream:
+            self._draw(outputs, len(call))
+        index = torch.tensor(call, device=self.t.device)
+        given = []
+        for (_, d), dy in zip(outputs, self.upstream):
+            own = dy[index.clamp(min=0)]
+            own[index < 0] = 0
+            given.append(own.movedim(0, d).flatten(d, d + 1))
+        return [y for y, _ in outputs], given
+
+    def run(self, leaves: dict, shared: dict, outputs: list[torch.Tensor], upstream: list[torch.Tensor]) -> None:
+        torch.autograd.backward(outputs, upstream)
+
     def _draw(self, outputs: list, count: int) -> None:
-        """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples."""
+        """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples; or,
+        of cancelling inputs, one that cancels over features and over samples."""
         for number, (y, d) in enumerate(outputs):
             shape = by_sample(y, d, count).shape[1:]
             g = generator(y.device, self.t.seed, "upstream", number)
             dy = torch.randn(self.t.count, *shape, generator=g, device=y.device)
-            dy *= powers((self.t.count, *[1] * len(shape)), -6, 7, g)
+            if self.kind == "cancelling":
+                cancel(dy)
+                half = self.t.count // 2
+                dy[half : 2 * half] = -dy[:half]
+                dy[7::8] *= 2.0**-12
+            else:
+                dy *= powers((self.t.count, *[1] * len(shape)), -6, 7, g)
             self.upstream.append(dy.to(y.dtype))

@@ -1,6 +1,7 @@
 """A callable with its arguments: which of them hold a row a sample, and what it returns for some samples."""
 
 import contextlib
+import copy
 import inspect
 import itertools
 import time
@@ -10,14 +11,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
+from bi_kernels.audit.callables import drawn
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.parameters import device_name
-from bi_kernels.audit.problem.inputs import generator, powers
 from bi_kernels.audit.problem.subject import Named, poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
+WHOLE = "the whole batch"  # what parts of it are compared with
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
 
@@ -84,9 +86,13 @@ class Target(Named):
         # what torch.compile was given, or the callable itself
         self.eager = getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
         self.compiled = self.eager is not function
-        dtype = next((t.dtype for t in tensors(self.values).values() if t.is_floating_point()), x.dtype)
+        held = [*tensors(self.values).values(), *(self.module.parameters() if self.module else ())]
+        dtype = next((t.dtype for t in held if t.is_floating_point()), x.dtype)
         self.whose = "any", name, "", name, dtype_name(dtype), device_name(self.device)
         self.dtype, self.calls, self.changed, self.deadline = dtype, 0, set(), float("inf")
+        self.drawn: dict[str, dict] = {}  # the arguments, by the kind of their values
+        self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
+        self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
         self._find_batched(shared)
@@ -141,12 +147,17 @@ class Target(Named):
         return "; ".join([f"{self.count} samples along dimension {self.batch}", *said])
 
     def given(self, kind: str = "given") -> dict:
-        """Returns the arguments; of the kind `spread`, with exponents that differ from element to element."""
-        if kind != "spread":
-            return self.values
-        varied = {k: t for k, t in tensors(self.values).items() if k in self.batched and t.is_floating_point()}
-        scale = lambda k, t: powers(t.shape, -4, 5, generator(t.device, self.seed, k)).to(t.dtype)
-        return self.values | {k: t * scale(k, t) for k, t in varied.items()}
+        """Returns the arguments, as given or of another kind: see `drawn`."""
+        if kind in drawn.KINDS and kind not in self.drawn:
+            self.drawn[kind] = drawn.KINDS[kind](self)
+        return self.drawn.get(kind, self.values)
+
+    def resampled(self, count: int) -> "Target":
+        """Returns this target with `count` samples, drawn from those given."""
+        many = copy.copy(self)
+        many.values, many.count = drawn.resampled(self, count), count
+        many.every, many.drawn = list(range(count)), {"resampled": many.values}
+        return many
 
     def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
         """Returns the arguments of a call on these samples."""
@@ -208,7 +219,7 @@ class Target(Named):
         return self.compute([self.every], kind=kind)
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
-        return super().row(relation, layout, drift, **{"against": "the whole batch", "inputs": "given"} | said)
+        return super().row(relation, layout, drift, **{"against": WHOLE, "inputs": "given"} | said)
 
 
 def _names(function: Callable, count: int) -> list[str]:

@@ -1,0 +1,150 @@
+"""What is asked of a backward: which gradients, of which outputs, from which upstream gradient, and how often."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bi_kernels.audit.callables.step import NoBackward, Step
+from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.relations.gradient import INVARIANCE
+
+LEAVES = 6  # inputs and parameters each of which is asked for its gradient alone
+TWICE, EXPANDED, KEPT = "a graph kept, backward twice", "an expanded upstream gradient", "the upstream gradient is kept"
+
+
+@contextlib.contextmanager
+def _frozen(module: torch.nn.Module | None, but: str) -> Iterator[None]:
+    """Has none of a module's parameters want a gradient but one."""
+    frozen = [p for k, p in (module.named_parameters() if module else ()) if p.requires_grad and k != but]
+    try:
+        for p in frozen:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_()
+
+
+class _Alone(Step):
+    """A step in which one input, or one parameter, wants a gradient."""
+
+    def __init__(self, t: Target, name: str):
+        super().__init__(t)
+        self.name = name
+
+    def wants(self, name: str) -> bool:
+        return name == self.name
+
+    def gradients(self, *layout) -> dict[str, torch.Tensor]:
+        with _frozen(self.t.module, self.name):
+            return super().gradients(*layout)
+
+
+class _OneUsed(Step):
+    """A step in which one output is used; the others get no upstream gradient, or one of zeros."""
+
+    def __init__(self, t: Target, number: int, zeros: bool):
+        super().__init__(t)
+        self.number, self.zeros = number, zeros
+
+    def paired(self, outputs: list, call: list[int]) -> tuple[list, list]:
+        ys, given = super().paired(outputs, call)
+        if self.zeros:
+            return ys, [dy if i == self.number else torch.zeros_like(dy) for i, dy in enumerate(given)]
+        return [ys[self.number]], [given[self.number]]
+
+
+class _Expanded(Step):
+    """A step with one number as the upstream gradient of all, as of a sum, in memory or expanded."""
+
+    def __init__(self, t: Target, expanded: bool):
+        super().__init__(t)
+        self.expanded = expanded
+
+    def paired(self, outputs: list, call: list[int]) -> tuple[list, list]:
+        ys, ones = [y for y, _ in outputs], [y.new_full((), 0.75).expand(y.shape) for y, _ in outputs]
+        return ys, ones if self.expanded else [dy.contiguous() for dy in ones]
+
+
+class _Twice(Step):
+    """A step whose graph is kept, and gone through a second time; what the second leaves is what is judged."""
+
+    def run(self, leaves: dict, shared: dict, outputs: list, upstream: list) -> None:
+        torch.autograd.backward(outputs, [dy.clone() for dy in upstream], retain_graph=True)
+        parameters = list(self.t.module.parameters()) if self.t.module else []
+        for leaf in (*leaves.values(), *shared.values(), *parameters):
+            leaf.grad = None
+            if getattr(leaf, "main_grad", None) is not None:
+                leaf.main_grad.zero_()
+        torch.autograd.backward(outputs, upstream)
+
+
+class _Watched(Step):
+    """A step that keeps what its upstream gradients held before."""
+
+    def run(self, leaves: dict, shared: dict, outputs: list, upstream: list) -> None:
+        before = [dy.clone() for dy in upstream]
+        torch.autograd.backward(outputs, upstream)
+        self.drifts = [compare(a, b) for a, b in zip(upstream, before)]
+
+
+def _signed_zeros_apart(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns both without what a term of 0 in a sum may change: the sign of a zero, and what 0 × Inf makes."""
+    return torch.where(wanted.isfinite(), found + 0.0, wanted), wanted + 0.0
+
+
+def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what judges each demand against `whole`, the gradients that `step` has when all are wanted of all
+    outputs."""
+    said = {"against": "all gradients wanted", "rows": t.count}
+    every = [t.every]
+
+    def same(layout: str, step: Step, names: list[str]) -> list[Row]:
+        found = step.gradients(every)
+        missing = {"detail": "backward left no gradient"}
+        return [
+            t.row(INVARIANCE, layout, compare(found[k], whole[k]), tensor=k, **said)
+            if k in found
+            else t.row(INVARIANCE, layout, tensor=k, **said | missing)
+            for k in names
+        ]
+
+    def both(layout: str, step: Step, other: Step, against: str) -> list[Row]:
+        found, wanted = step.gradients(every), other.gradients(every)
+        told = said | {"against": against}
+        pairs = {k: _signed_zeros_apart(found[k], wanted[k]) for k in found if k in wanted}
+        return [t.row(INVARIANCE, layout, compare(*pair), tensor=k, **told) for k, pair in pairs.items()]
+
+    def watched() -> list[Row]:
+        step = _Watched(t)
+        step.gradients(every)
+        told = said | {"against": "itself before", "tensor": "upstream"}
+        return [t.row(INVARIANCE, KEPT, d, **told | {"detail": "backward writes into it"}) for d in step.drifts]
+
+    out = {}
+    if len(whole) > 1:
+        for k in list(whole)[:LEAVES]:
+            layout = f"{k.removeprefix('d')} alone wants a gradient"
+            out[layout] = partial(same, layout, _Alone(t, k.removeprefix("d")), [k])
+    if len(step.upstream) > 1:
+        for number in range(len(step.upstream)):
+            layout, steps = f"output {number} alone is used", [_OneUsed(t, number, zeros) for zeros in (False, True)]
+            out[layout] = partial(both, layout, *steps, "zeros of the others")
+    out[EXPANDED] = partial(both, EXPANDED, _Expanded(t, True), _Expanded(t, False), "the same in memory")
+    out[TWICE] = partial(same, TWICE, _Twice(t), list(whole))
+    out[KEPT] = watched
+    return {layout: partial(refusable, t, layout, run) for layout, run in out.items()}
+
+
+def refusable(t: Target, layout: str, run: Callable[[], list[Row]]) -> list[Row]:
+    """Returns a demand's rows; where the callable refuses it, and says so, the row that says what it said."""
+    try:
+        return run()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        if isinstance(error, NoBackward):
+            return []
+        return [t.row(INVARIANCE, layout, verdict=UNSUPPORTED, rows=t.count, detail=sentence(error))]

@@ -1,0 +1,118 @@
+"""The calls before: whatever they were, and whatever a parameter held then, the next call has the bits of the first."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bi_kernels.audit.callables.relations import compared, output_names
+from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import Row
+
+UPDATED = "weights updated in place"
+OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+
+
+def _one(t: Target) -> None:
+    t.call([0])
+
+
+def _reversed(t: Target) -> None:
+    t.call(t.every[::-1])
+
+
+def _nonfinite(t: Target) -> None:
+    t.call([-1] * t.count, "nonfinite")
+
+
+def _other_dtype(t: Target) -> None:
+    """A module's parameters stay as they are: it may refuse."""
+    arguments = t.take(t.every)
+    for k, v in tensors(arguments).items():
+        if v.is_floating_point():
+            arguments[k] = v.to(OTHER.get(v.dtype, torch.float32))
+    with torch.no_grad(), t.layout(t.every):
+        t.results(arguments)
+
+
+BEFORE = {"one sample": _one, "another order": _reversed, "NaN": _nonfinite, "another dtype": _other_dtype}
+
+
+def _after(t: Target, layout: str, before: Callable, whole: list[torch.Tensor]) -> list[Row]:
+    with contextlib.suppress(Exception):  # a call that it refuses is none that was before
+        before(t)
+    said = {"against": "the first call", "rows": t.count}
+    return compared(t, "invariance", layout, t.whole(), whole, **said)
+
+
+def _weights(t: Target) -> dict[str, torch.Tensor]:
+    """Returns what may be updated between two calls: a module's parameters, the floating tensors that all samples
+    share."""
+    if t.module:
+        return {k: p for k, p in t.module.named_parameters() if p.is_floating_point()}
+    rest = tensors(t.values).items()
+    return {k: v for k, v in rest if k not in t.batched and k not in t.outputs and v.is_floating_point()}
+
+
+@contextlib.contextmanager
+def _others(module: torch.nn.Module, fresh: dict[torch.nn.Parameter, torch.nn.Parameter]) -> Iterator[None]:
+    """Has other tensors stand in a module for its parameters."""
+    held = [(m, k, p) for m in module.modules() for k, p in m._parameters.items() if p in fresh]
+    try:
+        for m, k, p in held:
+            m._parameters[k] = fresh[p]
+        yield
+    finally:
+        for m, k, p in held:
+            m._parameters[k] = p
+
+
+def _called(t: Target, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Calls a target on the whole batch; of a function these very tensors are what all samples share."""
+    arguments = t.take(t.every) | ({} if t.module else weights)
+    with torch.no_grad(), t.layout(t.every):
+        return [y.clone() for y in t.rows(t.results(arguments), t.count)]
+
+
+def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
+    """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
+    tensors that hold the same, and not those of the first. A module gets its own values back."""
+    own = _weights(t)
+    weights = own if t.module else {k: v.clone() for k, v in own.items()}
+    kept = {k: v.detach().clone() for k, v in weights.items()}
+    try:
+        _called(t, weights)
+        with torch.no_grad():
+            for v in weights.values():
+                v.mul_(0.5).add_(v.detach().flip(0) if v.dim() else v.detach(), alpha=0.25)
+        fresh = {k: v.detach().clone() for k, v in weights.items()}  # before the call: it may write into them
+        found = _called(t, weights)
+        if t.module:
+            instead = {p: torch.nn.Parameter(fresh[k], p.requires_grad) for k, p in own.items()}
+            with _others(t.module, instead):
+                wanted = _called(t, {})
+        else:
+            wanted = _called(t, fresh)
+    finally:
+        with torch.no_grad():
+            for k, v in weights.items():
+                v.copy_(kept[k])
+    said = {"against": "fresh tensors of equal values", "rows": t.count}
+    rows = compared(t, "invariance", UPDATED, found, wanted, **said)
+    if whole and t.module and not any(compare(a, b).mismatches for a, b in zip(found, whole)) and _trained(t):
+        stale = "the update changed nothing, although backward leaves the weights a gradient"
+        rows.append(t.row("invariance", UPDATED, tensor=output_names(t)[0], detail=stale, **said))
+    return rows + compared(t, "invariance", UPDATED, t.whole(), whole, **said | {"against": "before the update"})
+
+
+def _trained(t: Target) -> bool:
+    """Tells whether a module's results depend on its parameters."""
+    return any(k.removeprefix("d") in _weights(t) and bool(g.any()) for k, g in t.trained.items())
+
+
+def history(t: Target, whole: list[torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what judges the whole batch after each call before it."""
+    out = {f"after {k}": partial(_after, t, f"after {k}", before, whole) for k, before in BEFORE.items()}
+    return out | ({UPDATED: partial(_updated, t, whole)} if _weights(t) else {})
