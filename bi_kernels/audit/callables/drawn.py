@@ -12,8 +12,8 @@ from bi_kernels.contract import SWEEP
 if TYPE_CHECKING:
     from bi_kernels.audit.callables.target import Target
 
-SCALES = 1.0, 2.0**-6, 2.0**-16  # of a third of the features each: the second and the third move a result finely
-STEPS = 12  # halvings of the range in which a result changes, for each of the fine thirds
+SCALES = 1.0, 2.0**-5, 2.0**-9, 2.0**-15  # of a share of the features each: all but the first move a result finely
+STEPS = 9  # halvings of the range in which a result changes, for each of the fine shares
 NEAR = 64  # ULP that a result may move over that range: what moves further is made of the one element that moved
 
 
@@ -62,12 +62,12 @@ def brink(t: "Target") -> dict | None:
     if not moved or all(y.element_size() != 2 or not y.is_floating_point() for y in t.whole()):
         return None
     g = generator(t.device, t.seed, "brink")
-    third = {k: torch.randint(0, 3, v.shape[-1:], generator=g, device=t.device) for k, v in moved.items()}
+    share = {k: torch.randint(0, len(SCALES), v.shape[-1:], generator=g, device=t.device) for k, v in moved.items()}
     scales = torch.tensor(SCALES, dtype=torch.float64, device=t.device)
     factor = torch.ones(t.count, len(SCALES), dtype=torch.float64, device=t.device)
 
     def at(factor: torch.Tensor) -> dict:
-        by_feature = lambda k, v: (factor * scales)[:, third[k]].view(t.count, *[1] * (v.dim() - 2), -1)
+        by_feature = lambda k, v: (factor * scales)[:, share[k]].view(t.count, *[1] * (v.dim() - 2), -1)
         return t.values | {k: (v * by_feature(k, v)).to(v.dtype).movedim(0, t.batch) for k, v in moved.items()}
 
     def results(factor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def brink(t: "Target") -> dict | None:
         found = [y for y in t.whole("brink") if y.is_floating_point() and y.element_size() == 2]
         return torch.cat([ordered(y).flatten(1) for y in found], 1)
 
-    for part in (1, 2):
+    for part in range(1, len(SCALES)):
         low, high = factor.clone(), factor.clone()
         low[:, part], high[:, part] = 0.5, 1.5
         before = results(low)

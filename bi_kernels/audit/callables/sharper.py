@@ -8,7 +8,7 @@ from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.contract import rows as row_counts
 
 SHARP = "cancelling", "brink"  # kinds of inputs
-ALONE = 4  # samples that are computed alone
+ALONE, BRINK = 4, 64  # samples that are computed alone; that a call of few samples is made for, on the brink
 LARGEST = 2**22  # numbers that the arguments of more samples may hold
 
 
@@ -28,15 +28,18 @@ def more(t: Target) -> Target:
 
 
 def layouts(t: Target, given: int, kind: str) -> dict[str, tuple[Layout, str]]:
-    """Returns the layouts that a threshold on the number of samples changes, wherever it lies."""
+    """Returns the layouts that a threshold on the number of samples changes, wherever it lies. On the brink one sample
+    in five or so shows another order of a sum, so calls of few samples are made of several."""
     known = plan(t.count, t.seed)
     counts = edges(t.count, given)
-    if kind not in SHARP:
+    if kind == "resampled":
         counts = sorted({*counts, *(m for m in row_counts(t.count - 1) if m >= given)})
-    alone = known["singles"][0]
-    some = {"singles": (alone[:: -(-len(alone) // ALONE)], "stale")}
-    some |= {name: known[name] for name in ("permuted", "micro_batches:ragged")}
-    return some | {f"rows:{m}": ([list(range(m))], "stale") for m in counts}
+    least = BRINK if kind == "brink" else 1
+    calls = lambda m: [list(range(at, at + m)) for at in range(0, t.count - m + 1, m)][: -(-least // m)]
+    some = {"permuted": known["permuted"], "micro_batches:ragged": known["micro_batches:ragged"]}
+    found = {f"rows:{m}": (calls(m), "stale") for m in counts if m > 1}
+    alone = [[i] for i in range(t.count)][:: -(-t.count // (ALONE if least == 1 else BRINK // 2))]
+    return {"singles": (alone, "stale")} | some | found
 
 
 def judged(t: Target, kind: str, given: int) -> list[Row]:
