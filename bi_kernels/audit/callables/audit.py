@@ -100,8 +100,7 @@ def audit(
         for layout, (calls, filler) in plan(t.count, seed).items():
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
-        axes = memory(t, whole["given"]) | history(t, whole["given"])
-        steps += [("invariance", layout, run) for layout, run in axes.items()]
+        steps += [("invariance", layout, run) for layout, run in memory(t, whole["given"]).items()]
         for kind in ("resampled", *sharper.SHARP)[many is t :]:
             steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind, t.count)))
         if backward is not False:
@@ -115,6 +114,7 @@ def audit(
         if reference is not None:
             steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
         steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
+        steps += [("invariance", layout, run) for layout, run in history(t, whole["given"]).items()]  # may leave traces
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
         last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
         steps.append((DETERMINISM, "at the end", last))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SCALES = 1.0, 2.0**-5, 2.0**-9, 2.0**-15  # of a share of the features each: all but the first move a result finely
 STEPS = 9  # halvings of the range in which a result changes, for each of the fine shares
+SMALL = 2**14  # numbers in all samples
 NEAR = 64  # ULP that a result may move over that range: what moves further is made of the one element that moved
 
 
@@ -94,12 +95,13 @@ KINDS = {"spread": spread, "cancelling": cancelling, "brink": brink}
 
 
 def wanted(t: "Target") -> int:
-    """Returns how many samples an audit of a target calls for: rows around every tile's edge, of a sample with several
-    rows as many fewer, as far as the sweep goes."""
+    """Returns how many samples an audit of a target calls for: rows around every tile's edge as far as the sweep goes;
+    of a sample with several rows as many fewer, but more where they are small."""
     x = t.values[t.first]
     rows = x.shape[t.batch + 1 : -1 if x.is_floating_point() else None].numel()
     most = SWEEP["interpreter_rows"] if t.device.type == "cpu" else max(SWEEP["rows"])
-    return most // max(rows, 1)
+    size = sum(t.values[k].numel() for k in t.batched) // t.count
+    return min(most, max(most // max(rows, 1), SMALL // max(size, 1)))
 
 
 def resampled(t: "Target", count: int) -> dict:

@@ -1,5 +1,7 @@
 """Invariance on inputs that show more than the user's own, and of more samples than the user gave."""
 
+import time
+
 from bi_kernels.audit.callables.drawn import edges, wanted
 from bi_kernels.audit.callables.relations import gradients, invariance, plan
 from bi_kernels.audit.callables.step import Step
@@ -9,37 +11,43 @@ from bi_kernels.contract import rows as row_counts
 
 SHARP = "cancelling", "brink"  # kinds of inputs
 ALONE, BRINK = 4, 64  # samples that are computed alone; that a call of few samples is made for, on the brink
+FEWER, QUICK = 129, 5e-3  # samples where a call of more takes longer, in seconds
 LARGEST = 2**22  # numbers that the arguments of more samples may hold
 
 
 def more(t: Target) -> Target:
-    """Returns the target with as many samples as the sweep has rows, drawn from those given; itself where it has as
-    many, where so many would be large, and where it does not take them."""
+    """Returns the target with as many samples as the sweep has rows, drawn from those given, and with fewer where a
+    call then takes long, as on the interpreter; itself where it has as many, and where it does not take them."""
     size = sum(t.values[k].numel() for k in t.batched) // t.count
-    count = next((m for m in reversed(row_counts(wanted(t))) if m * size <= LARGEST), 0)
-    if count > t.count:
+    most = next((m for m in reversed(row_counts(wanted(t))) if m * size <= LARGEST), 0)
+    for count in (most, min(most, FEWER)):
+        if count <= t.count:
+            return t
         many = t.resampled(count)
         try:
             many.whole("resampled")
-            return many
+            started = time.monotonic()
+            many.whole("resampled")
         except Exception as error:
             t.refused[f"{count} samples, drawn from the {t.count} given"] = sentence(error)
-    return t
+            return t
+        if time.monotonic() - started < QUICK:
+            break
+    return many
 
 
 def layouts(t: Target, given: int, kind: str) -> dict[str, tuple[Layout, str]]:
     """Returns the layouts that a threshold on the number of samples changes, wherever it lies. On the brink one sample
     in five or so shows another order of a sum, so calls of few samples are made of several."""
-    known = plan(t.count, t.seed)
-    counts = edges(t.count, given)
+    counts = set(edges(t.count, given))
     if kind == "resampled":
-        counts = sorted({*counts, *(m for m in row_counts(t.count - 1) if m >= given)})
+        counts = {m for m in counts.union(row_counts(t.count - 1)) if m >= given}
     least = BRINK if kind == "brink" else 1
     calls = lambda m: [list(range(at, at + m)) for at in range(0, t.count - m + 1, m)][: -(-least // m)]
-    some = {"permuted": known["permuted"], "micro_batches:ragged": known["micro_batches:ragged"]}
-    found = {f"rows:{m}": (calls(m), "stale") for m in counts if m > 1}
-    alone = [[i] for i in range(t.count)][:: -(-t.count // (ALONE if least == 1 else BRINK // 2))]
-    return {"singles": (alone, "stale")} | some | found
+    alone = [[i] for i in t.every][:: -(-t.count // (ALONE if least == 1 else BRINK // 2))]
+    some = {"singles": alone} if kind != "resampled" else {}
+    some |= {f"rows:{m}": calls(m) for m in sorted(counts) if m > 1}
+    return {layout: (calls, "stale") for layout, calls in some.items()}
 
 
 def judged(t: Target, kind: str, given: int) -> list[Row]:
@@ -69,7 +77,6 @@ def gradients_judged(t: Target, given: int) -> list[Row]:
     except Exception as error:
         t.refused[f"a backward of {SHARP[0]} inputs"] = sentence(error)
         return []
-    known = plan(t.count, t.seed)
-    some = {name: known[name] for name in ("permuted", "micro_batches:ragged")}
-    some |= {f"rows:{m}": ([list(range(m))], "stale") for m in edges(t.count, given) if m > 2}
+    some = {"micro_batches:ragged": plan(t.count, t.seed)["micro_batches:ragged"]}
+    some |= {f"rows:{m}": ([list(range(m))], "stale") for m in edges(t.count, given)[3::2]}
     return [row for layout, (calls, filler) in some.items() for row in gradients(t, step, layout, calls, filler, whole)]

@@ -211,7 +211,8 @@ class Target(Named):
 
     def compute(self, layout: Layout, filler: str = "stale", kind: str = "given") -> list[torch.Tensor]:
         """Returns what each judged output holds of the samples of a layout, in their order."""
-        parts = [self.rows(self.call(call, filler, kind), len(call)) for call in layout]
+        rows = lambda call: self.rows(self.call(call, filler, kind), len(call))
+        parts = [[y.clone() for y in rows(call)] for call in layout]  # the next call may write into what one returned
         return [in_order(layout, part) for part in zip(*parts)]
 
     def whole(self, kind: str = "given") -> list[torch.Tensor]:

@@ -1,0 +1,170 @@
+"""`audit` beside the layouts: each function here breaks one axis, demand, memory or history, and is named by it."""
+
+import pytest
+import torch
+from test_callables import ROWS, WIDTH, G, X, Y, in_need
+
+from bi_kernels.audit import audit
+from bi_kernels.audit.callables import demand, history, memory
+
+
+class Scaled(torch.autograd.Function):
+    """x · y, whose backward a subclass changes."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @classmethod
+    def gradients(cls, ctx, dy):
+        x, y = ctx.saved_tensors
+        return dy * y, dy * x
+
+    @classmethod
+    def backward(cls, ctx, dy):
+        return cls.gradients(ctx, dy)
+
+
+class AloneOtherwise(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        dx, other = cls.gradients(ctx, dy)
+        return dx * (1 if ctx.needs_input_grad[1] else 1.5), other
+
+
+class ExpandedOtherwise(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        dx, other = cls.gradients(ctx, dy)
+        return dx * (1 if dy.is_contiguous() else 1.5), other
+
+
+class WritesUpstream(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        dx, other = cls.gradients(ctx, dy)
+        dy.mul_(2)
+        return dx, other
+
+
+class SecondOtherwise(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        ctx.times = getattr(ctx, "times", 0) + 1
+        dx, other = cls.gradients(ctx, dy)
+        return dx * ctx.times, other
+
+
+class OneOutputOtherwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return 2 * first + 3 * second if None not in (first, second) else (first if second is None else second) * 7
+
+
+def static_buffer():
+    held = {}
+
+    def doubled(x):
+        out = held.setdefault(x.shape, torch.empty(x.shape))
+        return torch.mul(x.detach(), 2, out=out)
+
+    return doubled
+
+
+def saves_in_a_static_buffer():
+    held = {}
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.shape = x.shape
+            held.setdefault(x.shape, torch.empty(x.shape)).copy_(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * held[ctx.shape] * dy
+
+    return Squared.apply
+
+
+def reads_before_its_slice(x):
+    before = x.as_strided((1,), (1,), max(0, x.storage_offset() - 1))
+    return 2 * x + (0 if x.storage_offset() == 0 else 0 * before)
+
+
+def by_strides(x):
+    return x * (2 if x.stride(-1) == 1 else 3)
+
+
+def columns_otherwise(x):
+    return x * (2 if x.stride(0) == x.shape[-1] or len(x) == 1 else 3)
+
+
+def remembers_the_other_dtype():
+    seen = set()
+
+    def doubled(x):
+        seen.add(x.dtype)
+        return x * (2 if len(seen) == 1 else 3)
+
+    return doubled
+
+
+class CachesByIdentity(torch.nn.Linear):
+    def forward(self, x):
+        if getattr(self, "key", None) != id(self.weight):
+            self.key, self.held = id(self.weight), self.weight.detach()[0] * 2
+        return x * self.held
+
+
+class CachesForEver(torch.nn.Linear):
+    def forward(self, x):
+        if not hasattr(self, "held"):
+            self.held = self.weight.detach()[0].clone()
+        return Held.apply(x, self.weight, self.held)
+
+
+class Held(torch.autograd.Function):
+    """x · held; a gradient of the weight that any split adds up exactly."""
+
+    @staticmethod
+    def forward(ctx, x, weight, held):
+        ctx.save_for_backward(weight, held)
+        return x * held
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, held = ctx.saved_tensors
+        return dy * held, torch.full_like(weight, float(dy.any(1).sum())), None
+
+
+BROKEN = {
+    "alone": (AloneOtherwise.apply, (X, Y), {"input0 alone wants a gradient"}),
+    "expanded": (ExpandedOtherwise.apply, (X, Y), {demand.EXPANDED}),
+    "upstream": (WritesUpstream.apply, (X, Y), {demand.KEPT, demand.TWICE}),
+    "twice": (SecondOtherwise.apply, (X, Y), {demand.TWICE}),
+    "one output": (OneOutputOtherwise.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
+    "static buffer": (static_buffer(), (X,), {memory.LATER}),
+    "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
+    "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),
+    "strides": (by_strides, (torch.randn(WIDTH, ROWS, generator=G).T,), {memory.GIVEN}),
+    "columns": (columns_otherwise, (X,), {memory.COLUMNS}),
+    "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
+    "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
+    "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_axis_names_what_breaks_it(name):
+    function, inputs, axes = BROKEN[name]
+    report = audit(function, *inputs, name=name)
+    found = {r.layout for r in in_need(report)}
+    assert found and found <= axes, report.markdown()

@@ -1,0 +1,229 @@
+"""No false alarm: correct implementations that are written otherwise need no fix, whatever is asked of them.
+
+Half are any callables, the other half candidates for ops of the registry.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from bi_kernels.audit import audit
+from bi_kernels.audit.evidence.verdicts import needs_fix
+
+ROWS, WIDTH = 20, 32
+G = torch.Generator().manual_seed(0)
+X, Y = (torch.randn(ROWS, WIDTH, generator=G) for _ in range(2))
+W, V = torch.randn(24, WIDTH, generator=G), torch.randn(WIDTH, generator=G)
+IDS = torch.randint(0, 24, (ROWS,), generator=G)
+S = torch.randn(5, 12, 16, generator=G)  # sequences
+HALF = X.bfloat16()
+
+
+def by_row(x):
+    return torch.stack([F.softmax(row, -1) for row in x])
+
+
+def in_chunks(x):
+    return torch.cat([part.exp() / part.exp().sum(-1, keepdim=True) for part in x.split(7)])
+
+
+def folded(p):
+    """Sums over the last dimension, feature by feature."""
+    total = p[..., 0]
+    for k in range(1, p.shape[-1]):
+        total = total + p[..., k]
+    return total
+
+
+def linear_by_feature(x):
+    return folded(x.float()[:, None] * W).to(x.dtype)
+
+
+def linear_from_the_end(x):
+    return folded((x.float()[:, None] * W).flip(-1)).to(x.dtype)
+
+
+def linear_by_row(x):
+    return torch.stack([W @ row for row in x])
+
+
+def rms_norm(x):
+    return (x.float() * torch.rsqrt(folded(x.float() ** 2)[..., None] / x.shape[-1] + 1e-6)).to(x.dtype)
+
+
+def layer_norm_fp64(x):
+    return F.layer_norm(x.double(), x.shape[-1:]).to(x.dtype)
+
+
+def pairwise_mean(x):
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x[..., 0] / WIDTH
+
+
+def rope(x):
+    at = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * 0.1 ** torch.arange(x.shape[2] // 2)
+    cos, sin, (a, b) = at.cos().float(), at.sin().float(), x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def causal_conv(x):
+    padded = F.pad(x, (0, 0, 3, 0))
+    return sum(padded[:, k : k + x.shape[1]] * (k + 0.5) for k in range(4))
+
+
+def attention(q, k, v):
+    scores = folded(q[:, :, None] * k[:, None]) / q.shape[-1] ** 0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    p = scores.masked_fill(future, -torch.inf).exp()
+    return folded(p[:, :, None] * v.transpose(1, 2)[:, None]) / folded(p)[..., None]
+
+
+def chosen_logprob(x, ids):
+    chosen = torch.arange(x.shape[-1]) == ids[:, None]
+    return x.double().log_softmax(-1).masked_fill(~chosen, 0).sum(-1).to(x.dtype)
+
+
+def in_place_on_a_clone(x):
+    return x.clone().mul_(2).relu_()
+
+
+def views(x):
+    return {"left": x[..., : WIDTH // 2], "right": x[..., WIDTH // 2 :], "whole": x.view(-1, 4, WIDTH // 4)}
+
+
+@dataclass
+class Out:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(Out)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * ctx.saved_tensors[0] * dy
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", V.clone())
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale) * x
+
+
+class CachesAPlan(torch.nn.Module):
+    """What is cached depends on the shape and the dtype alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans = {}
+
+    def forward(self, x):
+        key = x.shape[-1], x.dtype
+        if key not in self.plans:
+            self.plans[key] = torch.linspace(0, 1, x.shape[-1], dtype=x.dtype)
+        return x * self.plans[key]
+
+
+class CachesByVersion(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.key = torch.nn.Parameter(V.clone(), requires_grad=False), None
+
+    def forward(self, x):
+        if self.key != (key := (id(self.weight), self.weight._version)):
+            self.key, self.doubled = key, self.weight * 2
+        return x * self.doubled
+
+
+@triton.jit
+def _softmax_kernel(x, out, columns, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * columns + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK) < columns
+    e = tl.exp(tl.load(x + at, mask=inside, other=-float("inf")))
+    tl.store(out + at, e / tl.sum(e, 0), mask=inside)
+
+
+def triton_softmax(block):
+    def softmax(x):
+        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        _softmax_kernel[(len(x),)](x, out, x.shape[1], BLOCK=block)
+        return out
+
+    return softmax
+
+
+@triton.jit
+def _add_kernel(x, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
+
+
+def triton_add(x, y):
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _add_kernel[(triton.cdiv(x.numel(), 4096),)](x.contiguous(), y.contiguous(), out, x.numel(), BLOCK=4096)
+    return out
+
+
+CALLABLES = {
+    "rows": (by_row, X),
+    "chunks": (in_chunks, X),
+    "linear by feature": (linear_by_feature, HALF),
+    "linear from the end": (linear_from_the_end, HALF),
+    "linear by row": (linear_by_row, X),
+    "rms norm": (rms_norm, HALF),
+    "layer norm in fp64": (layer_norm_fp64, X),
+    "a tree": (pairwise_mean, X),
+    "rope": (rope, S),
+    "causal conv": (causal_conv, S),
+    "cumsum": (lambda x: x.double().cumsum(-1).to(x.dtype), X),
+    "attention": (attention, S, S.flip(0).contiguous(), S.flip(1).contiguous()),
+    "logprob": (chosen_logprob, X, IDS),
+    "lookup": (lambda ids: W[ids], IDS),
+    "integers": (lambda ids: ids * 2 + 1, IDS),
+    "in place on a clone": (in_place_on_a_clone, X),
+    "in place": (lambda x: x.mul_(2), X),
+    "views": (views, X),
+    "the input itself": (lambda x: x, X),
+    "the input and a result": (lambda x: (x, 2 * x), X),
+    "a dataclass": (lambda x: Out(x * 2, x + 1), X),
+    "a tuple of two dtypes": (lambda x: (x.bfloat16(), x.argmax(-1)), X),
+    "autograd.Function": (Square.apply, X),
+    "a module": (Gated(), X),
+    "a module, training": (Gated().train(), HALF),
+    "a plan by shape": (CachesAPlan(), X),
+    "a cache by version": (CachesByVersion(), X),
+    "torch.compile, eager": (torch.compile(lambda x: F.silu(x) * 2, backend="eager"), X),
+    "transposed": (lambda x: F.silu(x.T).T, X),
+    "a transposed input": (torch.sigmoid, torch.randn(WIDTH, ROWS, generator=G).T),
+    "an expanded input": (lambda x, y: x + y, X, V.expand(ROWS, WIDTH)),
+    "Triton, one tile": (triton_softmax(32), X),
+    "Triton, larger tiles": (triton_softmax(64), X),
+    "Triton over all elements": (triton_add, X, Y),
+    "sorted": (lambda x: x.sort(-1).values, X),
+    "masked": (lambda x, keep: x.masked_fill(~keep, -1.0), X, X > 0),
+    "fp16": (lambda x: x * 1.5 + 1, X.half()),
+    "fp64": (lambda x: x.tanh(), X.double()),
+    "probabilities": (lambda p: -(p * p.log()), X.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_a_correct_callable_needs_no_fix(name):
+    function, *inputs = CALLABLES[name]
+    report = audit(function, *inputs, name=name)
+    assert report.passed and not needs_fix(report.rows), report.markdown()
