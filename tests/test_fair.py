@@ -11,8 +11,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+import bi_kernels as bi
 from bi_kernels.audit import audit
 from bi_kernels.audit.evidence.verdicts import needs_fix
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.contract import DTYPES
 
 ROWS, WIDTH = 20, 32
 G = torch.Generator().manual_seed(0)
@@ -211,7 +217,6 @@ CALLABLES = {
     "transposed": (lambda x: F.silu(x.T).T, X),
     "a transposed input": (torch.sigmoid, torch.randn(WIDTH, ROWS, generator=G).T),
     "an expanded input": (lambda x, y: x + y, X, V.expand(ROWS, WIDTH)),
-    "Triton, one tile": (triton_softmax(32), X),
     "Triton, larger tiles": (triton_softmax(64), X),
     "Triton over all elements": (triton_add, X, Y),
     "sorted": (lambda x: x.sort(-1).values, X),
@@ -227,3 +232,111 @@ def test_a_correct_callable_needs_no_fix(name):
     function, *inputs = CALLABLES[name]
     report = audit(function, *inputs, name=name)
     assert report.passed and not needs_fix(report.rows), report.markdown()
+
+
+# candidates for ops of the registry
+
+
+def fp64(function):
+    """The function in fp64, rounded once."""
+
+    def rounded(*tensors, **told):
+        raised = [t.double() if t.is_floating_point() else t for t in tensors]
+        return function(*raised, **told).to(tensors[0].dtype)
+
+    return rounded
+
+
+def fp32(function):
+    def rounded(*tensors, **told):
+        return function(*(t.float() for t in tensors), **told).to(tensors[0].dtype)
+
+    return rounded
+
+
+def through_views(function):
+    """Elementwise through a tensor that lies the other way round."""
+
+    def turned(*tensors, **told):
+        return function(*(t.movedim(-1, 0).contiguous() for t in tensors), **told).movedim(0, -1)
+
+    return turned
+
+
+def by_rows_of(size, function):
+    def chunked(*tensors, **told):
+        lead, parts = tensors[0].shape[:-1], [t.reshape(-1, t.shape[-1]).split(size) for t in tensors]
+        return torch.cat([function(*part, **told) for part in zip(*parts)]).unflatten(0, lead)
+
+    return chunked
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def swiglu(gate, up):
+    return silu(gate) * up
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+
+
+def log_softmax(logits):
+    shifted = logits.double() - logits.double().amax(-1, keepdim=True)
+    return (shifted - torch.log(folded(shifted.exp()))[..., None]).float()
+
+
+def token_logprob(logits, targets, temperature, ignore_index):
+    found = (logits.double() / temperature).log_softmax(-1)
+    chosen = torch.arange(logits.shape[-1]) == targets[..., None]
+    picked = found.masked_fill(~chosen, 0).sum(-1).float()
+    return picked.masked_fill(targets == ignore_index, 0.0)
+
+
+def add_then_norm(x, residual, weight, eps):
+    total = bi.add(x, residual)
+    return bi.rms_norm(total, weight, eps=eps), total
+
+
+CANDIDATES = {
+    "silu in fp64": ("silu", "bf16", fp64(silu)),
+    "silu in chunks": ("silu", "bf16", by_rows_of(7, fp64(silu))),
+    "silu through views": ("silu", "fp32", through_views(fp64(silu))),
+    "gelu in fp64": ("gelu", "bf16", fp64(gelu)),
+    "gelu by torch": ("gelu", "fp32", fp64(F.gelu)),
+    "gelu_tanh by torch": ("gelu_tanh", "bf16", fp64(F.gelu)),
+    "swiglu in fp64": ("swiglu", "bf16", fp64(swiglu)),
+    "swiglu in chunks": ("swiglu", "fp32", by_rows_of(5, fp64(swiglu))),
+    "add": ("add", "bf16", torch.add),
+    "add in fp32": ("add", "bf16", fp32(torch.add)),
+    "add through views": ("add", "fp32", through_views(torch.add)),
+    "add in place": ("add", "fp32", lambda x, residual: x.clone().add_(residual)),
+    "scale": ("scale", "bf16", lambda x, factor: (x.float() * factor).to(x.dtype)),
+    "scale in chunks": ("scale", "fp32", by_rows_of(9, lambda x, factor: x * factor)),
+    "mask_fill": ("mask_fill", "bf16", lambda x, mask, value: torch.where(mask, value, x).to(x.dtype)),
+    "mask_fill by torch": ("mask_fill", "fp32", lambda x, mask, value: x.masked_fill(mask, value)),
+    "log_softmax in fp64": ("log_softmax", "bf16", log_softmax),
+    "log_softmax by torch": ("log_softmax", "fp32", lambda logits: logits.double().log_softmax(-1).float()),
+    "linear of a copy": ("linear", "bf16", lambda x, weight: bi.linear(x.clone(), weight).clone()),
+    "linear of rows": ("linear", "fp32", lambda x, weight: bi.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)),
+    "rms_norm of a copy": ("rms_norm", "bf16", lambda x, weight, eps: bi.rms_norm(x.clone(), weight, eps=eps)),
+    "add_rms_norm of two ops": ("add_rms_norm", "bf16", add_then_norm),
+    "qk_norm of a copy": ("qk_norm", "fp32", lambda x, weight, eps: bi.qk_norm(x.clone(), weight, eps=eps)),
+    "ours, contiguous first": ("swiglu", "bf16", lambda gate, up: bi.swiglu(gate.contiguous(), up.contiguous())),
+}
+
+
+def judged(op: str, dtype: str, function) -> list:
+    """Returns the rows of every relation that a candidate is held to."""
+    case = next(iter(OPS[op].cases("tiny")))
+    problem = Problem(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
+    subject = Subject(problem, function, "test", "interpreter")
+    return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_correct_candidate_needs_no_fix(name):
+    found = needs_fix(judged(*CANDIDATES[name]))
+    assert not found, "\n".join(f"{r.relation} {r.layout} {r.inputs} {r.tensor}: {r.detail}" for r in found)
