@@ -168,3 +168,28 @@ def test_each_axis_names_what_breaks_it(name):
     report = audit(function, *inputs, name=name)
     found = {r.layout for r in in_need(report)}
     assert found and found <= axes, report.markdown()
+
+
+# which call deviates
+
+
+def one_single_row(x):
+    return x * (2.5 if len(x) == 1 and float(x[0, 0]) == float(X[3, 0]) else 2)
+
+
+def dtype_by_rows(x):
+    return x.bfloat16().float() if len(x) == 1 else x.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "function, layout, words",
+    [
+        (one_single_row, "singles", "sample 3: singles against a half, a third, the whole batch"),
+        (lambda x: x * (2.5 if len(x) == ROWS else 2), "singles", "sample 0: the whole batch against a half, a third"),
+        (lambda x: x * (2.5 if len(x) == 9 else 2), "rows:9", "sample 0: rows:9 against alone, a half, a third"),
+        (dtype_by_rows, "singles", "the dtype follows the call: fp32 here, bf16 there"),
+    ],
+)
+def test_the_call_that_deviates_is_named(function, layout, words):
+    rows = [r for r in in_need(audit(function, X, backward=False)) if (r.layout, r.inputs) == (layout, "given")]
+    assert rows and all(words in r.detail for r in rows), [r.detail for r in rows]

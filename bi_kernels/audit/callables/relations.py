@@ -1,5 +1,6 @@
 """The relations of any callable, between calls on parts of its batch, in layouts that need no knowledge of the op."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -8,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.callables.step import Step
-from bi_kernels.audit.callables.target import Layout, Target, tensors
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.callables.target import WHOLE, Layout, Target, tensors
+from bi_kernels.audit.evidence.drift import compare, raw
+from bi_kernels.audit.evidence.verdicts import Row, grouped, needs_fix
 from bi_kernels.audit.relations.forward import against_bound
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
 from bi_kernels.contract import CONTRACT, dtype_name
@@ -55,9 +56,15 @@ def output_names(t: Target) -> list[str]:
 def compared(
     t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
 ) -> list[Row]:
-    """Compares outputs one by one."""
-    named = zip(output_names(t), found, wanted)
-    return [t.row(relation, layout, compare(a, b), tensor=name, **said) for name, a, b in named]
+    """Compares outputs one by one; a dtype that is another one there is said."""
+
+    def row(name: str, a: torch.Tensor, b: torch.Tensor) -> Row:
+        if a.dtype == b.dtype:
+            return t.row(relation, layout, compare(a, b), tensor=name, **said)
+        follows = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
+        return t.row(relation, layout, tensor=name, **said | {"detail": follows})
+
+    return [row(*three) for three in zip(output_names(t), found, wanted)]
 
 
 def determinism(t: Target, runs: int) -> list[Row]:
@@ -84,10 +91,38 @@ def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -
     said = {"rows": max(map(len, layout)), "detail": f"{len(layout)} call{'s' * (len(layout) > 1)} of {sizes}"}
 
     def rows(kind: str) -> list[Row]:
-        wanted = [w[samples] for w in whole[kind]]
-        return compared(t, "invariance", name, t.compute(layout, filler, kind), wanted, inputs=kind, **said)
+        wanted, found = [w[samples] for w in whole[kind]], t.compute(layout, filler, kind)
+        out = compared(t, "invariance", name, found, wanted, inputs=kind, **said)
+        for number, row in enumerate(out):
+            if row.mismatches:
+                at = row.first_index[0]
+                said_of = {name: found[number][at], WHOLE: wanted[number][at]}
+                out[number] = replace(row, detail=f"{row.detail}; {blame(t, samples[at], number, said_of, kind)}")
+        return out
 
     return [row for kind in whole for row in t.attempt("invariance", name, lambda: rows(kind), inputs=kind, **said)]
+
+
+def blame(t: Target, sample: int, number: int, said: dict[str, torch.Tensor], kind: str) -> str:
+    """Says which calls make something else of a sample than most: it is computed again alone, and in a half and in a
+    third of the batch, of `said`, what each of two calls made of it."""
+    if (sample, kind) not in t.votes:
+        parts = {"alone": [sample]}
+        for share, many in (("a half", 2), ("a third", 3)):
+            size = -(-t.count // many)
+            start = min(sample // size * size, t.count - size)
+            parts[share] = list(range(start, start + size))
+        made = t.votes[sample, kind] = {}
+        for what, part in parts.items():
+            with contextlib.suppress(Exception):  # a call that it refuses has no vote
+                made[what] = [y[part.index(sample)] for y in t.compute([part], kind=kind)]
+    votes = {what: ys[number] for what, ys in t.votes[sample, kind].items()}
+    votes = {what: y for what, y in votes.items() if (what == "alone") <= ("singles" not in said)} | said
+    alike = grouped(votes, lambda what: (votes[what].dtype, tuple(raw(votes[what]).flatten().tolist())))
+    most, *others = sorted(alike.values(), key=len, reverse=True)
+    if others and len(others[0]) == len(most):
+        return f"sample {sample}: no result in most calls, {' | '.join(', '.join(group) for group in alike.values())}"
+    return f"sample {sample}: {', '.join(what for group in others for what in group)} against {', '.join(most)}"
 
 
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:

@@ -106,7 +106,7 @@ class AnySession(Session):
         rows = []
         for name, relation, change in CONTROLS:
             t = copy.copy(self.report.target)
-            t.dims, t.outputs = [t.batch], []
+            t.dims, t.outputs, t.votes = [t.batch], [], {}
             t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t)]
             if relation == relations.DETERMINISM:
                 found = relations.determinism(t, 3)

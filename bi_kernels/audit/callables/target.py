@@ -92,6 +92,7 @@ class Target(Named):
         self.dtype, self.calls, self.changed, self.deadline = dtype, 0, set(), float("inf")
         self.drawn: dict[str, dict] = {}  # the arguments, by the kind of their values
         self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
+        self.votes: dict = {}  # what other calls made of a sample in which two calls differ
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
@@ -157,6 +158,7 @@ class Target(Named):
         many = copy.copy(self)
         many.values, many.count = drawn.resampled(self, count), count
         many.every, many.drawn = list(range(count)), {"resampled": many.values}
+        many.votes = {}
         return many
 
     def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
