@@ -22,6 +22,7 @@ from bi_kernels.audit.callables.memory import backward_memory, memory
 from bi_kernels.audit.callables.modes import judged, modes
 from bi_kernels.audit.callables.relations import accuracy, compared, determinism, gradients, invariance, plan
 from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.callables.sequences import sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import WHOLE, OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
@@ -101,6 +102,7 @@ def audit(
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
         steps += [("invariance", layout, run) for layout, run in memory(t, whole["given"]).items()]
+        steps += _sequence_steps(t)
         for kind in ("resampled", *sharper.SHARP)[many is t :]:
             steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind, t.count)))
         if backward is not False:
@@ -164,6 +166,15 @@ def _notes(t: Target, rows: list[Row]) -> list[str]:
     if uncounted:
         notes.append(f"Not judged, because nothing in them counts samples: outputs {uncounted}.")
     return notes
+
+
+def _sequence_steps(t: Target) -> list[tuple[str, str, Callable]]:
+    """Returns what judges a model on whole sequences."""
+    try:
+        return [("invariance", layout, run) for layout, run in sequences(t).items()]
+    except Exception as error:  # a module whose arguments have these names and another meaning
+        t.refused["whole sequences"] = sentence(error)
+        return []
 
 
 def _backward_steps(t: Target, many: Target) -> list[tuple[str, str, Callable]]:

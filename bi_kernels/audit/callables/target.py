@@ -124,7 +124,7 @@ class Target(Named):
                     continue
                 found.append((self.batched, self.dims))
                 rows = zip(self.rows(whole, self.count), self.rows(part, m), self.rows(reverse, self.count))
-                if all(_alike(a[:m], b) and _alike(a.flip(0), c) for a, b, c in rows):
+                if all(alike(a[:m], b) and alike(a.flip(0), c) for a, b, c in rows):
                     return
             if found:
                 self.batched, self.dims = found[0]
@@ -247,6 +247,7 @@ def by_sample(y: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     return y.unflatten(dim, (count, y.shape[dim] // count)).movedim(dim, 0)
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tells whether two results are of the same computation, roughly; no verdict."""
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return bool((a - b).abs().max() <= CONTRACT["any"]["alike"] * a.abs().max()) if a.numel() else True
