@@ -56,7 +56,10 @@ def _alone(t: Target) -> list[torch.Tensor]:
 def _packed(t: Target) -> list[torch.Tensor]:
     rows = _tokens(t)
     positions = torch.cat([torch.arange(len(r), device=r.device) for r in rows])[None]
-    y, _ = _called(t, torch.cat(rows)[None], **{POSITIONS: positions})
+    uncached = (
+        {"use_cache": False} if "use_cache" in _takes(t) else {}
+    )  # beside a cache Transformers sees no packed row
+    y, _ = _called(t, torch.cat(rows)[None], **{POSITIONS: positions}, **uncached)
     return list(y[0].split([len(r) for r in rows]))
 
 
