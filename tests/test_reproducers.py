@@ -127,7 +127,24 @@ def linear(x, weight, bias=None):
 def in_training(x):
     return x + x.requires_grad
 """
+# what is asked of a callable beside layouts, of which no script is made: a row says so
+NO_LAYOUTS = {
+    "an expanded upstream gradient",
+    "a second backward",
+    "a slice of columns",
+    "a slice of rows",
+    "outputs kept",
+}
 LIBRARY = ("split_k_by_m", "block_by_m", "two_pass", "unmasked_neighbours", "unwritten_element", "in_training")
+
+
+def told(drifting: list) -> list:
+    """Returns the rows that a script shows: all of the arguments as they are; every other one says why it has none."""
+    said = [(r.layout, r.inputs, r.detail) for r in drifting]
+    assert all(r.repro or "no script: " in r.detail for r in drifting), said
+    given = [r for r in drifting if r.inputs in ("given", "spread") and r.layout not in NO_LAYOUTS]
+    assert given and all(r.repro for r in given), said
+    return [r for r in drifting if r.repro]
 
 
 def checked(rows: list, folder: Path, every: int = 1) -> None:
@@ -160,15 +177,13 @@ def ops(tmp_path, monkeypatch):
 def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
     report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)
     drifting = [r for r in report.rows if r.mismatches and r.relation != "atomics-free"]
-    assert drifting and all(r.repro for r in drifting), [(r.layout, r.detail) for r in drifting]
-    checked(drifting[-1:], tmp_path)
+    checked(told(drifting)[-1:], tmp_path)
 
 
 def test_scripts_of_a_gradient_print_what_was_reported(ops, tmp_path):
     report = audit(ops.weighted, X, X[0].clone(), folder=tmp_path / "repro")
     drifting = [r for r in report.rows if r.mismatches and r.relation == "gradient invariance"]
-    assert drifting and all(r.repro for r in drifting), [(r.layout, r.detail) for r in drifting]
-    checked(drifting[-1:], tmp_path)
+    checked(told(drifting)[-1:], tmp_path)
 
 
 def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
@@ -199,6 +214,5 @@ def test_what_another_process_cannot_have_says_why(tmp_path):
     report = audit(centred, X, folder=tmp_path / "repro", backward=False, name="held")
     drifting = [r for r in report.rows if r.mismatches]
     assert drifting and not any(r.repro for r in drifting) and not list((tmp_path / "repro").iterdir())
-    assert all(
-        "no script: it cannot be brought into another process (TypeError: cannot pickle" in r.detail for r in drifting
-    )
+    assert all("no script: " in r.detail for r in drifting)
+    assert any("it cannot be brought into another process (TypeError: cannot pickle" in r.detail for r in drifting)

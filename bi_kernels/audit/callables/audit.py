@@ -24,7 +24,7 @@ from bi_kernels.audit.callables.relations import accuracy, compared, determinism
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
-from bi_kernels.audit.callables.target import WHOLE, OutOfTime, Target
+from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
@@ -140,16 +140,11 @@ def audit(
 
 
 def _exported(t: Target, many: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
-    """Writes a script that shows a drift between layouts, if there is one: of the samples given, else of more."""
-    drifting = [r for r in rows if r.mismatches and r.against == WHOLE]
-    drawn = [r for r in drifting if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
-    for target, mine in ((t, [r for r in drifting if r not in drawn]), (many, drawn)):
-        if mine and (path := export(target, mine, candidate, imports, folder)):
-            shown = {r.relation: r.repro for r in mine if r.repro}
-            for r in drifting:
-                r.repro = r.repro or shown.get(r.relation, "")
-            return path
-    return None
+    """Writes scripts of the drifts, on the samples given and on those that were made of them; returns the first."""
+    drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
+    given = [r for r in rows if not any(r is d for d in drawn)]
+    paths = [export(t, given, candidate, imports, folder), export(many, drawn, candidate, imports, folder, "-more")]
+    return next(filter(None, paths), None)
 
 
 def _notes(t: Target, rows: list[Row]) -> list[str]:

@@ -45,8 +45,11 @@ def words(t: Target, r: Row) -> tuple[str, str, str, str] | None:
     return None
 
 
-def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
-    """Writes the scripts of what drifts, and names those that reproduce in its rows; returns the first, if any."""
+def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Path, more: str = "") -> Path | None:
+    """Writes the scripts of what drifts, and names those that reproduce in its rows; returns the first, if any.
+
+    more: what their names end in.
+    """
     drifting = [r for r in rows if r.mismatches and r.relation in ("invariance", INVARIANCE, DETERMINISM)]
     told = []
     for r in drifting:
@@ -62,7 +65,7 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
     if not told:
         return None
     told.sort(key=lambda x: (x[1].relation != "invariance", x[1].rows))
-    name = "".join(c if c.isalnum() else "_" for c in t.name)
+    name = "".join(c if c.isalnum() else "_" for c in t.name) + more
     held, path = folder / f"{name}.pt", folder / f"{name}.py"
     try:
         folder.mkdir(parents=True, exist_ok=True)
