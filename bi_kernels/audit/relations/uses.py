@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations.one_call import Made, OneCall
 from bi_kernels.audit.relations.step import Step
@@ -28,13 +28,14 @@ Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it
 
 
 def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> Row:
-    """Returns the row of one way; a refusal in a sentence that names it, or the shape without rows, is no drift."""
+    """Returns the row of one way. Refused in a sentence that names it, or the shape without rows, it passes, and says
+    so: nobody is given other bits."""
     try:
         found, expected = asked()
     except (TypeError, ValueError, NotImplementedError) as error:
         if ("(0," if name == NO_ROWS else name) not in str(error):
             raise
-        return subject.row(relation, name, verdict=UNSUPPORTED, **said | {"detail": sentence(error)})
+        return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
     drift, tensor = compared(found, expected)
     return subject.row(relation, name, drift, tensor=tensor, **said)
 
