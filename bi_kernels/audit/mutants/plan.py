@@ -26,10 +26,12 @@ class Equivalent:
     reason: str
     text: str = ""  # what they become there; nothing: whatever they become
     operator: str = ""
+    number: int = -1  # among equal ones of a line; −1: each of them
 
     def holds(self, m: Mutant) -> bool:
         same = (self.file, self.function, self.before) == (m.file, m.function, m.before)
-        return same and self.text in ("", m.text) and self.operator in ("", m.operator)
+        same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
+        return same and self.number in (-1, m.number)
 
 
 def package() -> Path:
