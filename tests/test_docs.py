@@ -23,6 +23,7 @@ from bi_kernels.audit import runner
 from bi_kernels.audit.broken.model_hosts import decoder, ids
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.mutants import command as mutants
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)
@@ -182,7 +183,18 @@ def _double_kernel(x, out, n, BLOCK: tl.constexpr):
 
 
 def doubled(x, out):
-    _double_kernel[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), BLOCK=64)
+    _double_kernel[(triton.cdiv(x.numel(), 64),)](x.contiguous(), out, x.numel(), BLOCK=64)
+
+
+class OnlyTokens(torch.nn.Module):
+    """A model whose logits hang on their own token alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, input_ids, attention_mask=None):
+        return bi_kernels.embedding(input_ids, self.table)
 
 
 def test_the_readme_audits(tmp_path, monkeypatch):
@@ -193,13 +205,16 @@ def test_the_readme_audits(tmp_path, monkeypatch):
         "weight": torch.randn(20),
         "out": torch.empty(20, 20),
         "my_module": torch.nn.Tanh(),
+        "my_model": OnlyTokens(),
+        "input_ids": torch.randint(0, 9, (8, 6)),
+        "attention_mask": torch.ones(8, 6, dtype=torch.int64),
         "my_op": lambda x, weight: x * weight,
         "my_launcher": doubled,
         "exact": torch.tanh,
     }
     exec(re.sub(r"^audit\((.*)\)(\s+#.*)$", r"said.append(audit(\1))", AUDIT, flags=re.M), scope | {"said": said})
     op, *others = said
-    assert len(others) == 3 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
+    assert len(others) == 4 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
     assert {r.tensor for r in op.rows if r.verdict == NEEDS_FIX} == {"dweight"}, "torch adds that up by the split"
 
 
@@ -222,13 +237,14 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def my_op(x, weight):\n    return x\n\n\nlinear = f = attention = my_op\n")
     started = []
     monkeypatch.setattr(runner, "run", lambda names, parameters, *rest: started.append((names, parameters)))
+    monkeypatch.setattr(mutants, "run", lambda names, sample, *rest: (started.append((names, sample)) or "", []))
     (tmp_path / "audits").mkdir()
     with pytest.raises((SystemExit, click.UsageError)) as end:
         cli.main(arguments, standalone_mode=False)
         raise SystemExit
     refused = isinstance(end.value, click.UsageError)
     assert refused == ("qwen3-8b" in arguments) and (not refused or "needs a CUDA device" in str(end.value))
-    assert bool(started) == (arguments[0] == "run" and not refused)
+    assert bool(started) == (arguments[0] in ("run", "mutate") and not refused)
 
 
 def test_papermill_runs_a_notebook_as_the_readme_says():

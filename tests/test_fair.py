@@ -18,7 +18,7 @@ from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient
-from bi_kernels.contract import DTYPES
+from bi_kernels.contract import DTYPES, EPS
 
 ROWS, WIDTH = 20, 32
 G = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def linear_by_row(x):
 
 
 def rms_norm(x):
-    return (x.float() * torch.rsqrt(folded(x.float() ** 2)[..., None] / x.shape[-1] + 1e-6)).to(x.dtype)
+    return (x.float() * torch.rsqrt(folded(x.float() ** 2)[..., None] / x.shape[-1] + EPS)).to(x.dtype)
 
 
 def layer_norm_fp64(x):

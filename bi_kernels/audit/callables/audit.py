@@ -104,7 +104,7 @@ def audit(
         steps += [("invariance", layout, run) for layout, run in memory(t, whole["given"]).items()]
         steps += _sequence_steps(t)
         for kind in ("resampled", *sharper.SHARP)[many is t :]:
-            steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind, t.count)))
+            steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind)))
         if backward is not False:
             try:
                 steps += _backward_steps(t, many)
@@ -186,7 +186,7 @@ def _backward_steps(t: Target, many: Target) -> list[tuple[str, str, Callable]]:
 
     axes = demands(t, step, whole) | backward_memory(t, whole)
     steps += [(INVARIANCE, layout, run) for layout, run in axes.items()]
-    steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many, t.count)))
+    steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many)))
 
     def again() -> list[Row]:
         found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}

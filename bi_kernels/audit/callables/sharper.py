@@ -11,7 +11,7 @@ from bi_kernels.contract import rows as row_counts
 
 SHARP = "cancelling", "brink"  # kinds of inputs
 ALONE, BRINK = 4, 64  # samples that are computed alone; that a call of few samples is made for, on the brink
-FEWER, QUICK = 129, 5e-3  # samples where a call of more takes longer, in seconds
+FEWER, QUICK = 129, 0.005  # samples where a call of more takes longer, in seconds
 LARGEST = 2**22  # numbers that the arguments of more samples may hold
 
 
@@ -36,12 +36,12 @@ def more(t: Target) -> Target:
     return many
 
 
-def layouts(t: Target, given: int, kind: str) -> dict[str, tuple[Layout, str]]:
+def layouts(t: Target, kind: str) -> dict[str, tuple[Layout, str]]:
     """Returns the layouts that a threshold on the number of samples changes, wherever it lies. On the brink one sample
     in five or so shows another order of a sum, so calls of few samples are made of several."""
-    counts = set(edges(t.count, given))
+    counts = set(edges(t.count, t.given_count))
     if kind == "resampled":
-        counts = {m for m in counts.union(row_counts(t.count - 1)) if m >= given}
+        counts = {m for m in counts.union(row_counts(t.count - 1)) if m >= t.given_count}
     least = BRINK if kind == "brink" else 1
     calls = lambda m: [list(range(at, at + m)) for at in range(0, t.count - m + 1, m)][: -(-least // m)]
     alone = [[i] for i in t.every][:: -(-t.count // (ALONE if least == 1 else BRINK // 2))]
@@ -50,7 +50,13 @@ def layouts(t: Target, given: int, kind: str) -> dict[str, tuple[Layout, str]]:
     return {layout: (calls, "stale") for layout, calls in some.items()}
 
 
-def judged(t: Target, kind: str, given: int) -> list[Row]:
+def gradient_layouts(t: Target) -> dict[str, tuple[Layout, str]]:
+    """Returns the few layouts in which gradients of cancelling inputs are compared."""
+    some = {"micro_batches:ragged": plan(t.count, t.seed)["micro_batches:ragged"]}
+    return some | {f"rows:{m}": ([list(range(m))], "stale") for m in edges(t.count, t.given_count)[1::2]}
+
+
+def judged(t: Target, kind: str) -> list[Row]:
     """Compares every sample's bits under each layout with those of the whole batch, on one kind of inputs. Inputs that
     the callable does not take, or of which it makes nothing finite, are not judged, and a note says so."""
     try:
@@ -64,12 +70,12 @@ def judged(t: Target, kind: str, given: int) -> list[Row]:
         return []
     return [
         row
-        for layout, (calls, filler) in layouts(t, given, kind).items()
+        for layout, (calls, filler) in layouts(t, kind).items()
         for row in invariance(t, layout, calls, filler, whole)
     ]
 
 
-def gradients_judged(t: Target, given: int) -> list[Row]:
+def gradients_judged(t: Target) -> list[Row]:
     """Compares every gradient on cancelling inputs, with cancelling upstream gradients, under few layouts."""
     step = Step(t, SHARP[0])
     try:
@@ -77,6 +83,8 @@ def gradients_judged(t: Target, given: int) -> list[Row]:
     except Exception as error:
         t.refused[f"a backward of {SHARP[0]} inputs"] = sentence(error)
         return []
-    some = {"micro_batches:ragged": plan(t.count, t.seed)["micro_batches:ragged"]}
-    some |= {f"rows:{m}": ([list(range(m))], "stale") for m in edges(t.count, given)[1::2]}
-    return [row for layout, (calls, filler) in some.items() for row in gradients(t, step, layout, calls, filler, whole)]
+    return [
+        row
+        for layout, (calls, filler) in gradient_layouts(t).items()
+        for row in gradients(t, step, layout, calls, filler, whole)
+    ]

@@ -80,7 +80,8 @@ class Target(Named):
         self.positional, self.outputs, shared = len(inputs), list(outputs), set(shared)
         self.first, self.batch = first_and_batch(self.values, batch, shared, self.outputs)
         x = self.values[self.first]
-        self.count, self.device = x.shape[self.batch], x.device
+        self.count = self.given_count = x.shape[self.batch]  # samples, and those that the user gave
+        self.device = x.device
         self.every = list(range(self.count))
         self.module = function if isinstance(function, torch.nn.Module) else None
         # what torch.compile was given, or the callable itself

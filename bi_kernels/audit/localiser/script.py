@@ -158,7 +158,7 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
         modules=imports,
         uses=lambda word: any(word in line for line in (*imports, *a, *b)),
         random=any(op.random for op in ops),
-        saved=path.with_suffix(".pt").name,
+        saved=repr(path.with_suffix(".pt").name),
         layouts=cause.layouts,
         programs=[*zip(cause.layouts, (a, b))],
         bits=BITS.get(size) if same else None,

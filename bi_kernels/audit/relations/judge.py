@@ -1,5 +1,6 @@
 """Judges a session's subjects by every relation: forward, gradients, and the static audit of all that was launched."""
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -20,6 +21,8 @@ def judge_subject(
     static audit is left to who has seen all subjects."""
     subject = session.make()[number]
     refused = lambda rows: any(r.verdict == UNSUPPORTED for r in rows)
+    if wants_backward:
+        importlib.import_module("torch._dynamo")  # one use is compiled: what records must know before
     with recorded() if wants_backward else nullcontext() as launches:
         rows = forward.judge(subject, examples) if wants_forward else []
         subject.forget()

@@ -9,6 +9,7 @@ import cloudpickle
 
 from bi_kernels.audit.callables.modes import modes
 from bi_kernels.audit.callables.relations import RANDOM, plan
+from bi_kernels.audit.callables.sharper import SHARP, layouts
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.verdicts import Row, grouped, sentence
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
@@ -40,7 +41,8 @@ def words(t: Target, r: Row) -> tuple[str, str, str, str] | None:
         return WHOLE, WHOLE, r.inputs, r.tensor
     if r.against == "no_grad" and r.layout in modes(t):
         return r.layout, "no_grad", r.inputs, r.tensor
-    if r.layout in ("micro_batches:each", *plan(t.count, t.seed)):
+    more = layouts(t, r.inputs) if r.inputs in ("resampled", *SHARP) else ()
+    if r.layout in ("micro_batches:each", *plan(t.count, t.seed), *more):
         return r.layout, f"{WHOLE}: {r.layout}", r.inputs, r.tensor
     return None
 

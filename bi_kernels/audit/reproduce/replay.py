@@ -13,6 +13,8 @@ import torch
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
 from bi_kernels.audit.callables.modes import modes
 from bi_kernels.audit.callables.relations import output_names, plan, samples_of
+from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts
+from bi_kernels.audit.callables.sharper import layouts as layouts_of_more
 from bi_kernels.audit.callables.step import Step as CallableStep
 from bi_kernels.audit.callables.target import Layout, Target
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
@@ -94,7 +96,7 @@ class Arguments(Target):
 
     def result(self, fn: Callable, layout: str, inputs: str, tensor: str, memory: str) -> Parts:
         """Returns what fn's output `tensor`, or that gradient, holds of each sample, computed in `layout` on `inputs`
-        (given, or spread: their exponents varied); "the whole batch: X" is one call, and of it the samples of X;
+        (given, or made of those: see `drawn`); "the whole batch: X" is one call, and of it the samples of X;
         memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
         self.function, self.module = fn, fn if isinstance(fn, torch.nn.Module) else None
         if self.module is not None:
@@ -106,19 +108,23 @@ class Arguments(Target):
         if layout == "no_grad" or layout in modes(self):
             out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self), self.count)
             return [out[output_names(self).index(tensor)]]
-        calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, tensor)
+        calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, inputs, tensor)
         made, filler = ([self.every], "stale") if whole else (calls, filler)
         if tensor in output_names(self):
             out = self.compute(made, filler, inputs)[output_names(self).index(tensor)]
             return [out[samples_of(calls)] if whole else out]
-        out = CallableStep(self).gradients(made, filler)[tensor]
+        out = CallableStep(self, inputs).gradients(made, filler)[tensor]
         return [out[samples_of(calls)] if whole and tensor.removeprefix("d") in self.batched else out]
 
-    def calls_of(self, layout: str, tensor: str) -> tuple[Layout, str]:
+    def calls_of(self, layout: str, inputs: str, tensor: str) -> tuple[Layout, str]:
         """Returns a layout's calls, each the numbers of its samples, and what fills a place without one."""
+        forward = tensor in output_names(self)
         every = {"": ([self.every], "stale"), "micro_batches:each": ([[i] for i in self.every], "stale")}
-        calls, filler = (every | plan(self.count, self.seed))[layout]
-        return (calls if tensor in output_names(self) or filler != "nonfinite" else calls[:1]), filler
+        every |= plan(self.count, self.seed)
+        if inputs in ("resampled", *SHARP):
+            every |= layouts_of_more(self, inputs) if forward else gradient_layouts(self)
+        calls, filler = every[layout]
+        return (calls if forward or filler != "nonfinite" else calls[:1]), filler
 
 
 def keep(t: Target, held: Path) -> None:

@@ -42,7 +42,8 @@ class Script:
     rows: list[tuple[tuple[str, str, str, str], Row]]  # (two layouts, inputs, tensor) of each
     beside: Sequence[Path] = ()  # what it loads
     words: dict[int, list[str]] = field(default_factory=dict)  # of each row that it showed
-    why: str = ""  # it shows no other
+    others: dict[int, str] = field(default_factory=dict)  # what it showed instead of a row's numbers
+    why: str = ""  # it did not run to its end
 
     def text(self, default: list[str], said: str) -> str:
         return TEMPLATES.get_template("compare.py.jinja").render(
@@ -64,7 +65,7 @@ class Script:
         asked = [(i, [*words, PARITIES[0]]) for i, (words, _) in enumerate(self.rows)]
         self._shown(asked)
         left = [i for i in range(len(self.rows)) if i not in self.words]
-        if left and not self.why.startswith("it"):  # perhaps what fresh memory held
+        if left and not self.why:  # perhaps what fresh memory held
             self._shown([(i, [*self.rows[i][0], memory]) for i in left for memory in PARITIES[1:]])
 
     def _shown(self, asked: list[tuple[int, list[str]]]) -> None:
@@ -86,10 +87,8 @@ class Script:
                 self.words[i] = words
         if failed and len(found) < len(asked):
             self.why = f"it raised, in a fresh process: {said}" if "took" not in said else f"it {said}"
-        elif found and not self.why:
-            shown = {i: f"{n} of {of} elements differ, by up to {most}" for (i, _), (n, of, most) in zip(asked, found)}
-            other = [said for i, said in shown.items() if i not in self.words]
-            self.why = f"in a fresh process {other[0]}" if other else ""
+        for (i, _), (n, of, most) in zip(asked, found):
+            self.others.setdefault(i, f"in a fresh process {n} of {of} elements differ, by up to {most}")
 
     def settle(self) -> bool:
         """Names it in the rows that it showed, and says in the others why not; leaves no script that shows none."""
@@ -98,7 +97,7 @@ class Script:
                 first = i == min(self.words)
                 row.repro = shlex.join(["python", self.name, *([] if first else self.words[i])])
             else:
-                unscripted([row], self.why)
+                unscripted([row], self.others.get(i, self.why))
         if not self.words:
             for path in (self.path, *self.beside):
                 path.unlink(missing_ok=True)
@@ -120,8 +119,7 @@ class Script:
 
 def agrees(row: Row, count: int, of: int, most: float) -> bool:
     """Tells whether a script printed a row's own numbers."""
-    reported = float(row.max_abs or 0)
-    return (count, of) == (row.mismatches, row.elements) and (most == reported or abs(most / reported - 1) < 1e-6)
+    return (count, of, most) == (row.mismatches, row.elements, float(f"{float(row.max_abs or 0):.9g}"))
 
 
 def unscripted(rows: Sequence[Row], why: str) -> None:
