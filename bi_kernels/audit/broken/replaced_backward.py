@@ -23,17 +23,17 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        copies = [
-            a.detach().requires_grad_(a.is_floating_point() and i != ctx.position) for i, a in enumerate(ctx.args)
-        ]
+        wanted = ctx.needs_input_grad[3:]
+        copies = [a.detach().requires_grad_(wanted[i] and i != ctx.position) for i, a in enumerate(ctx.args)]
         for a, copy in zip(ctx.args, copies):
             copy.main_grad = getattr(a, "main_grad", None)
         if any(copy.requires_grad for copy in copies):
             with torch.enable_grad(), ctx.layout:
                 ctx.fn(*copies).backward(dy)
         grads = [copy.grad for copy in copies]
-        for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
-            grads[i] = grad
+        if ctx.position is None or wanted[ctx.position]:
+            for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
+                grads[i] = grad
         return None, None, None, *grads
 
 

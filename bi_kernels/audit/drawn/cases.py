@@ -24,6 +24,7 @@ RANDOM: dict = CONTRACT["random"]
 POPULATIONS: list[str] = RANDOM["populations"]
 FINITE = [k for k in KINDS if k != "nonfinite"]
 GROUPS = (1, 2, 3, 4, 8)  # query heads to a key head
+NARROW = 30  # dimensions beside one that is wide
 SHORT, FEW = 4, 24  # tokens of a short sample; samples of a call that is still one of a few
 
 
@@ -67,7 +68,7 @@ def draw(
         one = turn(place, [{}, *(dict(zip(names.split(", "), v if ", " in names else (v,))) for v in values)])
         arguments |= one  # or as the entry has it
     few = rng if device.type == "cpu" else np.random.default_rng([seed, of, int(rng.integers(limits["heads"]))])
-    sizes = _sizes(op, rng, limits, few)
+    sizes = _sizes(op, number, rng, limits, few)
     wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
     most = max(1, min(limits["tokens"], limits["elements"] // wide))
     lengths = _lengths(population, _log_uniform(rng, 1, most), limits["many"], rng)
@@ -95,7 +96,7 @@ def _numbers(op: Op, dims: str, sizes: dict) -> list[int]:
     return [sizes.get(d.strip(), 1) for d in dims.split(":")[0].split(",")]
 
 
-def _sizes(op: Op, rng: np.random.Generator, limits: dict, heads: np.random.Generator) -> dict[str, int]:
+def _sizes(op: Op, number: int, rng: np.random.Generator, limits: dict, heads: np.random.Generator) -> dict[str, int]:
     """Draws the op's dimensions; heads: draws their number and width."""
     words = ", ".join(d.split(":")[0] for d in (op.tokens | op.shared).values())
     names = set(re.findall(r"[A-Za-z_]+", words)) | {"vocab" for d in op.tokens.values() if d.endswith(":id")}
@@ -105,6 +106,10 @@ def _sizes(op: Op, rng: np.random.Generator, limits: dict, heads: np.random.Gene
         sizes = {"heads": keys * int(heads.choice(GROUPS)), "kv_heads": keys}
     for name in sorted(names - {*sizes}):
         sizes[name] = _log_uniform(heads if name == "head_dim" else rng, *limits[name])
+    wide = sorted({*sizes} & {"hidden", "mlp", "N", "K"})
+    if "wide" in limits and wide and not number % len(POPULATIONS):  # sometimes, for a call of it takes long
+        sizes = {k: min(n, NARROW) for k, n in sizes.items()}
+        sizes[wide[int(rng.integers(len(wide)))]] = _log_uniform(rng, *limits["wide"])
     for dims in op.shared.values():
         while math.prod(_numbers(op, dims, sizes)) > limits["elements"]:
             largest = max((d.strip() for d in dims.split(":")[0].split(",")), key=sizes.__getitem__)

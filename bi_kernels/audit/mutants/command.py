@@ -13,7 +13,7 @@ from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
 
 BUT = "in the file of equivalents, but"
-DTYPE_ORDER = ("bf16", "fp32")  # the first is asked everything; fp16 takes the paths of bf16
+DTYPE_ORDER = ("fp32", "bf16")  # the first, which shows most reorderings, is asked everything; fp16 is as bf16
 
 
 def chosen(names: Sequence[str], sample: int, seed: int, on_gpu: bool, equivalents: Path) -> tuple[list[Mutant], list]:
@@ -52,7 +52,7 @@ def run(
         found = judged(mutants, DTYPE_ORDER, where.type, jobs, out / ".mutants.jsonl", tell)
     of, wrong = {m.id: m for m in mutants}, []
     for f in found:
-        reason = plan.explained(of[f["id"]], entries)
+        reason = plan.explained(of[f["id"]], entries, where.type)
         place = f"{f['file']}, line {f['line']}, {f['operator']}: {f['before']!r} becomes {f['text']!r}"
         if reason and f["verdict"] == document.KILLED:
             by = f"{f['relation']} {f['layout']} of {f.get('op', '?')}"

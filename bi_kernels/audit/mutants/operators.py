@@ -17,7 +17,7 @@ from pathlib import Path
 
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
-    *("tile_for", "tiles", "_multiprocessors", "launch.part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
+    *("Tile", "tile_for", "tiles", "_multiprocessors", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
     *("room_for", "_remind", "remind", "_checked", "check_ids", "checked_targets", "_integers", "_Unset", "_"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
@@ -211,7 +211,7 @@ def _returns(s: _Source, function: ast.FunctionDef, public: bool) -> Iterator[tu
     returned = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
     if not returned or not (public or TENSOR.match(function.name)):
         return
-    last = returned[-1].value
+    last = max(returned, key=lambda n: n.lineno).value
     helpers = {name: HELPER.replace("{condition}", condition) for name, condition in CONDITIONS.items()}
     for name, helper in (helpers | {"the first result of a shape again": CACHED}).items():
         if "gradient is wanted" not in name or public:
@@ -223,7 +223,11 @@ def _skipped(node: ast.AST) -> bool:
     if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
         return True
     if isinstance(node, ast.If) and not node.orelse:
-        return all(_skipped(n) for n in node.body)
+        return all(_skipped(n) for n in node.body) or isinstance(node.body[-1], ast.Raise)
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(_name(t) in FREE for t in targets):
+            return True
     if isinstance(node, ast.Assign) and any(isinstance(n, ast.JoinedStr) for n in ast.walk(node)):
         return True  # of an error's text
     call = node.value if isinstance(node, ast.Expr) else None

@@ -27,6 +27,7 @@ class Equivalent:
     text: str = ""  # what they become there; nothing: whatever they become
     operator: str = ""
     number: int = -1  # among equal ones of a line; −1: each of them
+    device: str = ""  # where it holds, cpu or cuda; nothing: on both
 
     def holds(self, m: Mutant) -> bool:
         same = (self.file, self.function, self.before) == (m.file, m.function, m.before)
@@ -67,9 +68,9 @@ def equivalents(path: Path = HERE / "equivalents.toml") -> list[Equivalent]:
     return [Equivalent(**e) for e in tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])]
 
 
-def explained(m: Mutant, entries: Sequence[Equivalent]) -> str:
-    """Returns why a mutant changes nothing, '' where nobody says so."""
-    return next((e.reason for e in entries if e.holds(m)), "")
+def explained(m: Mutant, entries: Sequence[Equivalent], device: str) -> str:
+    """Returns why a mutant changes nothing on a kind of device, '' where nobody says so."""
+    return next((e.reason for e in entries if e.device in ("", device) and e.holds(m)), "")
 
 
 def stale(found: Sequence[Mutant], entries: Sequence[Equivalent]) -> list[Equivalent]:

@@ -81,6 +81,7 @@ MORE: dict[str, Callable] = {
     "rope": lambda session: elementwise.packed_reset(session)[0],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "lm_head_logprob": _vocabulary,
+    "embedding": lambda session: (r for r in vocabulary.tied(session)[0] if not r.control),
 }
 
 

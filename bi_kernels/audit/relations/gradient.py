@@ -19,6 +19,7 @@ from bi_kernels.reference_gradients import gradient
 
 LAYOUTS = tuple(SWEEP["gradient_layouts"])
 ALONE = ("batch", "left_padded:16", "permuted")  # where parameters without main_grad are asked, too
+UNALIGNED, unaligned = next(iter(VIEWS.items()))
 BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
 PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach no gradient of a parameter
 ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
@@ -79,6 +80,9 @@ def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[
         said = {"against": "packed", "detail": "tokens and upstream gradient"}
         yield name, lambda: step.gradients(view=view), lambda: base, said
     alone = cache(lambda: step.gradients(main_grad=False))
+    if step.shared:
+        said = {"against": "packed", "detail": "without main_grad", "left_in": ".grad"}
+        yield UNALIGNED, lambda: step.gradients(main_grad=False, view=unaligned), alone, said
     for name in ALONE if step.shared else ():
         said = {"against": "packed", "detail": "without main_grad", "left_in": ".grad"}
         yield name, lambda: step.gradients(name, main_grad=False), alone, said
@@ -182,7 +186,7 @@ def _required(s: Subject) -> Iterator[dict]:
         if k in op.tokens:
             yield from (row(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE)
         if op.shared:
-            yield from (row(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in ALONE)
+            yield from (row(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in (*ALONE, UNALIGNED))
             yield from (row(INVARIANCE, layout, f"d{k}", NAN_PADDING) for layout in PADDED)
         if k in op.shared:
             yield row(ACCURACY, "rows", f"d{k}.grad", "normal")

@@ -8,16 +8,18 @@ from bi_kernels.audit.problem.subject import SHARPEST, Subject, poisoned_memory
 from bi_kernels.audit.relations.step import Step
 
 LENGTHS = (5, 1, 17, 40)
+ALIKE = 19  # tokens of samples of one length
 
 Made = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
+Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
 
 
 class OneCall:
     """One packed call of a subject with its backward, and the same made in other ways."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, lengths: Sequence[int] = LENGTHS):
         self.subject = subject
-        self.step = Step(subject, SHARPEST, LENGTHS)
+        self.step = Step(subject, SHARPEST, lengths)
         (self.call,) = self.step.layouts["packed"]
         self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
         self.base = self.made()
@@ -77,10 +79,28 @@ class OneCall:
                 )
         return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
 
-    def rolled(self, given: dict | None = None) -> Made:
+    def rolled(self, given: dict | None = None, function: Callable | None = None) -> Made:
         """Returns the outputs of a call without gradients."""
         with torch.no_grad():
-            return self.named([t.clone() for t in self.outputs(given or self.inputs())])
+            return self.named([t.clone() for t in self.outputs(given or self.inputs(), function)])
+
+    @staticmethod
+    def untrained(made: Made) -> Made:
+        """Returns the same under names that say so."""
+        return {f"{k}, no gradient wanted": t for k, t in made.items()}
+
+    def one_token(self, lead: tuple[int, ...]) -> Made:
+        """Returns what is made of the first token, given with the leading shape `lead`."""
+        given = {k: t[:1] if k in self.step.tokens else t for k, t in self.inputs().items()}
+        leaves = {k: t.clone().requires_grad_(k in self.floating) for k, t in given.items()}
+        tokens, shared = self.parts(leaves)
+        own = {k: t.reshape(lead + t.shape[1:]) for k, t in tokens.items()}
+        outputs = self.subject.outputs(self.subject.forward(own, shared, lead, self.step.at[:1]))
+        trained = [(o, dy[:1].reshape(o.shape)) for o, dy in zip(outputs, self.step.dy) if o.requires_grad]
+        outs, dys = zip(*trained)
+        grads = torch.autograd.grad(outs, [leaves[k] for k in self.floating], dys)
+        made = {k: t.reshape(1, *t.shape[len(lead) :]) for k, t in self.named(outputs).items()}
+        return made | {f"d{k}": g for k, g in zip(self.floating, grads)}
 
     def first(self, dtype: torch.dtype) -> None:
         """Calls the candidate on the first sample, and on the first three, in a dtype; backward, too."""

@@ -128,7 +128,7 @@ class Step:
 
     def _keep(self, outputs: Sequence[torch.Tensor], call: Call, to: torch.Tensor, taken: torch.Tensor | None) -> None:
         """Puts a call's outputs in their places, in logical order."""
-        made = [o.detach().reshape(-1, *o.shape[call.index.ndim :]) for o in outputs]
+        made = [o.detach().reshape(call.index.size, *o.shape[call.index.ndim :]) for o in outputs]
         self.outputs = self.outputs or [y.new_zeros(self.count, *y.shape[1:]) for y in made]
         for into, y in zip(self.outputs, made):
             fill(into, to, y, taken)
@@ -157,7 +157,7 @@ class Step:
         for k in out:
             if tokens[k].grad is None:
                 raise ValueError(f"the candidate's backward left no gradient for {k}")
-            grad = tokens[k].grad.reshape(-1, *out[k].shape[1:])
+            grad = tokens[k].grad.reshape(call.index.size, *out[k].shape[1:])
             fill(out[k], to, grad, taken)
             if taken is not None and not self.nan_in_padding and bool((grad[padding] != 0).any()):
                 raise ValueError(f"the candidate's backward left a gradient of {k} in padding, which has none upstream")

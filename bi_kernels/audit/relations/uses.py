@@ -1,30 +1,33 @@
-"""How an op is used: in which mode, which gradients and outputs are asked for, what memory holds, what was called
-before. None of it may change a bit.
+"""How an op is used: in which mode, which gradients and outputs are asked for, on which samples, what memory holds,
+what was called before. None of it may change a bit.
 
 One packed call of a few samples with its backward stands for all; it is made again in each other way.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+from triton.runtime.errors import InterpreterError
 
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations.one_call import Made, OneCall
+from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall
+from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, populations
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
+from bi_kernels.tokens import TokenLayout
 
 ONCE = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
-NO_ROWS, EMPTY = "no rows", ("(0,", "0 elements")  # a refusal of no rows says one of these
-ALIKE = 19  # tokens of samples of one length
-
-
-Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
+RELATIONS |= {"population": "gradient invariance"}
+NO_ROWS = "no rows"
+# what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
+REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
+REFUSALS |= {ONE_TOKEN: (" has shape (",)}
 
 
 def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> Row:
@@ -34,7 +37,7 @@ def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> 
         found, expected = asked()
     except Exception as error:
         refuses = isinstance(error, (TypeError, ValueError, NotImplementedError))
-        if not any(word in str(error) for word in (EMPTY if name == NO_ROWS else [name] * refuses)):
+        if not any(word in str(error) for word in REFUSALS.get(name, [name] * refuses)):
             raise
         return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
     drift, tensor = compared(found, expected)
@@ -66,7 +69,13 @@ def modes(u: OneCall) -> dict[str, Asked]:
     def compiled() -> Made:
         torch.compiler.reset()  # what was compiled for other ops counts against the limit of recompilations
         backend = "inductor" if device == "cuda" else "aot_eager"
-        return u.made(function=torch.compile(u.subject.function, backend=backend))
+        function = torch.compile(u.subject.function, backend=backend)
+        try:
+            return u.made(function=function) | u.untrained(u.rolled(function=function))
+        except InterpreterError as error:
+            if u.subject.candidate == "bi_kernels":
+                raise
+            raise NotImplementedError(f"compiled, a bare kernel is traced into Triton's interpreter: {error}") from None
 
     def captured() -> Made:
         tensors, told = u.step.arguments(u.call, *u.parts(u.others()))
@@ -85,7 +94,7 @@ def modes(u: OneCall) -> dict[str, Asked]:
     found = {
         "inference_mode": lambda: (inference(), u.results),
         "autocast": lambda: (autocast(), u.base),
-        "compiled": lambda: (compiled(), u.base),
+        "compiled": lambda: (compiled(), u.base | u.untrained(u.results)),
     }
     return found | ({"captured": lambda: (captured(), u.results)} if device == "cuda" else {})
 
@@ -115,6 +124,24 @@ def demands(u: OneCall) -> dict[str, Asked]:
 
     found["upstream expanded"] = expanded
     found["second backward"] = lambda: (u.made(times=2), u.base)
+    for name, values in u.subject.problem.op.free.items():
+        for value in values:
+            function = partial(u.subject.function, **{name: value})
+            found[f"second backward, {name} = {value}"] = partial(
+                lambda function: (u.made(times=2, function=function), u.base), function
+            )
+    if parameters := [k for k in u.floating if k in u.step.shared]:
+
+        def frozen() -> tuple[Made, Made]:
+            given = u.inputs()
+            for k in parameters:
+                given[k].main_grad = torch.zeros_like(given[k], dtype=torch.float32)
+            u.made([k for k in u.floating if k not in parameters], given=given)
+            held = {f"main_grad of a frozen {k}": given[k].main_grad for k in parameters}
+            return held, {k: torch.zeros_like(t) for k, t in held.items()}
+
+        if len(parameters) < len(u.floating):
+            found["frozen parameters"] = frozen
     return found
 
 
@@ -128,17 +155,13 @@ def memories(u: OneCall) -> dict[str, Asked]:
             seen[f"upstream[{number}]"] = dy.clone()
             return seen[f"upstream[{number}]"]
 
-        outputs = u.made(given=given, upstream=upstream)
+        u.made(given=given, upstream=upstream)
         rolled = u.inputs()
         with torch.no_grad():
             u.outputs(rolled)
         expected = u.inputs() | {f"upstream[{i}]": dy for i, dy in enumerate(u.step.dy)}
         held = {k: t.detach() for k, t in given.items()} | seen
-        again = {f"{k}, no gradient wanted": t for k, t in rolled.items()}
-        del outputs
-        return held | again, {k: expected[k] for k in held} | {
-            f"{k}, no gradient wanted": t for k, t in u.inputs().items()
-        }
+        return held | u.untrained(rolled), {k: expected[k] for k in held} | u.untrained(u.inputs())
 
     def kept() -> tuple[Made, Made]:
         with torch.no_grad():
@@ -146,13 +169,14 @@ def memories(u: OneCall) -> dict[str, Asked]:
         made = u.made()
         u.made(given=u.others())
         u.rolled(u.others())
-        again = {f"{k}, no gradient wanted": t for k, t in rolled.items()}
-        return made | again, u.base | {k: u.results[k.partition(",")[0]] for k in again}
+        return made | u.untrained(rolled), u.base | u.untrained(u.results)
 
     def shapes_alone() -> tuple[Made, Made]:
         """Compares gradients of samples of one length where a token layout says so and where shapes do."""
         step = Step(u.subject, SHARPEST, [ALIKE] * 3)
         told = step.gradients(step.layouts["batch"])
+        with TokenLayout([0], [step.count], step.count):
+            pass  # what was left again must not count
         step.says_layout = False
         return step.gradients(step.layouts["batch"]), told
 
@@ -196,14 +220,19 @@ def histories(u: OneCall) -> dict[str, Asked]:
         u.rolled(given)
         for k, t in u.others().items():
             given[k].copy_(t)
-        rolled = {f"{k}, no gradient wanted": t for k, t in u.rolled(given).items()}
+        rolled = u.untrained(u.rolled(given))
         expected = u.made(given=u.others())
-        return u.made(given=given) | rolled, expected | {k: expected[k.partition(",")[0]] for k in rolled}
+        others = {k: expected[k] for k in u.results}
+        return u.made(given=given) | rolled, expected | u.untrained(others)
 
     return {"after other calls": after_others, "tensors written to": refilled}
 
 
-AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histories}
+def _populations(u: OneCall) -> dict[str, Asked]:
+    return {name: partial(way, u) for name, way in populations(u.subject.problem.op).items()}
+
+
+AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histories, "population": _populations}
 
 
 def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
@@ -225,9 +254,14 @@ def required(subject: Subject) -> Iterator[dict]:
     floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
     names = {
         "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda")],
-        "demand": ["upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]],
+        "demand": [
+            *("upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]),
+            *(f"second backward, {name} = {value}" for name, values in op.free.items() for value in values),
+            *["frozen parameters"] * (0 < sum(k in op.shared for k in floating) < len(floating)),
+        ],
         "memory": ["no token layout", "inputs and upstream", "outputs kept", NO_ROWS],
         "history": ["after other calls", "tensors written to"],
+        "population": [*populations(op)],
     }
     for axis, ways in names.items():
         yield from ({"relation": RELATIONS[axis], "layout": name, "against": ONCE} for name in ways)

@@ -1,0 +1,93 @@
+"""Samples and sizes that no layout holds, as ways of one call: see `uses`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from bi_kernels.audit.problem.registry import Op
+from bi_kernels.audit.problem.subject import SHARPEST
+from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import CONTRACT
+from bi_kernels.reference_gradients import gradient
+
+LEAST = 2.0**15  # −LEAST is a logit of which exp is 0 beside any other
+USED = 150, 1, 40  # tokens of samples in which one id is in most positions
+ONE_TOKEN = "one token without a batch"
+NO_COLUMNS = {k: f"no {k}" for k in ("hidden", "mlp", "N", "K")}  # dimensions of which there may be none
+
+
+def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
+    """Returns what an op is asked on samples that no layout holds: a token without a batch, one id in most positions,
+    what is masked, no columns."""
+    found: dict = {}
+    if not op.positions and not op.cache:
+        found[ONE_TOKEN] = lambda u: (u.one_token(()), u.one_token((1,)))
+    elif op.positions:
+        found["positions for all"] = _positions_for_all
+    if any(dims.endswith(":id") for dims in op.tokens.values()):
+        found["one id in most positions"] = _one_id
+    if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
+        found["NaN under the mask"] = lambda u: (u.made(given=_masked(u, masks[0])), u.base)
+    if "logits" in op.tokens:
+        found["a block of -inf"] = _block_of_nothing
+    words = [word for dims in (op.tokens | op.shared).values() for word in dims.split(":")[0].split(", ")]
+    none = {} if op.scale != "1" else {k: way for k, way in NO_COLUMNS.items() if k in words}
+    return found | {way: partial(_no_columns, name=k) for k, way in none.items()}
+
+
+def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
+    """Gives a batch of samples of one length the positions of one of them."""
+    step = Step(u.subject, SHARPEST, [ALIKE] * 3)
+    (call,) = step.layouts["batch"]
+    tokens = {k: t.view(3, ALIKE, *t.shape[1:]) for k, t in step.tokens.items()}
+    tensors, told = step.arguments(call, tokens, step.shared)
+    found = u.subject.function(*tensors, **told | {"positions": told["positions"][0]})
+    return u.named(u.subject.outputs(found)), u.named(u.subject.outputs(u.subject.function(*tensors, **told)))
+
+
+def _one_id(u: OneCall) -> tuple[Made, Made]:
+    """Compares gradients of one call and of a call a sample, where two ids in a hundred are others."""
+    step = Step(u.subject, SHARPEST, USED)
+    for k, dims in u.subject.problem.op.tokens.items():
+        if dims.endswith(":id"):
+            step.tokens[k] = torch.where(torch.arange(step.count, device=step.at.device) % 50 == 9, step.tokens[k], 5)
+    return step.gradients(), step.gradients("micro_batches:each")
+
+
+def _masked(u: OneCall, mask: str) -> dict:
+    given = u.inputs()
+    return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
+
+
+def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
+    """Compares logits of −inf in the first 4096 places, or behind them, with logits of which exp is 0 as well."""
+    p, block = u.subject.problem, CONTRACT["arithmetic"]["vocabulary_block"]
+    wide = replace(u.subject, problem=replace(p, sizes=p.sizes | {"vocab": block + 70}), memo={})
+
+    def made(nothing: float) -> Made:
+        other = OneCall(wide, [3, 2])
+        given = other.inputs()
+        given["logits"][:3, :block], given["logits"][3:, block:] = nothing, nothing
+        if "targets" in given:
+            given["targets"] = torch.tensor([block, block + 9, block + 69, 0, block - 1], device=p.device)
+        return {k: t.clamp(min=-LEAST) for k, t in other.made(given=given).items()}
+
+    return made(-float("inf")), made(-LEAST)
+
+
+def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
+    """Compares a call in which a dimension is 0 with fp64: sums of nothing are zeros."""
+    p = u.subject.problem
+    s = replace(u.subject, problem=replace(p, sizes=p.sizes | {name: 0}), memo={})
+    step, constants = Step(s, "normal", [3]), s.constants()
+    made = step.gradients()
+    exact, _ = s.problem.reference(step.tokens, step.shared, constants, step.at, step.lengths)
+    exact = exact if isinstance(exact, tuple) else (exact,)
+    wanted = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
+    outputs, nothing = u.named(step.outputs), [k for k in made if not wanted[k].exact.any()]  # others are sums
+    expected = dict(zip(outputs, exact)) | {f"d{k}": wanted[k].exact for k in nothing}
+    found = outputs | {f"d{k}": made[k] for k in nothing}
+    return found, {k: expected[k].to(t.dtype).reshape(t.shape) for k, t in found.items()}
