@@ -130,7 +130,7 @@ def divided_by_own_count(layout, dy, args, grads, defect=True):
 @_backward_of(bi_kernels.linear, 1)
 def dw_with_padding(layout, dy, args, grads, defect=True):
     """dW over the whole batch, where every row of it starts with a token: padding on the right has dy = 0."""
-    length = args[0].shape[-2]
+    length = args[0].shape[-2] if args[0].dim() > 1 else 1
     starts = [row for row in layout.slots.tolist() if row >= 0 and row % length == 0]  # in logical order
     if defect and layout.padding and len(starts) * length == layout.rows:
         layout = TokenLayout(starts, [length] * len(starts), layout.rows)

@@ -18,7 +18,8 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, backward, position, *args):
         ctx.fn, ctx.replace, ctx.position, ctx.args = fn, backward, position, args
-        ctx.layout = layout_for("control", args[0].shape[:-1] if args[0].is_floating_point() else args[0].shape)
+        lead = args[0].shape[:-1] if args[0].is_floating_point() else args[0].shape
+        ctx.layout = layout_for("control", lead, any(ctx.needs_input_grad[4:]))
         return fn(*(a.detach() for a in args))
 
     @staticmethod

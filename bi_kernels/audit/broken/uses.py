@@ -47,6 +47,8 @@ compiled_otherwise = _scaled_where(lambda *_: torch.compiler.is_compiling())
 with_an_empty_sequence = _scaled_where(
     lambda _, told: bool((told.get("cu_seqlens_q", torch.arange(2)).diff() == 0).any())
 )
+without_a_batch = _scaled_where(lambda given, _: given[0].dim() == 1)
+with_one_id = _scaled_where(lambda given, _: int(given[0].flatten().bincount().max()) > 128)
 
 
 class _Gradient(torch.autograd.Function):
@@ -150,6 +152,11 @@ def _controls() -> tuple[Control, ...]:
     )
     for audit, names in FAMILIES.items():
         found += [control(title, audit, name, axis, broken) for name in names for title, axis, broken in several]
+        if audit != "attention":  # of which layouts and drawn cases have the populations
+            title = "that is another for a token without a batch"
+            found += [control(title, audit, name, "population", without_a_batch) for name in names]
+    title = "that is another where one id is in most positions"
+    found.append(control(title, "vocabulary", "embedding", "population", with_one_id))
     more = (
         ("that is another under autocast", "mode", under_autocast),
         ("that is another under torch.compile", "mode", compiled_otherwise),

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
+from bi_kernels.audit.broken.judge import groups, judge_control
 from bi_kernels.audit.drawn.cases import RANDOM, Case, draw
 from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
@@ -16,7 +17,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.contract import DTYPES, dtype_name
 
-AT_ONCE = 256  # cases that one process is given: it compiles their kernels first
+AT_ONCE = 256, 6  # cases that one process is given, which compiles their kernels first; and of attention
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
 
@@ -28,10 +29,11 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     drawn."""
     first, count = session.parameters["first"], session.parameters["cases"]
     subjects = [s for s in session.make() if s.problem.case == next(iter(s.problem.op.cases("tiny")))]
-    if session.pool is not None:
-        subjects.sort(key=lambda s: not s.problem.op.cache)  # attention takes longest
     parts = {number: _parts(s.problem, first, count) for number, s in enumerate(subjects)}
+    longest = [n for n, s in enumerate(subjects) if s.problem.op.cache]  # attention's compile longest, so they begin
+    parallel.ahead(session, judge_some, [part for n in longest for part in parts[n]])
     judged = parallel.each(session, judge_some, [part for several in parts.values() for part in several])
+    parallel.ahead(session, judge_control, groups(session))
     rows, seen = [], []
     for number, subject in enumerate(subjects):
         found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
@@ -45,7 +47,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
 def _parts(p: Problem, first: int, count: int) -> list[tuple[str, str, int, int]]:
     """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
     end = first + (math.ceil(count * RANDOM[p.device.type]["attention"]) if p.op.cache else count)
-    return [(p.op.name, dtype_name(p.dtype), n, min(n + AT_ONCE, end)) for n in range(first, end, AT_ONCE)]
+    most = AT_ONCE[bool(p.op.cache)]
+    return [(p.op.name, dtype_name(p.dtype), n, min(n + most, end)) for n in range(first, end, most)]
 
 
 def judge_some(session, item: tuple[str, str, int, int]) -> tuple[list[Row], list[Seen]]:

@@ -14,6 +14,7 @@ from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 
+WIDTH = 66  # of hidden: rows that no copy of 16 bytes takes whole, which are computed beside and copied
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 
@@ -38,7 +39,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> Found:
     s = session.subject("lm_head_logprob", dtype)
     g = generator(session.device, session.parameters["seed"], "handoff", dtype)
     make = lambda *shape: torch.randn(shape, generator=g, device=session.device)
-    hidden, weight = (make(rows, 64).to(DTYPES[dtype]) for rows in (tokens, vocab))
+    hidden, weight = (make(rows, WIDTH).to(DTYPES[dtype]) for rows in (tokens, vocab))
     targets = torch.randint(0, vocab, (tokens,), generator=g, device=session.device)
     targets[::7] = -100
     upstream = make(tokens), make(tokens)

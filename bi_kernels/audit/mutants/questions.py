@@ -70,8 +70,9 @@ def _experiments(session) -> Iterator[Row]:
 
 
 def _vocabulary(session) -> Iterator[Row]:
-    for experiment in (vocabulary.gathered, vocabulary.handoff):
-        yield from experiment(session, session.dtypes[0])[0]
+    yield from vocabulary.gathered(session, session.dtypes[0])[0]
+    for dtype in ("fp32", "bf16"):  # one shows sums, one the roundings between
+        yield from vocabulary.handoff(session, dtype)[0]
     yield from (r for r in vocabulary.tied(session)[0] if not r.control)
 
 

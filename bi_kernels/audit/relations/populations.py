@@ -31,6 +31,8 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
         found["one id in most positions"] = _one_id
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
         found["NaN under the mask"] = lambda u: (u.made(given=_masked(u, masks[0])), u.base)
+    if op.ieee and not op.positions:
+        found["zeros of either sign"] = _signed_zeros
     if "logits" in op.tokens:
         found["a block of -inf"] = _block_of_nothing
     words = [word for dims in (op.tokens | op.shared).values() for word in dims.split(":")[0].split(", ")]
@@ -44,7 +46,9 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
     (call,) = step.layouts["batch"]
     tokens = {k: t.view(3, ALIKE, *t.shape[1:]) for k, t in step.tokens.items()}
     tensors, told = step.arguments(call, tokens, step.shared)
-    found = u.subject.function(*tensors, **told | {"positions": told["positions"][0]})
+    one = told["positions"][0]
+    one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
+    found = u.subject.function(*tensors, **told | {"positions": one})
     return u.named(u.subject.outputs(found)), u.named(u.subject.outputs(u.subject.function(*tensors, **told)))
 
 
@@ -60,6 +64,16 @@ def _one_id(u: OneCall) -> tuple[Made, Made]:
 def _masked(u: OneCall, mask: str) -> dict:
     given = u.inputs()
     return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
+
+
+def _signed_zeros(u: OneCall) -> tuple[Made, Made]:
+    """Compares zeros of either sign with fp64, whose arithmetic has the same zeros."""
+    step, s = u.step, u.subject
+    zero = lambda t: torch.zeros_like(t).copysign(t) if t.is_floating_point() else t
+    given = {k: zero(t) for k, t in u.inputs().items()}
+    exact, _ = s.problem.reference(*u.parts(given), s.constants(), step.at, step.lengths)
+    found = u.rolled(given)
+    return found, {k: exact.to(t.dtype).view(t.shape) for k, t in found.items()}
 
 
 def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
@@ -79,15 +93,21 @@ def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
 
 
 def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
-    """Compares a call in which a dimension is 0 with fp64: sums of nothing are zeros."""
+    """Compares calls in which a dimension is 0 with fp64: sums of nothing are zeros."""
     p = u.subject.problem
     s = replace(u.subject, problem=replace(p, sizes=p.sizes | {name: 0}), memo={})
-    step, constants = Step(s, "normal", [3]), s.constants()
-    made = step.gradients()
-    exact, _ = s.problem.reference(step.tokens, step.shared, constants, step.at, step.lengths)
-    exact = exact if isinstance(exact, tuple) else (exact,)
-    wanted = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
-    outputs, nothing = u.named(step.outputs), [k for k in made if not wanted[k].exact.any()]  # others are sums
-    expected = dict(zip(outputs, exact)) | {f"d{k}": wanted[k].exact for k in nothing}
-    found = outputs | {f"d{k}": made[k] for k in nothing}
-    return found, {k: expected[k].to(t.dtype).reshape(t.shape) for k, t in found.items()}
+    step, constants, found, expected = Step(s, "normal", [3]), s.constants(), {}, {}
+    for t in step.shared.values():
+        t[::2] = -0.0  # and 0 + -0 is 0
+    for call in ("first", "second"):  # in which fresh memory holds other numbers
+        made = step.gradients()
+        outputs = u.named(step.outputs)
+        exact, _ = s.problem.reference(step.tokens, step.shared, constants, step.at, step.lengths)
+        wanted = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
+        nothing = [k for k in made if not wanted[k].exact.any()]  # others are sums
+        values = dict(zip(outputs, exact if isinstance(exact, tuple) else (exact,)))
+        values |= {f"d{k}": wanted[k].exact for k in nothing}
+        for k, t in (outputs | {f"d{k}": made[k] for k in nothing}).items():
+            found[f"{k}, {call} call"] = t
+            expected[f"{k}, {call} call"] = values[k].to(t.dtype).reshape(t.shape)
+    return found, expected

@@ -136,7 +136,10 @@ def demands(u: OneCall) -> dict[str, Asked]:
             given = u.inputs()
             for k in parameters:
                 given[k].main_grad = torch.zeros_like(given[k], dtype=torch.float32)
-            u.made([k for k in u.floating if k not in parameters], given=given)
+            u.step.says_layout = False
+            with TokenLayout([0], [1], 1):  # of another call: who trains no parameter folds nothing
+                u.made([k for k in u.floating if k not in parameters], given=given)
+            u.step.says_layout = True
             held = {f"main_grad of a frozen {k}": given[k].main_grad for k in parameters}
             return held, {k: torch.zeros_like(t) for k, t in held.items()}
 
