@@ -20,6 +20,10 @@ def kernel(x, y, n, stride, BLOCK):
     """Adds 1."""
     if n < 0:
         raise ValueError(f"n is {n}, expected 1")
+    if stride > 8:
+        allowed = n // 2
+        raise ValueError(allowed)
+    part_n = n // 3
     at = program * BLOCK
     total = 0.0
     for first in range(0, n, BLOCK):
@@ -35,7 +39,9 @@ def kernel(x, y, n, stride, BLOCK):
 class Op:
     @staticmethod
     def backward(ctx, dy):
-        return torch.zeros_like(dy)
+        if dy.numel():
+            return torch.zeros_like(dy)
+        return dy
 '''
 
 
@@ -60,8 +66,9 @@ def test_every_operator_makes_what_it_is_called():
         found["half of a mask dropped"] == ["((at < n))", "((first >= 0))"] or len(found["half of a mask dropped"]) == 2
     )
     assert found["condition dropped"] == ["(stride)", "(n == 1)"] and found["branch turned"] == [
-        "(not (n == 1 and stride))"
-    ]
+        "(not (n == 1 and stride))",
+        "(not (dy.numel()))",
+    ] == ["(not (n == 1 and stride))"]
     assert found["copy dropped"] == ["total"] and found["memory not cleared"] == ["torch.empty_like"]
     assert "another result for more than 64 rows" in found and "the first result of a shape again" in found
 
@@ -71,6 +78,18 @@ def test_what_is_free_or_only_checks_is_left_alone():
     assert not [
         b for b in every if "raise" in b or "num_warps" in b or "BLOCK = 32" in b or "Adds" in b or "n < 0" in b
     ]
+    assert not [b for b in every if "stride > 8" in b or "n // 2" in b or "part_n" in b]
+
+
+def test_what_an_operator_makes_of_results_stands_in_the_last_return():
+    returned = [m for m in operators.mutants("toy.py", TOY) if m.operator.startswith("another result")]
+    assert returned and {m.before for m in returned} == {"return dy"}
+
+
+def test_an_entry_of_one_device_explains_nothing_on_another():
+    mine = [e for e in plan.equivalents() if e.device == "cpu"]
+    mutant = next(m for m in plan.every(hopper=False) if any(e.holds(m) for e in mine))
+    assert plan.explained(mutant, mine, "cpu") and not plan.explained(mutant, mine, "cuda")
 
 
 def test_a_mutant_keeps_its_name_when_lines_come_before_it():
