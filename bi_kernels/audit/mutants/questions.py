@@ -15,6 +15,7 @@ from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import forward, gradient, uses
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
+MANY = 70_000  # tokens of which the LM head computes the logits in three parts
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 
 
@@ -73,6 +74,8 @@ def _vocabulary(session) -> Iterator[Row]:
     yield from vocabulary.gathered(session, session.dtypes[0])[0]
     for dtype in ("fp32", "bf16"):  # one shows sums, one the roundings between
         yield from vocabulary.handoff(session, dtype)[0]
+    if session.on_gpu:
+        yield from vocabulary.handoff(session, "bf16", tokens=MANY)[0]
     yield from (r for r in vocabulary.tied(session)[0] if not r.control)
 
 
