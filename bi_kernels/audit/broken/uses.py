@@ -49,6 +49,9 @@ with_an_empty_sequence = _scaled_where(
 )
 without_a_batch = _scaled_where(lambda given, _: given[0].dim() == 1)
 with_one_id = _scaled_where(lambda given, _: int(given[0].flatten().bincount().max()) > 128)
+with_more_keys = _scaled_where(
+    lambda given, told: len(told.get("cu_seqlens_q", ())) > 2 and len(given[0]) < len(given[1])
+)
 
 
 class _Gradient(torch.autograd.Function):
@@ -152,9 +155,10 @@ def _controls() -> tuple[Control, ...]:
     )
     for audit, names in FAMILIES.items():
         found += [control(title, audit, name, axis, broken) for name in names for title, axis, broken in several]
-        if audit != "attention":  # of which layouts and drawn cases have the populations
-            title = "that is another for a token without a batch"
-            found += [control(title, audit, name, "population", without_a_batch) for name in names]
+        title, broken = "that is another for a token without a batch", without_a_batch
+        if audit == "attention":
+            title, broken = "that is another for several samples with more keys than queries", with_more_keys
+        found += [control(title, audit, name, "population", broken) for name in names]
     title = "that is another where one id is in most positions"
     found.append(control(title, "vocabulary", "embedding", "population", with_one_id))
     more = (

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from bi_kernels.audit.problem.registry import Op
@@ -16,6 +17,7 @@ from bi_kernels.reference_gradients import gradient
 LEAST = 2.0**15  # −LEAST is a logit of which exp is 0 beside any other
 USED = 150, 1, 40  # tokens of samples in which one id is in most positions
 ONE_TOKEN = "one token without a batch"
+KEYS = (5, 12), (1, 4), (9, 9), (3, 30)  # queries of samples, and their keys
 NO_COLUMNS = {k: f"no {k}" for k in ("hidden", "mlp", "N", "K")}  # dimensions of which there may be none
 
 
@@ -27,6 +29,8 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
         found[ONE_TOKEN] = lambda u: (u.one_token(()), u.one_token((1,)))
     elif op.positions:
         found["positions for all"] = _positions_for_all
+    elif op.cache:
+        found["more keys than queries"] = _more_keys
     if any(dims.endswith(":id") for dims in op.tokens.values()):
         found["one id in most positions"] = _one_id
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
@@ -50,6 +54,29 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
     one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
     found = u.subject.function(*tensors, **told | {"positions": one})
     return u.named(u.subject.outputs(found)), u.named(u.subject.outputs(u.subject.function(*tensors, **told)))
+
+
+def _more_keys(u: OneCall) -> tuple[Made, Made]:
+    """Compares samples that have more keys than queries, as behind a prefix, packed and each alone; gradients, too."""
+    ends = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*KEYS)]
+
+    def made(first: int, end: int) -> Made:
+        (q, q_end), (k, k_end) = ((of[first], of[end]) for of in ends)
+        given = {name: t[k:k_end] if name in ("k", "v") else t[q:q_end] for name, t in u.inputs().items()}
+        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+        told = dict(
+            zip(("cu_seqlens_q", "cu_seqlens_k"), ([e - of[first] for e in of[first : end + 1]] for of in ends))
+        )
+        device, constants = u.step.at.device, u.subject.constants()
+        cu = {name: torch.tensor(of, dtype=torch.int32, device=device) for name, of in told.items()}
+        outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **constants))
+        trained = [(o, dy[q:q_end]) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
+        outs, dys = zip(*trained)
+        grads = torch.autograd.grad(outs, list(leaves.values()), dys)
+        return u.named(outputs) | {f"d{name}": g for name, g in zip(leaves, grads)}
+
+    alone = [made(i, i + 1) for i in range(len(KEYS))]
+    return made(0, len(KEYS)), {name: torch.cat([m[name] for m in alone]) for name in alone[0]}
 
 
 def _one_id(u: OneCall) -> tuple[Made, Made]:
