@@ -64,12 +64,9 @@ def _more_keys(u: OneCall) -> tuple[Made, Made]:
         (q, q_end), (k, k_end) = ((of[first], of[end]) for of in ends)
         given = {name: t[k:k_end] if name in ("k", "v") else t[q:q_end] for name, t in u.inputs().items()}
         leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
-        told = dict(
-            zip(("cu_seqlens_q", "cu_seqlens_k"), ([e - of[first] for e in of[first : end + 1]] for of in ends))
-        )
-        device, constants = u.step.at.device, u.subject.constants()
-        cu = {name: torch.tensor(of, dtype=torch.int32, device=device) for name, of in told.items()}
-        outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **constants))
+        cut = lambda of: torch.tensor(of[first : end + 1], dtype=torch.int32, device=u.step.at.device) - of[first]
+        cu = {f"cu_seqlens_{x}": cut(of) for x, of in zip("qk", ends)}
+        outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **u.subject.constants()))
         trained = [(o, dy[q:q_end]) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
         outs, dys = zip(*trained)
         grads = torch.autograd.grad(outs, list(leaves.values()), dys)
