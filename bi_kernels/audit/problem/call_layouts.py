@@ -36,6 +36,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values 
     "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
     "strided view": _part,
     "slice of a batch": _slice,
+    "every other column": lambda t: torch.stack((t, t.detach()), -1)[..., 0],
     "transposed view": lambda t: (
         t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else _part(t)
     ),  # heads first, columns first

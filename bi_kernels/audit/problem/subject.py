@@ -17,6 +17,7 @@ from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
+FENCE, FENCED = 16, 0xA5  # bytes behind fresh memory, and what they hold
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
 
 
@@ -220,12 +221,19 @@ def fill(result: torch.Tensor, to: torch.Tensor, out: torch.Tensor, taken: torch
 @contextlib.contextmanager
 def poisoned_memory(call: int) -> Iterator[None]:
     """Fills what torch.empty, empty_like and new_empty return, with ones in a call of odd number and zeros in another,
-    so that an element left unwritten is seen."""
+    so that an element left unwritten is seen. On a CPU there is room behind each: raises RuntimeError where something
+    was written there."""
+    fenced: list[tuple[torch.UntypedStorage, int]] = []
 
     def wrap(make):
         def filled(*args, **kwargs):
             t = make(*args, **kwargs)
             if t.device.type != "meta" and t.is_contiguous():
+                if t.device.type == "cpu" and t.nbytes:
+                    storage, size = torch.UntypedStorage(t.nbytes + FENCE), t.nbytes
+                    storage.fill_(FENCED)
+                    fenced.append((storage, size))
+                    t = t.detach().set_(storage, 0, t.shape, t.stride())
                 t.view(-1).view(torch.uint8).fill_(0xFF if call % 2 else 0x00)
             return t
 
@@ -235,6 +243,9 @@ def poisoned_memory(call: int) -> Iterator[None]:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             replaced.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
+    for storage, size in fenced:
+        if any(storage[at] != FENCED for at in range(size, size + FENCE)):
+            raise RuntimeError(f"the candidate wrote behind the {size} bytes of memory that it asked for")
 
 
 def refusal(subject: Subject, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """One packed call of a few samples with its backward, to be made again in other ways."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -23,6 +24,11 @@ class OneCall:
         (self.call,) = self.step.layouts["packed"]
         self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
         self.base = self.made()
+
+    @cached_property
+    def folded(self) -> Made:
+        """Returns what the call gives with parameters that have a main_grad."""
+        return self.made(main_grad=True)
 
     @property
     def results(self) -> Made:
@@ -57,14 +63,19 @@ class OneCall:
         upstream: Callable[[int, torch.Tensor], torch.Tensor] = lambda number, dy: dy,
         times: int = 1,
         function: Callable | None = None,
+        main_grad: bool = False,
     ) -> Made:
         """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
 
         used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
-        the inputs; times: that the backward runs, the last of which counts.
+        the inputs; times: that the backward runs, the last of which counts; main_grad: what parameters have there is
+        their gradient, where the candidate adds to it.
         """
         given, wanted = given or self.inputs(), self.floating if wanted is None else wanted
         leaves = [given[k].requires_grad_() for k in wanted]
+        held = {k: given[k] for k in wanted if k in self.step.shared and main_grad}
+        for t in held.values():
+            t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
         outputs = self.outputs(given, function)
         if not self.step.dy:
             self.step.upstream(outputs, 1)
@@ -77,6 +88,7 @@ class OneCall:
                 grads = torch.autograd.grad(
                     [outputs[i] for i in numbers], leaves, dys, retain_graph=left > 0, allow_unused=True
                 )
+        grads = [held[k].main_grad if g is None and k in held else g for k, g in zip(wanted, grads)]
         return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
 
     def rolled(self, given: dict | None = None, function: Callable | None = None) -> Made:

@@ -13,6 +13,7 @@ from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT
 from bi_kernels.reference_gradients import gradient
+from bi_kernels.tokens import TokenLayout
 
 LEAST = 2.0**15  # −LEAST is a logit of which exp is 0 beside any other
 USED = 150, 1, 40  # tokens of samples in which one id is in most positions
@@ -64,9 +65,10 @@ def _more_keys(u: OneCall) -> tuple[Made, Made]:
         (q, q_end), (k, k_end) = ((of[first], of[end]) for of in ends)
         given = {name: t[k:k_end] if name in ("k", "v") else t[q:q_end] for name, t in u.inputs().items()}
         leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
-        cut = lambda of: torch.tensor(of[first : end + 1], dtype=torch.int32, device=u.step.at.device) - of[first]
-        cu = {f"cu_seqlens_{x}": cut(of) for x, of in zip("qk", ends)}
-        outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **u.subject.constants()))
+        cu = {f"cu_seqlens_{x}": [e - of[first] for e in of[first : end + 1]] for x, of in zip("qk", ends)}
+        told = {k: torch.tensor(e, dtype=torch.int32, device=u.step.at.device) for k, e in cu.items()}
+        with TokenLayout.packed(cu["cu_seqlens_q"]):
+            outputs = u.subject.outputs(u.subject.called(*leaves.values(), **told, **u.subject.constants()))
         trained = [(o, dy[q:q_end]) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
         outs, dys = zip(*trained)
         grads = torch.autograd.grad(outs, list(leaves.values()), dys)

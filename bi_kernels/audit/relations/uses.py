@@ -103,7 +103,7 @@ def demands(u: OneCall) -> dict[str, Asked]:
     """Asks for some of the gradients, with some of the outputs in use, and with what may come upstream."""
     few = [[k] for k in u.floating] if len(u.floating) > 1 else []
     most = [[k for k in u.floating if k != frozen] for frozen in u.floating] if len(u.floating) > 2 else []
-    some = lambda wanted: (u.made(wanted), u.results | {f"d{k}": u.base[f"d{k}"] for k in wanted})
+    some = lambda wanted: (u.made(wanted, main_grad=True), u.results | {f"d{k}": u.folded[f"d{k}"] for k in wanted})
     found: dict[str, Asked] = {
         f"{', '.join(f'd{k}' for k in wanted)} alone": partial(some, wanted) for wanted in few + most
     }
