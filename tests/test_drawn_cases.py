@@ -14,7 +14,8 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import uses
+from bi_kernels.audit.relations import forward, uses
+from bi_kernels.audit.relations.populations import populations
 from bi_kernels.contract import DTYPES
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
@@ -101,3 +102,19 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
 def test_the_tensor_that_differs_is_named():
     found = list(uses.by_use(subject("swiglu", doubled_alone(bi_kernels.swiglu)), ["demand"]))
     assert {(r.layout, r.tensor) for r in found if r.mismatches} == {("dgate alone", "dgate"), ("dup alone", "dup")}
+
+
+def test_a_number_that_is_written_behind_fresh_memory_is_seen():
+    def beyond(x):
+        y = torch.empty_like(x)
+        torch.as_strided(y, (y.numel() + 1,), (1,))[-1] = 0
+        return y.copy_(bi_kernels.silu(x))
+
+    (row,) = forward.by_layout(subject("silu", beyond), only=("singles",))
+    assert row.verdict == NEEDS_FIX and "wrote behind" in row.detail, row.detail
+
+
+@pytest.mark.parametrize("name", ["attention", "embedding", "linear_bias", "mask_fill", "rope", "token_logprob"])
+def test_samples_that_no_layout_holds_are_asked_of_every_kind_of_op(name):
+    found = list(uses.by_use(subject(name, public(OPS[name])), ["population"]))
+    assert [r.layout for r in found] == [*populations(OPS[name])] and not [r for r in found if r.verdict != PASS]
