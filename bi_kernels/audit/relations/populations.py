@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from bi_kernels import RopeTable
 from bi_kernels.audit.problem.registry import Op
 from bi_kernels.audit.problem.subject import SHARPEST
 from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall
@@ -46,14 +47,16 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
 
 
 def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
-    """Gives a batch of samples of one length the positions of one of them."""
+    """Gives a batch of samples of one length the positions of one of them, and a table of which every other number
+    counts."""
     step = Step(u.subject, SHARPEST, [ALIKE] * 3)
     (call,) = step.layouts["batch"]
     tokens = {k: t.view(3, ALIKE, *t.shape[1:]) for k, t in step.tokens.items()}
     tensors, told = step.arguments(call, tokens, step.shared)
     one = told["positions"][0]
     one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
-    found = u.subject.function(*tensors, **told | {"positions": one})
+    apart = RopeTable(*(torch.stack((t, t), -1)[..., 0] for t in told["table"]))
+    found = u.subject.function(*tensors, **told | {"positions": one, "table": apart})
     return u.named(u.subject.outputs(found)), u.named(u.subject.outputs(u.subject.function(*tensors, **told)))
 
 
