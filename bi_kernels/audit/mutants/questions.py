@@ -67,6 +67,7 @@ def _rest(s: Subject) -> Iterator[Row]:
 def _experiments(session) -> Iterator[Row]:
     for s in session.make()[1:]:  # as many key heads as query heads
         yield from gradient.by_split(s)
+        yield from uses.by_use(s, ["population"])
         s.forget()
     for item in attention._items(session):
         if attention.EXPERIMENTS[item[0]].name != "late copies":
