@@ -1,6 +1,6 @@
 """Samples and sizes that no layout holds, as ways of one call: see `uses`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from bi_kernels.tokens import TokenLayout
 LEAST = 2.0**15  # −LEAST is a logit of which exp is 0 beside any other
 USED = 150, 1, 40  # tokens of samples in which one id is in most positions
 ONE_TOKEN = "one token without a batch"
-KEYS = (5, 12), (33, 34), (1, 4)  # queries of samples, and their keys
+KEYS = (5, 12), (33, 66), (2, 65), (1, 4)  # queries of samples, and their keys
 NO_COLUMNS = {k: f"no {k}" for k in ("hidden", "mlp", "N", "K")}  # dimensions of which there may be none
 
 
@@ -61,24 +61,34 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
 
 
 def _more_keys(u: OneCall) -> tuple[Made, Made]:
-    """Compares samples that have more keys than queries, as behind a prefix, packed and each alone; gradients, too."""
-    ends = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*KEYS)]
+    """Compares samples that have more keys than queries, as behind a prefix: packed, each alone, and, but for dk and
+    dv, with queries for all keys, of which those before have no gradient upstream."""
+    counts = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*KEYS)]
 
-    def made(first: int, end: int) -> Made:
-        (q, q_end), (k, k_end) = ((of[first], of[end]) for of in ends)
-        given = {name: t[k:k_end] if name in ("k", "v") else t[q:q_end] for name, t in u.inputs().items()}
-        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
-        cu = {f"cu_seqlens_{x}": [e - of[first] for e in of[first : end + 1]] for x, of in zip("qk", ends)}
-        told = {k: torch.tensor(e, dtype=torch.int32, device=u.step.at.device) for k, e in cu.items()}
-        with TokenLayout.packed(cu["cu_seqlens_q"]):
-            outputs = u.subject.outputs(u.subject.called(*leaves.values(), **told, **u.subject.constants()))
-        trained = [(o, dy[q:q_end]) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
+    def made(samples: Sequence[int], full: bool = False) -> Made:
+        rows = [[range(of[i], of[i + 1]) for i in samples] for of in counts]
+        before = [[-1] * (len(k) - len(q)) * full for q, k in zip(*rows)]
+        q_rows = torch.tensor([r for some, q in zip(before, rows[0]) for r in (*some, *q)], device=u.step.at.device)
+        k_rows = torch.tensor([r % u.step.count for k in rows[1] for r in k], device=u.step.at.device)
+        leaves = {k: t[k_rows if k in ("k", "v") else q_rows].clone().requires_grad_() for k, t in u.inputs().items()}
+        ends = [np.cumsum([0, *(len(some) + len(q) for some, q in zip(before, rows[0]))])]
+        ends.append(np.cumsum([0, *map(len, rows[1])]))
+        cu = {f"cu_seqlens_{x}": torch.tensor(e, dtype=torch.int32, device=q_rows.device) for x, e in zip("qk", ends)}
+        with TokenLayout.packed(ends[0].tolist()):
+            outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **u.subject.constants()))
+        zero = lambda dy: dy[q_rows].masked_fill((q_rows < 0).view(-1, *[1] * (dy.dim() - 1)), 0)
+        trained = [(o, zero(dy)) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
         outs, dys = zip(*trained)
         grads = torch.autograd.grad(outs, list(leaves.values()), dys)
-        return u.named(outputs) | {f"d{name}": g for name, g in zip(leaves, grads)}
+        of_queries = {k: t[q_rows >= 0] for k, t in (u.named(outputs) | {"dq": grads[0]}).items()}
+        return of_queries | ({} if full else {f"d{k}": g for k, g in list(zip(leaves, grads))[1:]})
 
-    alone = [made(i, i + 1) for i in range(len(KEYS))]
-    return made(0, len(KEYS)), {name: torch.cat([m[name] for m in alone]) for name in alone[0]}
+    every = range(len(KEYS))
+    packed, alone, full = made(every), [made([i]) for i in every], made(every, full=True)
+    wanted = {k: torch.cat([m[k] for m in alone]) for k in packed}
+    return packed | {f"{k}, queries for all keys": t for k, t in full.items()}, wanted | {
+        f"{k}, queries for all keys": packed[k] for k in full
+    }
 
 
 def _one_id(u: OneCall) -> tuple[Made, Made]:
