@@ -22,15 +22,15 @@ class Equivalent:
 
     file: str
     function: str
-    before: str  # the lines as they stand, stripped
     reason: str
+    before: str = ""  # the lines as they stand, stripped; nothing: every line of the function
     text: str = ""  # what they become there; nothing: whatever they become
     operator: str = ""
     number: int = -1  # among equal ones of a line; −1: each of them
     device: str = ""  # where it holds, cpu or cuda; nothing: on both
 
     def holds(self, m: Mutant) -> bool:
-        same = (self.file, self.function, self.before) == (m.file, m.function, m.before)
+        same = (self.file, self.function) == (m.file, m.function) and self.before in ("", m.before)
         same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)
 
