@@ -5,6 +5,7 @@ One packed call of a few samples with its backward stands for all; it is made ag
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,7 +73,8 @@ def modes(u: OneCall) -> dict[str, Asked]:
         backend = "inductor" if device == "cuda" else "aot_eager"
         function = torch.compile(u.subject.function, backend=backend)
         try:
-            return u.made(function=function) | u.untrained(u.rolled(function=function))
+            with warnings.catch_warnings(action="ignore"):  # what Dynamo says of a kernel on Triton's interpreter
+                return u.made(function=function) | u.untrained(u.rolled(function=function))
         except InterpreterError as error:
             if u.subject.candidate == "bi_kernels":
                 raise
