@@ -1,6 +1,7 @@
 """What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -65,10 +66,10 @@ def _rest(s: Subject) -> Iterator[Row]:
 
 
 def _experiments(session) -> Iterator[Row]:
-    for s in session.make()[1:]:  # as many key heads as query heads
-        yield from gradient.by_split(s)
-        yield from uses.by_use(s, ["population"])
-        s.forget()
+    s = session.make()[0]
+    s = replace(s, problem=replace(s.problem, case="mha"), memo={})  # as many key heads as query heads
+    yield from gradient.by_split(s)
+    s.forget()
     for item in attention._items(session):
         if attention.EXPERIMENTS[item[0]].name != "late copies":
             yield from (r for r in attention._run(session, item) if not r.control)

@@ -33,6 +33,7 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
         found["positions for all"] = _positions_for_all
     elif op.cache:
         found["more keys than queries"] = _more_keys
+        found["more keys than queries, a key head a head"] = _own_keys
     if any(dims.endswith(":id") for dims in op.tokens.values()):
         found["one id in most positions"] = _one_id
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
@@ -89,6 +90,13 @@ def _more_keys(u: OneCall) -> tuple[Made, Made]:
     return packed | {f"{k}, queries for all keys": t for k, t in full.items()}, wanted | {
         f"{k}, queries for all keys": packed[k] for k in full
     }
+
+
+def _own_keys(u: OneCall) -> tuple[Made, Made]:
+    """Compares them where each head of queries has keys of its own, whatever the case has."""
+    p = u.subject.problem
+    sizes = p.sizes | {"kv_heads": p.dims["heads"]}
+    return _more_keys(OneCall(replace(u.subject, problem=replace(p, sizes=sizes), memo={})))
 
 
 def _one_id(u: OneCall) -> tuple[Made, Made]:
