@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bi_kernels.audit.mutants import document, operators, plan
+from bi_kernels.audit.mutants import document, operators, plan, questions
 from bi_kernels.audit.mutants.reach import ops_for
 from bi_kernels.audit.mutants.run import Server
 
@@ -130,6 +131,26 @@ def mutate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
         str(tmp_path / "out"),
     ]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("lucky, verdict", [((0,), "survived"), ((0, 1), "survived"), ((0, 1, 2), "killed")])
+def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, monkeypatch):
+    asked = []
+
+    def rows(op, dtype, device, whole, seed):
+        asked.append((op, dtype, seed))
+        bad = op == "silu" and dtype == "bf16" and seed in lucky
+        yield SimpleNamespace(verdict="needs-fix" if bad else "pass", relation="invariance", layout="rows", detail="")
+
+    monkeypatch.setattr(questions, "asked", rows)
+    found = questions.killer(["gelu", "silu"], ["fp32", "bf16"], "cpu")
+    assert found["verdict"] == verdict
+    assert asked[:5] == [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0), asked[4]]
+    assert asked[4] == ("silu", "bf16", 1), "what killed comes first"
+    if verdict == "survived":
+        assert found["detail"] == (
+            f"killed by invariance rows of silu, bf16, with seed 0, but by nothing with seed {len(lucky)}"
+        )
 
 
 def planted(m: operators.Mutant) -> str:

@@ -57,6 +57,8 @@ def run(
         if reason and f["verdict"] == document.KILLED:
             by = f"{f['relation']} {f['layout']} of {f.get('op', '?')}"
             wrong.append(f"{place}: {BUT} killed by {by}")
+        elif reason and f.get("detail"):  # with one seed only
+            wrong.append(f"{place}: {BUT} {f['detail']}")
         elif reason:
             f |= {"verdict": document.EXPLAINED, "reason": reason}
         elif f["verdict"] == document.SURVIVED:

@@ -97,10 +97,11 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
-        "process of its own, and the audits' questions of the ops that reach it are asked until one needs a fix. A "
-        "survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is "
-        "promised changes; a mutant of that file that is killed fails the run. Left alone is what the contract calls "
-        "free (tiles, warps, stages, grids) or what no audit of bits is about (checks of arguments, texts).",
+        "process of its own, and the audits' questions of the ops that reach it are asked until one needs a fix, with "
+        "each of three seeds: what only one of them shows is not caught. A survivor is a question to add, or stands in "
+        "the file of equivalents with the reason why nothing that is promised changes; a mutant of that file that is "
+        "killed fails the run. Left alone is what the contract calls free (tiles, warps, stages, grids) or what no "
+        "audit of bits is about (checks of arguments, texts).",
         f"**{sentence(found)}.** The operators make {generated:,} mutants in all.",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
@@ -112,7 +113,7 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
         mine = [f for f in found if f["verdict"] == verdict]
         shown = [
             f"### {f['file']}, line {f['line']}: {f['operator']}\n\n"
-            + (f"{f['reason']}\n\n" if f.get("reason") else "")
+            + "".join(f"{f[k]}\n\n" for k in ("reason", "detail") if f.get(k))
             + f"```diff\n{diff(of[f['id']])}\n```"
             for f in mine
         ]
