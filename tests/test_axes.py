@@ -67,6 +67,19 @@ class OneOutputOtherwise(torch.autograd.Function):
         return 2 * first + 3 * second if None not in (first, second) else (first if second is None else second) * 7
 
 
+class NothingFromOneOutput(OneOutputOtherwise):
+    @staticmethod
+    def backward(ctx, first, second):
+        return 2 * first + 3 * second if None not in (first, second) else None
+
+
+class NothingOfExpanded(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        dx, other = cls.gradients(ctx, dy)
+        return dx if dy.is_contiguous() else None, other
+
+
 def static_buffer():
     held = {}
 
@@ -151,6 +164,8 @@ BROKEN = {
     "upstream": (WritesUpstream.apply, (X, Y), {demand.KEPT, demand.TWICE}),
     "twice": (SecondOtherwise.apply, (X, Y), {demand.TWICE}),
     "one output": (OneOutputOtherwise.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
+    "one output, nothing": (NothingFromOneOutput.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
+    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {demand.EXPANDED}),
     "static buffer": (static_buffer(), (X,), {memory.LATER}),
     "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
     "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),

@@ -155,6 +155,15 @@ def test_the_batch_may_be_another_dimension():
     assert not audit(centred, torch.randn(7, 3, 20, generator=G)).passed
 
 
+def test_one_element_that_is_no_number_does_not_widen_the_bound_of_others():
+    x = torch.randn(16, 8, generator=G)
+    unknown = x == x[0, 0]
+    silu = lambda x: F.silu(x).masked_fill(unknown.to(x.device), float("nan")) if len(x) == 16 else F.silu(x)
+    wrong = lambda x: (x * 123 + 5).masked_fill(unknown, float("nan")) if len(x) == 16 else x * 123 + 5
+    (row,) = (r for r in audit(wrong, x, reference=silu, backward=False).rows if r.relation == "accuracy")
+    assert row.verdict == NEEDS_FIX and row.mismatches == x.numel() - 1, row
+
+
 def test_accuracy_is_held_against_a_reference():
     x, w = X.bfloat16(), W.bfloat16()
     exact = next(r for r in audit(F.linear, x, w, reference=F.linear).rows if r.relation == "accuracy")

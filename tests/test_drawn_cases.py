@@ -2,20 +2,23 @@
 
 import inspect
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken.uses import doubled_alone
+from bi_kernels.audit import session
+from bi_kernels.audit.broken.uses import _Gradient, doubled_alone, doubled_for_several
 from bi_kernels.audit.drawn.cases import FINITE, POPULATIONS, draw
 from bi_kernels.audit.drawn.questions import ROLLOUT, judge
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.drawn.session import judge_cases
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, uses
-from bi_kernels.audit.relations.populations import populations
+from bi_kernels.audit.relations.populations import ONE_TOKEN, populations
 from bi_kernels.contract import DTYPES
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
@@ -86,6 +89,25 @@ def test_a_rollout_that_is_another_is_found_and_what_raises_says_so():
     assert row.verdict == NEEDS_FIX and "out of resources" in row.detail
 
 
+def test_a_gradient_that_is_another_is_named_beside_outputs_that_are_not():
+    rows = judge(drawn("swiglu", 0, doubled_for_several(bi_kernels.swiglu)))
+    assert {r.tensor for r in rows if r.verdict == NEEDS_FIX} >= {"dgate"}
+    assert {(r.relation, r.layout) for r in rows if r.verdict == PASS} >= {
+        ("invariance", ROLLOUT),
+        ("accuracy", "rows"),
+    }
+
+
+def test_a_dtype_that_is_refused_is_no_missing_question(monkeypatch):
+    def refuses(x):
+        raise NotImplementedError("fp16 is not supported")
+
+    started = session.start("random", {"op": "silu", "dtype": "fp16", "device": "cpu", "cases": 2})
+    monkeypatch.setitem(started.candidate.functions, "silu", refuses)
+    rows, _ = judge_cases(started)
+    assert {r.verdict for r in rows} == {UNSUPPORTED}, [(r.layout, r.detail) for r in rows]
+
+
 def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
     def refuses(x):
         if torch.is_autocast_enabled("cpu"):
@@ -102,6 +124,61 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
 def test_the_tensor_that_differs_is_named():
     found = list(uses.by_use(subject("swiglu", doubled_alone(bi_kernels.swiglu)), ["demand"]))
     assert {(r.layout, r.tensor) for r in found if r.mismatches} == {("dgate alone", "dgate"), ("dup alone", "dup")}
+
+
+def masks_upstream(x):
+    """Its backward leaves the gradient from upstream as another call would find it: the second time nothing changes."""
+    return _Gradient.apply(lambda dy: dy.mul_(torch.arange(dy.shape[-1]) % 2).clone(), bi_kernels.silu(x))
+
+
+def doubled_for_one_token(x, weight):
+    y = bi_kernels.linear(x, weight)
+    return _Gradient.apply(lambda dy: 2 * dy, y) if x.dim() == 1 else y
+
+
+def doubled_with_positions_for_all(x, table, positions=None, **told):
+    y = bi_kernels.rope(x, table, positions, **told)
+    return y if positions is None or positions.dim() > 1 else _Gradient.apply(lambda dy: 2 * dy, y)
+
+
+def fp32_without_columns(x):
+    return bi_kernels.silu(x) if x.shape[-1] else x.float()
+
+
+def refuses_a_vector(x, weight):
+    if x.dim() == 1:
+        raise ValueError(f"linear: x has shape {tuple(x.shape)}, expected two dimensions")
+    return bi_kernels.linear(x, weight)
+
+
+@pytest.mark.parametrize(
+    "name, function, layout",
+    [
+        ("silu", masks_upstream, "inputs and upstream"),
+        ("linear", doubled_for_one_token, ONE_TOKEN),
+        ("rope", doubled_with_positions_for_all, "positions for all"),
+        ("silu", fp32_without_columns, "no mlp"),
+    ],
+)
+def test_what_one_way_alone_shows_is_seen(name, function, layout):
+    found = {r.layout for r in uses.by_use(subject(name, function), ["memory", "population"]) if r.verdict == NEEDS_FIX}
+    assert found == {layout}
+
+
+def test_a_vector_may_be_refused_by_others_and_not_by_this_package():
+    theirs = subject("linear", refuses_a_vector)
+    for s, verdict in ((theirs, PASS), (replace(theirs, candidate="bi_kernels", memo={}), NEEDS_FIX)):
+        (row,) = (r for r in uses.by_use(s, ["population"]) if r.layout == ONE_TOKEN)
+        assert row.verdict == verdict, row.detail
+
+
+def test_what_the_auditor_itself_raises_is_no_refusal(monkeypatch):
+    def broken(s, exact, count):
+        raise KeyError("out[1]")
+
+    monkeypatch.setattr("bi_kernels.audit.relations.populations._rounded", broken)
+    (row,) = (r for r in uses.by_use(subject("silu", bi_kernels.silu), ["population"]) if r.layout == "no mlp")
+    assert row.verdict == NEEDS_FIX
 
 
 def test_a_number_that_is_written_behind_fresh_memory_is_seen():

@@ -113,7 +113,7 @@ def locate() -> None:
 
 @cli.command(cls=Loaded)
 @click.argument("names", nargs=-1, metavar="[AUDIT]...")
-@click.option("--sample", type=click.IntRange(min=1), help="So many mutants, of every function some; all unless given.")
+@click.option("--sample", type=click.IntRange(min=1), help="So many, hand-made ones first; all unless given.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Mutants judged at a time.")

@@ -77,6 +77,16 @@ def doubled_alone(function: Callable) -> Callable:
     return op
 
 
+def doubled_for_several(function: Callable) -> Callable:
+    """Returns an op that doubles the gradients of calls of more than one row."""
+
+    def op(*given, **constants):
+        change = lambda dy: 2 * dy if dy.shape[:-1].numel() > 1 else dy
+        return _each(lambda t: _Gradient.apply(change, t), function(*given, **constants))
+
+    return op
+
+
 def halved_again(function: Callable) -> Callable:
     """Returns an op whose second backward gives half of the first."""
 
@@ -171,6 +181,7 @@ def _controls() -> tuple[Control, ...]:
     drawn = (
         ("without the columns behind a multiple of 8", "swiglu", whole_vectors_only),
         ("without the columns behind a multiple of 8", "linear", whole_vectors_only),
+        ("with gradients doubled in calls of several rows", "swiglu", doubled_for_several),
         ("that knows one eps", "rms_norm", with_argument("eps", lambda eps: EPS)),
         ("that takes padding id 0 for none", "embedding", with_argument("padding_id", lambda n: n or None)),
         ("that knows one temperature", "lm_head_logprob", with_argument("temperature", lambda t: 1.0)),

@@ -93,10 +93,14 @@ def audit(
     if steady:
         many = sharper.more(t)
         whole = {"given": t.whole()}
-        with contextlib.suppress(Exception):  # sharper inputs may be none that the callable takes
+        try:
             found = t.whole("spread")
             if any(y.isfinite().all() for y in found if y.is_floating_point()):
                 whole["spread"] = found
+            else:
+                t.refused["spread inputs"] = "its results are not finite"
+        except Exception as error:  # sharper inputs may be none that the callable takes
+            t.refused["spread inputs"] = sentence(error)
         steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
         for layout, (calls, filler) in plan(t.count, seed).items():
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))

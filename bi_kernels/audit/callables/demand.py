@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from bi_kernels.audit.callables.relations import left
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import compare
@@ -104,19 +105,16 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
     every = [t.every]
 
     def same(layout: str, step: Step, names: list[str]) -> list[Row]:
-        found = step.gradients(every)
-        missing = {"detail": "backward left no gradient"}
-        return [
-            t.row(INVARIANCE, layout, compare(found[k], whole[k]), tensor=k, **said)
-            if k in found
-            else t.row(INVARIANCE, layout, tensor=k, **said | missing)
-            for k in names
-        ]
+        return left(t, layout, step.gradients(every), {k: whole[k] for k in names}, **said)
 
-    def both(layout: str, step: Step, other: Step, against: str) -> list[Row]:
-        found, wanted = step.gradients(every), other.gradients(every)
-        told = said | {"against": against}
-        pairs = {k: _signed_zeros_apart(found[k], wanted[k]) for k in found if k in wanted}
+    def expanded() -> list[Row]:
+        found, wanted = (_Expanded(t, way).gradients(every) for way in (True, False))
+        return left(t, EXPANDED, found, wanted, **said | {"against": "the same in memory"})
+
+    def used(layout: str, number: int) -> list[Row]:
+        found, wanted = (_OneUsed(t, number, zeros).gradients(every) for zeros in (False, True))
+        told = said | {"against": "zeros of the others"}
+        pairs = {k: _signed_zeros_apart(found.get(k, torch.zeros_like(v)), v) for k, v in wanted.items()}
         return [t.row(INVARIANCE, layout, compare(*pair), tensor=k, **told) for k, pair in pairs.items()]
 
     def watched() -> list[Row]:
@@ -132,9 +130,9 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
             out[layout] = partial(same, layout, _Alone(t, k.removeprefix("d")), [k])
     if len(step.upstream) > 1:
         for number in range(len(step.upstream)):
-            layout, steps = f"output {number} alone is used", [_OneUsed(t, number, zeros) for zeros in (False, True)]
-            out[layout] = partial(both, layout, *steps, "zeros of the others")
-    out[EXPANDED] = partial(both, EXPANDED, _Expanded(t, True), _Expanded(t, False), "the same in memory")
+            layout = f"output {number} alone is used"
+            out[layout] = partial(used, layout, number)
+    out[EXPANDED] = expanded
     out[TWICE] = partial(same, TWICE, _Twice(t), list(whole))
     out[KEPT] = watched
     return {layout: partial(refusable, t, layout, run) for layout, run in out.items()}

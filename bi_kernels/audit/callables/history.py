@@ -9,7 +9,7 @@ import torch
 from bi_kernels.audit.callables.relations import compared, output_names
 from bi_kernels.audit.callables.target import Target, tensors
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import Row, sentence
 
 UPDATED = "weights updated in place"
 OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
@@ -41,9 +41,11 @@ BEFORE = {"one sample": _one, "another order": _reversed, "NaN": _nonfinite, "an
 
 
 def _after(t: Target, layout: str, before: Callable, whole: list[torch.Tensor]) -> list[Row]:
-    with contextlib.suppress(Exception):  # a call that it refuses is none that was before
-        before(t)
     said = {"against": "the first call", "rows": t.count}
+    try:
+        before(t)
+    except Exception as error:
+        said["detail"] = f"the call before was refused: {sentence(error)}"
     return compared(t, "invariance", layout, t.whole(), whole, **said)
 
 

@@ -5,12 +5,10 @@ from functools import partial
 
 import torch
 
-from bi_kernels.audit.callables.relations import compared
+from bi_kernels.audit.callables.relations import compared, left
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import Target, tensors
-from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.relations.gradient import INVARIANCE
 
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 BACKWARD = "kept: a backward after a later call"
@@ -46,7 +44,7 @@ class _Interrupted(Step):
 def kept_for_backward(t: Target, whole: dict[str, torch.Tensor]) -> list[Row]:
     """What a forward saved must be its own when another has run before its backward."""
     found, said = _Interrupted(t).gradients([t.every]), {"against": "without the later call", "rows": t.count}
-    return [t.row(INVARIANCE, BACKWARD, compare(found[k], v), tensor=k, **said) for k, v in whole.items() if k in found]
+    return left(t, BACKWARD, found, whole, **said)
 
 
 def _neighboured(v: torch.Tensor, batch: int, columns: bool) -> torch.Tensor:

@@ -125,6 +125,17 @@ def blame(t: Target, sample: int, number: int, said: dict[str, torch.Tensor], ki
     return f"sample {sample}: {', '.join(what for group in others for what in group)} against {', '.join(most)}"
 
 
+def left(t: Target, layout: str, found: dict, wanted: dict, **said) -> list[Row]:
+    """Compares what a backward left, name by name; one that is missing needs a fix."""
+    missing = {"detail": "backward left no gradient"}
+    return [
+        t.row(INVARIANCE, layout, compare(found[k], v), tensor=k, **said)
+        if k in found
+        else t.row(INVARIANCE, layout, tensor=k, **said | missing)
+        for k, v in wanted.items()
+    ]
+
+
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
     """Compares what backward left under a layout with what it left for the whole batch."""
     said, samples = {"rows": max(map(len, layout)), "inputs": step.kind}, samples_of(layout)
@@ -159,7 +170,9 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
     for i, name in zip(t.judged, output_names(t)):
         y, low, exact = (found[i] for found in every)
         u, tiny = contract.rounding(y.dtype)
-        limit = CONTRACT["any"]["accuracy"] * (low.double() - exact).abs().max() + u * exact.abs() + tiny
+        error = (low.double() - exact).abs()
+        own = max(error[error.isfinite()].tolist(), default=0.0)  # where both have a number
+        limit = CONTRACT["any"]["accuracy"] * own + u * exact.abs() + tiny
         said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name
         rows.append(against_bound(t, "accuracy", y, exact.double(), limit.expand_as(exact), y.dtype, *said))
     return rows

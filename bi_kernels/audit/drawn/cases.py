@@ -71,7 +71,8 @@ def draw(
     sizes = _sizes(op, number, rng, limits, few)
     wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
     most = max(1, min(limits["tokens"], limits["elements"] // wide))
-    lengths = _lengths(population, _log_uniform(rng, 1, most), limits["many"], rng)
+    many = max(1, min(limits["many"], limits["elements"] // (SHORT * wide)))
+    lengths = _lengths(population, _log_uniform(rng, 1, most), many, rng)
     case = next(iter(op.cases("tiny")))
     problem = Problem(
         replace(op, constants=op.constants | arguments), case, dtype, "tiny", device, seed + number, sizes

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.drawn.cases import FEW, Case
-from bi_kernels.audit.evidence.drift import Drift, Tensors, compare, joined
+from bi_kernels.audit.evidence.drift import Tensors, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem import problem
 from bi_kernels.audit.problem.call_layouts import Call, pack, spans
 from bi_kernels.audit.problem.subject import refusal
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.relations.uses import compared
 
 ALONE, GROUPS, ROLLOUT, ARGUMENT, ROWS = "singles", "micro_batches:drawn", "rollout:drawn", "argument", "rows"
 HEADS = 128  # of attention's sequences together, that are held against fp64
@@ -34,20 +35,28 @@ def judge(case: Case) -> list[Row]:
         step = Step(s, case.kind, s.lengths)
         whole = [pack(spans(s.lengths))]
         base, outputs = step.gradients(whole), tuple(step.outputs)
+        expected = s.named(outputs) | {f"d{k}": t for k, t in base.items()}
     except Exception as error:
         refused = {"verdict": refusal(s, error), "detail": f"{case.said}; {sentence(error)}"}
         return [s.row("invariance", "packed", **said | refused)]
 
-    def same(step: Step, calls: list[Call]) -> Drift:
-        found = step.gradients(calls)
-        return joined([compare(tuple(step.outputs), outputs), compare(tuple(found.values()), tuple(base.values()))])
+    def made(step: Step, calls: list[Call]) -> dict:
+        gradients = step.gradients(calls)
+        return s.named(step.outputs) | {f"d{k}": t for k, t in gradients.items()}
 
     def asked(relation: str, layout: str, thunk: Callable, against: str = "packed") -> None:
         rows.extend(s.attempt(relation, layout, thunk, against=against, **said))
 
+    def same(layout: str, step: Step, calls: list[Call], against: str = "packed") -> None:
+        def row() -> Row:
+            drift, tensor = compared(made(step, calls), expected)
+            return s.row("gradient invariance", layout, drift, against, tensor=tensor, **said)
+
+        asked("gradient invariance", layout, row, against)
+
     if sum(n > 0 for n in s.lengths) <= FEW:
-        asked("gradient invariance", ALONE, lambda: same(step, [Call(x[None, :]) for x in spans(s.lengths) if len(x)]))
-    asked("gradient invariance", GROUPS, lambda: same(step, case.groups))
+        same(ALONE, step, [Call(x[None, :]) for x in spans(s.lengths) if len(x)])
+    same(GROUPS, step, case.groups)
     if s.problem.op.constants.get("causal", True):
         s.memo["inputs", case.kind, step.count, ()] = step.tokens, step.shared
         asked("invariance", ROLLOUT, lambda: compare(_rollout(case), together(outputs)))
@@ -55,7 +64,7 @@ def judge(case: Case) -> list[Row]:
         for value in values:
             other = Step(replace(s, function=partial(s.function, **{name: value}), memo={}), case.kind, s.lengths)
             other.dy = step.dy
-            asked("gradient invariance", ARGUMENT, lambda: same(other, whole), f"{name} = {value}")
+            same(ARGUMENT, other, whole, f"{name} = {value}")
     part, outputs, base = beginning(step, outputs, base)
     reference = together(outputs), part.tokens, part.shared, part.at, part.lengths, case.kind
     asked("accuracy", ROWS, lambda: forward.against_fp64(s, *reference), "fp64")

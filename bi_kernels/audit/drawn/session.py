@@ -13,8 +13,9 @@ from bi_kernels.audit.drawn.cases import RANDOM, Case, draw
 from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
 from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import DTYPES, dtype_name
 
 AT_ONCE = 256, 6  # cases that one process is given, which compiles their kernels first; and of attention
@@ -38,7 +39,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     for number, subject in enumerate(subjects):
         found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
         found = summed(found)
-        found += missing(found, subject, required())
+        if any(r.verdict != UNSUPPORTED for r in found):
+            found += missing(found, subject, required())
         session.add(found)
         rows, seen = rows + found, seen + drawn
     return rows, seen
@@ -73,7 +75,7 @@ def drawn(session, op: str, dtype: str, number: int) -> Case:
     command = one if p["op"] else f"{one} -p op {op}"
     function = session.candidate.functions[op]
     said = session.candidate.spec, session.device_label, command
-    return draw(session.problem(op, "", dtype).op, function, number, DTYPES[dtype], session.device, p["seed"], *said)
+    return draw(OPS[op], function, number, DTYPES[dtype], session.device, p["seed"], *said)
 
 
 def summed(rows: list[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.index import table
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants.operators import Mutant
-from bi_kernels.audit.mutants.plan import package
+from bi_kernels.audit.mutants.reach import package
 from bi_kernels.contract import CONTRACT
 
 GOAL: float = CONTRACT["mutants"]["kill_rate"]
@@ -98,11 +98,11 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
         "# Mutants: which bugs of our own kernels do the audits see?",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
         "process of its own, and the audits' questions of the ops that reach it are asked until one needs a fix, with "
-        "each of three seeds: what only one of them shows is not caught. A survivor is a question to add, or stands in "
+        "each of three seeds: what not all of them show is not caught. A survivor is a question to add, or stands in "
         "the file of equivalents with the reason why nothing that is promised changes; a mutant of that file that is "
         "killed fails the run. Left alone is what the contract calls free (tiles, warps, stages, grids) or what no "
         "audit of bits is about (checks of arguments, texts).",
-        f"**{sentence(found)}.** The operators make {generated:,} mutants in all.",
+        f"**{sentence(found)}.** There are {generated:,} mutants in all.",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",

@@ -9,7 +9,7 @@ from pathlib import Path
 import bi_kernels
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants.operators import Mutant, mutants, sources
-from bi_kernels.audit.mutants.reach import ops_for
+from bi_kernels.audit.mutants.reach import ops_for, package
 from bi_kernels.audit.problem.registry import OPS
 
 HERE = Path(__file__).parent
@@ -33,10 +33,6 @@ class Equivalent:
         same = (self.file, self.function) == (m.file, m.function) and self.before in ("", m.before)
         same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)
-
-
-def package() -> Path:
-    return Path(bi_kernels.__file__).parent
 
 
 def every(hopper: bool) -> list[Mutant]:

@@ -25,8 +25,7 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
     """Yields the rows of one op of this package in one dtype, as its audits have them; whole: or those that kill
     most."""
     session = load(OPS[op].audit, {"dtype": dtype, "device": device, "op": op, "shapes": "tiny", "seed": seed})
-    subjects = [s for s in session.make() if s.problem.case == session.make()[0].problem.case]
-    s = subjects[0]
+    s = session.make()[0]
     for stage in (_values, _quick, _drawn, _used, *[_rest] * whole):
         yield from stage(s)
         s.forget()
@@ -101,7 +100,7 @@ def killer(ops: list[str], dtypes: list[str], device: str) -> dict:
 
     dtypes: the first is asked everything.
     """
-    asks, first = [(op, dtype, not number) for number, dtype in enumerate(dtypes) for op in ops], {}
+    asks, first = _asks(ops, dtypes), {}
     for seed in SEEDS:
         found = _killer(asks, device, seed)
         if found["verdict"] == "survived":
@@ -110,6 +109,17 @@ def killer(ops: list[str], dtypes: list[str], device: str) -> dict:
         first = first or found
         asks.sort(key=lambda ask: ask[:2] != (first["op"], first["dtype"]))  # what killed comes first
     return first
+
+
+def unbroken(ops: list[str], dtypes: list[str], device: str) -> dict:
+    """Returns who kills the package as it is, with any seed; `verdict` is survived where nobody does."""
+    every = (_killer(_asks(ops, dtypes), device, seed) for seed in SEEDS)
+    return next((found for found in every if found["verdict"] == "killed"), {"verdict": "survived"})
+
+
+def _asks(ops: list[str], dtypes: list[str]) -> list[tuple[str, str, bool]]:
+    """Returns ops and dtypes, and whether all is asked."""
+    return [(op, dtype, not number) for number, dtype in enumerate(dtypes) for op in ops]
 
 
 def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int) -> dict:
@@ -121,9 +131,9 @@ def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int) -> dict:
                 if row.verdict == NEEDS_FIX:
                     said = {"relation": row.relation, "layout": row.layout, "detail": row.detail[:200]}
                     return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
         except Exception as error:
             said = {"relation": "raised", "layout": "", "detail": f"{type(error).__name__}: {error}"[:200]}
             return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
     return {"verdict": "survived", "checks": count}

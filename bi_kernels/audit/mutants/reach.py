@@ -13,17 +13,16 @@ FIRST = ("rms_norm", "linear_bias", "embedding", "token_logprob", "lm_head_logpr
 MOST = 4  # ops that a mutant outside of their own files is judged by
 
 
-@cache
-def _package() -> Path:
+def package() -> Path:
     return Path(bi_kernels.__file__).parent
 
 
 @cache
 def graph() -> dict[tuple[str, str], set[tuple[str, str]]]:
     """Returns {(file, name of its top level): those that it mentions}."""
-    package, own, mentioned = _package(), {}, {}
-    for path in sources(package, hopper=True):
-        file = path.relative_to(package).as_posix()
+    root, own, mentioned = package(), {}, {}
+    for path in sources(root, hopper=True):
+        file = path.relative_to(root).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body:
             for name in _defined(node):

@@ -124,6 +124,13 @@ class Subject(Named):
             raise ValueError(f"the candidate returned {len(found)} of the outputs {', '.join(self.parts)}")
         return found
 
+    def named(self, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns outputs by name; those of the registry where it names as many."""
+        names = (
+            self.parts if len(self.parts) == len(outputs) else [f"{self.parts[0]}[{i}]" for i in range(len(outputs))]
+        )
+        return {name: t.detach() for name, t in zip(names, outputs)}
+
     def forward(self, *where):
         """Calls the candidate on what `arguments` makes of the same."""
         tensors, told = self.arguments(*where)
@@ -154,7 +161,7 @@ class Subject(Named):
     def called(self, *tensors: torch.Tensor, **told):
         """Calls the candidate where fresh memory holds ones and zeros by turns."""
         self.calls += 1
-        with poisoned_memory(self.calls):
+        with poisoned_memory(self.calls), of_candidate():
             return self.function(*tensors, **told)
 
     def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
@@ -216,6 +223,16 @@ def fill(result: torch.Tensor, to: torch.Tensor, out: torch.Tensor, taken: torch
             f"{result.dtype} {tuple(result.shape[1:])}"
         )
     result[to] = out if taken is None else out[taken]
+
+
+@contextlib.contextmanager
+def of_candidate() -> Iterator[None]:
+    """Marks what is raised as the candidate's own."""
+    try:
+        yield
+    except Exception as error:
+        error.of_candidate = True
+        raise
 
 
 @contextlib.contextmanager

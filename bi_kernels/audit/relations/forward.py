@@ -224,7 +224,7 @@ def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
     finite = exact.isfinite() & y.isfinite()
     share = torch.where(right, 0.0, torch.where(finite, gap / limit, torch.inf))
     relative = gap / exact.abs().clamp(min=torch.finfo(torch.float64).tiny)
-    wrong, most = share > 1, lambda t: float(t.max()) if t.numel() else 0.0
+    wrong, most = ~(share <= 1), lambda t: float(t.max()) if t.numel() else 0.0
     first = int(wrong.nonzero()[0]) if wrong.any() else None
     return int(wrong.sum()), first, most(share), most(gap[finite]), most(relative[finite])
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, poisoned_memory
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, of_candidate, poisoned_memory
 from bi_kernels.audit.relations.step import Step
 
 LENGTHS = (5, 1, 17, 40)
@@ -50,10 +50,7 @@ class OneCall:
         return [{k: given[k] for k in held} for held in (self.step.tokens, self.step.shared)]
 
     def named(self, outputs: Sequence[torch.Tensor]) -> Made:
-        """Returns outputs by name; those of the registry where it names as many."""
-        parts = self.subject.parts
-        names = parts if len(parts) == len(outputs) else [f"{parts[0]}[{i}]" for i in range(len(outputs))]
-        return {name: t.detach() for name, t in zip(names, outputs)}
+        return self.subject.named(outputs)
 
     def made(
         self,
@@ -82,14 +79,17 @@ class OneCall:
         numbers = [i for i, o in enumerate(outputs) if o.requires_grad and (used is None or i in used)]
         if not numbers:
             raise ValueError("no output of the candidate requires a gradient")
-        dys = [upstream(i, self.step.dy[i]) for i in numbers]
+        dys = [upstream(i, self.step.dy[i].clone()) for i in numbers]
         for left in reversed(range(times)):
-            with poisoned_memory(self.subject.calls + left):
-                grads = torch.autograd.grad(
-                    [outputs[i] for i in numbers], leaves, dys, retain_graph=left > 0, allow_unused=True
-                )
+            grads = self.backward([outputs[i] for i in numbers], leaves, dys, left)
         grads = [held[k].main_grad if g is None and k in held else g for k, g in zip(wanted, grads)]
         return self.named(outputs) | {f"d{k}": g for k, g in zip(wanted, grads)}
+
+    def backward(self, outputs: Sequence, leaves: Sequence, upstream: Sequence, left: int = 0) -> Sequence:
+        """Returns the leaves' gradients, None where there is none; fresh memory is as in a call, and `left` more
+        backwards come."""
+        with poisoned_memory(self.subject.calls + left), of_candidate():
+            return torch.autograd.grad(outputs, leaves, upstream, retain_graph=left > 0, allow_unused=True)
 
     def rolled(self, given: dict | None = None, function: Callable | None = None) -> Made:
         """Returns the outputs of a call without gradients."""
@@ -110,7 +110,7 @@ class OneCall:
         outputs = self.subject.outputs(self.subject.forward(own, shared, lead, self.step.at[:1]))
         trained = [(o, dy[:1].reshape(o.shape)) for o, dy in zip(outputs, self.step.dy) if o.requires_grad]
         outs, dys = zip(*trained)
-        grads = torch.autograd.grad(outs, [leaves[k] for k in self.floating], dys)
+        grads = self.backward(outs, [leaves[k] for k in self.floating], dys)
         made = {k: t.reshape(1, *t.shape[len(lead) :]) for k, t in self.named(outputs).items()}
         return made | {f"d{k}": g for k, g in zip(self.floating, grads)}
 
@@ -119,7 +119,7 @@ class OneCall:
         given = {k: t.to(dtype) if k in self.floating else t for k, t in self.inputs().items()}
         for count in (1, 3):
             rows = sum(self.step.lengths[:count])
-            tokens, shared = self.parts(given)
-            tokens = {k: t[:rows].clone().requires_grad_(t.is_floating_point()) for k, t in tokens.items()}
+            tokens, shared = self.parts({k: t.clone().requires_grad_(k in self.floating) for k, t in given.items()})
+            tokens = {k: t[:rows] for k, t in tokens.items()}
             outputs = self.subject.outputs(self.subject.forward(tokens, shared, (rows,), self.step.at[:rows]))
             sum(o.float().sum() for o in outputs if o.requires_grad).backward()

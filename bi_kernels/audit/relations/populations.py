@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from bi_kernels import RopeTable
+from bi_kernels.audit.evidence.drift import Tensors
 from bi_kernels.audit.problem.registry import Op
-from bi_kernels.audit.problem.subject import SHARPEST
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT
@@ -57,8 +58,13 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
     one = told["positions"][0]
     one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
     apart = RopeTable(*(torch.stack((t, t), -1)[..., 0] for t in told["table"]))
-    found = u.subject.function(*tensors, **told | {"positions": one, "table": apart})
-    return u.named(u.subject.outputs(found)), u.named(u.subject.outputs(u.subject.function(*tensors, **told)))
+
+    def made(**more) -> Made:
+        x = tensors[0].clone().requires_grad_()
+        (y,) = u.subject.outputs(u.subject.called(x, *tensors[1:], **told | more))
+        return u.named([y]) | {"dx": u.backward([y], [x], [tensors[0].flip(0).contiguous()])[0]}
+
+    return made(positions=one, table=apart), made()
 
 
 def _more_keys(u: OneCall) -> tuple[Made, Made]:
@@ -80,7 +86,7 @@ def _more_keys(u: OneCall) -> tuple[Made, Made]:
         zero = lambda dy: dy[q_rows].masked_fill((q_rows < 0).view(-1, *[1] * (dy.dim() - 1)), 0)
         trained = [(o, zero(dy)) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
         outs, dys = zip(*trained)
-        grads = torch.autograd.grad(outs, list(leaves.values()), dys)
+        grads = u.backward(outs, list(leaves.values()), dys)
         of_queries = {k: t[q_rows >= 0] for k, t in (u.named(outputs) | {"dq": grads[0]}).items()}
         return of_queries | ({} if full else {f"d{k}": g for k, g in list(zip(leaves, grads))[1:]})
 
@@ -113,6 +119,13 @@ def _masked(u: OneCall, mask: str) -> dict:
     return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
 
 
+def _rounded(s: Subject, exact: Tensors, count: int) -> Made:
+    """Returns the `count` outputs of a reference by name, in the dtypes that the contract promises."""
+    outputs = exact if isinstance(exact, tuple) else exact.unbind(-1) if count > 1 else (exact,)
+    dtypes = list(s.problem.returned.values())
+    return s.named([t.to(dtype) for t, dtype in zip(outputs, dtypes * (count // len(dtypes)), strict=True)])
+
+
 def _signed_zeros(u: OneCall) -> tuple[Made, Made]:
     """Compares zeros of either sign with fp64, whose arithmetic has the same zeros."""
     step, s = u.step, u.subject
@@ -120,7 +133,7 @@ def _signed_zeros(u: OneCall) -> tuple[Made, Made]:
     given = {k: zero(t) for k, t in u.inputs().items()}
     exact, _ = s.problem.reference(*u.parts(given), s.constants(), step.at, step.lengths)
     found = u.rolled(given)
-    return found, {k: exact.to(t.dtype).view(t.shape) for k, t in found.items()}
+    return found, _rounded(s, exact, len(found))
 
 
 def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
@@ -152,9 +165,8 @@ def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
         exact, _ = s.problem.reference(step.tokens, step.shared, constants, step.at, step.lengths)
         wanted = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
         nothing = [k for k in made if not wanted[k].exact.any()]  # others are sums
-        values = dict(zip(outputs, exact if isinstance(exact, tuple) else (exact,)))
-        values |= {f"d{k}": wanted[k].exact for k in nothing}
+        values = _rounded(s, exact, len(outputs)) | {f"d{k}": wanted[k].exact.to(made[k].dtype) for k in nothing}
         for k, t in (outputs | {f"d{k}": made[k] for k in nothing}).items():
             found[f"{k}, {call} call"] = t
-            expected[f"{k}, {call} call"] = values[k].to(t.dtype).reshape(t.shape)
+            expected[f"{k}, {call} call"] = values[k]
     return found, expected

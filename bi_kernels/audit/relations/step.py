@@ -15,7 +15,7 @@ import torch
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
 from bi_kernels.audit.problem.inputs import draw, generator, on, powers
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, places, poisoned_memory
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, of_candidate, places, poisoned_memory
 from bi_kernels.contract import SHAPES
 from bi_kernels.tokens import TokenLayout
 
@@ -152,7 +152,7 @@ class Step:
         ]
         if not upstream:
             raise ValueError("no output of the candidate requires a gradient")
-        with poisoned_memory(s.calls):
+        with poisoned_memory(s.calls), of_candidate():
             torch.autograd.backward(*zip(*upstream))
         for k in out:
             if tokens[k].grad is None:

@@ -28,7 +28,7 @@ RELATIONS |= {"population": "gradient invariance"}
 NO_ROWS = "no rows"
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
-REFUSALS |= {ONE_TOKEN: (" has shape (",)}
+REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
 
 
 def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> Row:
@@ -37,13 +37,20 @@ def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> 
     try:
         found, expected = asked()
     except Exception as error:
-        refuses = isinstance(error, (TypeError, ValueError, NotImplementedError))
-        edge = name in (ONE_TOKEN, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels"  # may raise
-        if not edge and not any(word in str(error) for word in REFUSALS.get(name, [name] * refuses)):
+        if not _refuses(subject, name, error):
             raise
         return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
     drift, tensor = compared(found, expected)
     return subject.row(relation, name, drift, tensor=tensor, **said)
+
+
+def _refuses(subject: Subject, name: str, error: Exception) -> bool:
+    """Tells whether what was raised is a refusal of a way. A candidate's may say what it likes where a token has no
+    batch, or there are no columns."""
+    if name in (ONE_TOKEN, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
+        return hasattr(error, "of_candidate") and "CUDA error" not in str(error)
+    clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
+    return any(word in str(error) for word in REFUSALS.get(name, [name] * clear))
 
 
 def compared(found: Made, expected: Made) -> tuple[Drift, str]:
@@ -196,20 +203,24 @@ def memories(u: OneCall) -> dict[str, Asked]:
 
 def _no_rows(u: OneCall) -> tuple[Made, Made]:
     """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
-    tokens, shared = u.parts(u.inputs())
-    leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
-    for k in u.floating:
-        leaves[k].requires_grad_()
-    nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
-    outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
-    trained = [o for o in outputs if o.requires_grad]
-    grads = torch.autograd.grad(
-        trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained], allow_unused=True
-    )
-    empty = {k: t[:0] for k, t in u.results.items()}
-    zeros = {f"d{k}": torch.zeros_like(leaves[k]) for k in u.floating}
-    found = {f"d{k}": torch.zeros_like(leaves[k]) if g is None else g for k, g in zip(u.floating, grads)}
-    return u.named(outputs) | found, empty | zeros
+    found, expected = {}, {}
+    for way in ("grad", "main_grad"):
+        tokens, shared = u.parts(u.inputs())
+        leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
+        for k in u.floating:
+            leaves[k].requires_grad_()
+            if way == "main_grad" and k in shared:
+                leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
+        nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
+        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
+        trained = [o for o in outputs if o.requires_grad]
+        grads = u.backward(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
+        made = dict(zip(u.floating, grads)) | {f"{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in shared}
+        made = u.named(outputs) | {f"d{k}": t for k, t in made.items() if t is not None}  # no gradient is zeros
+        wanted = {k: t[:0] for k, t in u.results.items()}
+        found |= {f"{k}, {way}": t for k, t in made.items()}
+        expected |= {f"{k}, {way}": wanted[k] if k in wanted else torch.zeros_like(t) for k, t in made.items()}
+    return found, expected
 
 
 def histories(u: OneCall) -> dict[str, Asked]:
