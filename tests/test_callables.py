@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 import bi_kernels
-from bi_kernels.audit import audit
+from bi_kernels.audit import audit, start
 from bi_kernels.audit.callables import target
 from bi_kernels.audit.callables.relations import SINGLES, plan
 from bi_kernels.audit.callables.target import Target
@@ -463,3 +463,20 @@ def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():
     assert report.passed and row.verdict == UNSUPPORTED and "no backward of this one" in row.detail
     report = audit(without_inference_mode, X)
     assert [r.layout for r in in_need(report)] == [MODES[1]] and "no inference mode" in in_need(report)[0].detail
+
+
+@pytest.mark.parametrize(
+    "candidate, inputs, count",
+    [("torch:relu", "x:fp32[40,8]", 8), ("bi_kernels:embedding", "ids:int64[40]<50 weight:bf16[50,16]", 6)],
+)
+def test_every_control_of_any_is_caught(candidate, inputs, count):
+    session = start("any", candidate=candidate, inputs=inputs, device="cpu")
+    session.judge()
+    assert [r.caught for r in session.controls()] == [True] * count  # ids have no gradient
+
+
+def test_a_control_is_missed_where_its_question_is_not_asked(monkeypatch):
+    session = start("any", candidate="torch:relu", inputs="x:fp32[40,8]", device="cpu")
+    session.judge()
+    monkeypatch.setattr("bi_kernels.audit.callables.modes._wanted", lambda t: t.call(t.every))
+    assert [r.candidate for r in session.controls() if not r.caught] == ["another result where a gradient is wanted"]

@@ -8,10 +8,14 @@ from dataclasses import asdict, replace
 import torch
 
 from bi_kernels import contract
-from bi_kernels.audit.callables import relations
+from bi_kernels.audit.callables import modes, relations
 from bi_kernels.audit.callables.audit import audit as audit_callable
+from bi_kernels.audit.callables.demand import TWICE, demands
+from bi_kernels.audit.callables.history import history
+from bi_kernels.audit.callables.memory import LATER, memory
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.callables.target import first_and_batch, tensors
+from bi_kernels.audit.callables.step import Step
+from bi_kernels.audit.callables.target import Target, first_and_batch, tensors
 from bi_kernels.audit.evidence.drift import raw
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.parameters import choose, read
@@ -104,22 +108,15 @@ class AnySession(Session):
     def controls(self) -> list[Row]:
         """Judges twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
         rows = []
-        for name, relation, change in CONTROLS:
+        for name, asked, change in CONTROLS:
             t = copy.copy(self.report.target)
-            t.dims, t.outputs, t.votes = [t.batch], [], {}
-            t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t)]
-            if relation == relations.DETERMINISM:
-                found = relations.determinism(t, 3)
-            else:
-                whole = {"given": t.whole()}
-                found = [
-                    r
-                    for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
-                    if not layout.startswith("rows:")
-                    for r in relations.invariance(t, layout, calls, filler, whole)
-                ]
-            row = (needs_fix(found) or found)[0]
-            rows.append(replace(row, candidate=name).as_control())
+            t.dims, t.outputs, t.votes, t.module, held = [t.batch], [], {}, None, {}
+            x = t.values[t.first]
+            if asked in (_demanded, _moded) and not x.is_floating_point():
+                continue  # nothing of it has a gradient
+            t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t, held)]
+            found = asked(t)
+            rows.append(replace((needs_fix(found) or found)[0], candidate=name).as_control())
         self.add(rows)
         return rows
 
@@ -154,7 +151,42 @@ class ZooSession(AnySession):
         return lines
 
 
-def _one_ulp(y, x, t):
+def _repeated(t: Target) -> list[Row]:
+    return relations.determinism(t, 3)
+
+
+def _laid_out(t: Target) -> list[Row]:
+    whole = {"given": t.whole()}
+    return [
+        r
+        for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
+        if not layout.startswith("rows:")
+        for r in relations.invariance(t, layout, calls, filler, whole)
+    ]
+
+
+def _moded(t: Target) -> list[Row]:
+    return modes.judged(t, modes.WANTED, t.whole())
+
+
+def _demanded(t: Target) -> list[Row]:
+    step = Step(t)
+    return demands(t, step, step.gradients([t.every]))[TWICE]()
+
+
+def _kept(t: Target) -> list[Row]:
+    return memory(t, t.whole())[LATER]()
+
+
+def _followed(t: Target) -> list[Row]:
+    return history(t, t.whole())["after another order"]()
+
+
+def _referred(t: Target) -> list[Row]:
+    return relations.accuracy(t, lambda *given, **told: 2.0 * [*given, *told.values()][list(t.values).index(t.first)])
+
+
+def _one_ulp(y, x, t, held):
     """Flips the last bit of the last element, if the batch holds more than one sample."""
     y = y.contiguous()
     if x.shape[t.batch] > 1:
@@ -162,17 +194,58 @@ def _one_ulp(y, x, t):
     return y
 
 
-def _leaks(y, x, t):
+def _leaks(y, x, t, held):
     """Adds 0 times the sum of the inputs, which is not 0 beside a NaN; of integers, the number of samples."""
     return y + 0 * x.sum() if x.is_floating_point() else y + x.shape[t.batch]
 
 
-def _noise(y, x, t):
+def _noise(y, x, t, held):
     return y + torch.rand_like(y)
 
 
-CONTROLS = (
-    ("one ULP in one element of a batch of more than one", "invariance", _one_ulp),
-    ("a neighbour that leaks, NaN above all", "invariance", _leaks),
-    ("random noise", "determinism", _noise),
+def _trained(y, x, t, held):
+    return y * 1.5 if x.requires_grad else y
+
+
+class _Halved(torch.autograd.Function):
+    """Returns y; its second backward gives half of the first."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.times = 0
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.times += 1
+        return dy / ctx.times
+
+
+def _halved(y, x, t, held):
+    return _Halved.apply(y)
+
+
+def _buffered(y, x, t, held):
+    return held.setdefault(y.shape, y).copy_(y)
+
+
+def _late(y, x, t, held):
+    before = held.get(y.shape, y)
+    held[y.shape] = y.clone()
+    return before
+
+
+def _offset(y, x, t, held):
+    return y + y.abs().max()
+
+
+CONTROLS = (  # what it is called, what asks, how it is broken
+    ("one ULP in one element of a batch of more than one", _laid_out, _one_ulp),
+    ("a neighbour that leaks, NaN above all", _laid_out, _leaks),
+    ("random noise", _repeated, _noise),
+    ("another result where a gradient is wanted", _moded, _trained),
+    ("a second backward of half the first", _demanded, _halved),
+    ("one buffer for the results of all calls", _kept, _buffered),
+    ("the results of the call before", _followed, _late),
+    ("results that are off by the largest", _referred, _offset),
 )

@@ -64,7 +64,10 @@ def compared(found: Made, expected: Made) -> tuple[Drift, str]:
 
 
 def modes(u: OneCall) -> dict[str, Asked]:
-    """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere."""
+    """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere.
+
+    Of this package's ops a compiled call that trains breaks the graph and runs as it is.
+    """
     device = u.subject.problem.device.type
 
     def inference() -> Made:
