@@ -60,7 +60,7 @@ def judge(case: Case) -> list[Row]:
     if s.problem.op.constants.get("causal", True):
         s.memo["inputs", case.kind, step.count, ()] = step.tokens, step.shared
         asked("invariance", ROLLOUT, lambda: compare(_rollout(case), together(outputs)))
-    for name, values in s.problem.op.free.items():
+    for name, values in s.free.items():
         for value in values:
             other = Step(replace(s, function=partial(s.function, **{name: value}), memo={}), case.kind, s.lengths)
             other.dy = step.dy
@@ -94,7 +94,8 @@ def _gradients(step: Step, base: dict) -> list[Row]:
 
 @torch.no_grad()
 def _rollout(case: Case) -> Tensors:
-    return case.subject.compute(case.parts, case.kind, poisoned_sample=-1)
+    with torch.inference_mode(case.number % 2 == 1):
+        return case.subject.compute(case.parts, case.kind, poisoned_sample=-1)
 
 
 def together(outputs: tuple[torch.Tensor, ...]) -> Tensors:

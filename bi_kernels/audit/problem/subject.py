@@ -1,6 +1,7 @@
 """A subject: a candidate's function for one problem, called in any layout."""
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,9 @@ class Named(Judged):
     ) -> Row:
         """Returns the row of a relation and a layout; it needs a fix where elements differ, or where there is no
         drift."""
-        said = {"tensor": self.parts[drift.part if drift else 0]} | (drift.json() if drift else {}) | more
+        part, parts = drift.part if drift else 0, self.parts
+        tensor = parts[part] if part < len(parts) else f"{parts[0]}[{part}]"
+        said = {"tensor": tensor} | (drift.json() if drift else {}) | more
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         if verdict == NEEDS_FIX:
             said |= {"first_failing_op": self.whose[1], "repro": self.command}
@@ -79,6 +82,16 @@ class Subject(Named):
     def parts(self) -> list[str]:
         return list(self.problem.returned)
 
+    @property
+    def free(self) -> dict[str, tuple]:
+        """Returns the op's arguments that change no bit, those that the candidate takes."""
+        if self.candidate == "bi_kernels":
+            return self.problem.op.free
+        parameters = inspect.signature(self.function).parameters.values()
+        names = {p.name for p in parameters}
+        every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return {k: values for k, values in self.problem.op.free.items() if every or k in names}
+
     def once(self, key, make: Callable):
         """Returns what `make` made for this key when it was first asked for."""
         if key not in self.memo:
@@ -103,14 +116,16 @@ class Subject(Named):
         return self.once("constants", lambda: self.problem.constants(max(*self.lengths, self.largest)))
 
     def call(self, tokens: dict, shared: dict, lead: tuple[int, ...], *where) -> Tensors:
-        """Returns what the candidate makes of tokens, a row a token; `where` they are, as in `arguments`.
+        """Returns what the candidate makes of tokens in a rollout, without gradients, a row a token; `where` they are,
+        as in `arguments`.
 
         Tensors go by position, so a candidate may name them as it likes; constants and positions go by name. The tokens
         are copies, so a candidate may work in place; fresh memory holds ones and zeros by turns, so an element that it
         leaves unwritten differs from call to call.
         """
         tokens = {k: t.clone() for k, t in tokens.items()}
-        out = self.forward(tokens, shared, lead, *where)
+        with torch.no_grad():
+            out = self.forward(tokens, shared, lead, *where)
         for t in self.outputs(out):
             if not isinstance(t, torch.Tensor) or tuple(t.shape[: len(lead)]) != tuple(lead):
                 got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
@@ -251,7 +266,7 @@ def poisoned_memory(call: int) -> Iterator[None]:
                     storage.fill_(FENCED)
                     fenced.append((storage, size))
                     t = t.detach().set_(storage, 0, t.shape, t.stride())
-                t.view(-1).view(torch.uint8).fill_(0xFF if call % 2 else 0x00)
+                t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(0xFF if call % 2 else 0x00)
             return t
 
         return filled

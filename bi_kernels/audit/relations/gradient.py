@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bi_kernels import contract
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
@@ -58,6 +58,12 @@ def by_split(subject: Subject) -> Iterator[Row]:
                 trained.extend(step.outputs)
                 return found
 
+            if name in VIEWS and (why := forward.unplaced(subject, making)):
+                told, left = said | {"against": "packed", "detail": why}, more.get("left_in", "")
+                yield from (subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left}", **told) for k in base)
+                yield subject.row("invariance", name, Drift(0, 0), **told | {"against": UNTRAINED})
+                continue
+            trained.clear()
             yield from compared(subject, INVARIANCE, name, making, expected, **said | more)
             if "left_in" not in more:
                 more = said | {"against": UNTRAINED, "detail": more["detail"]}

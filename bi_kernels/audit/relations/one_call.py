@@ -36,8 +36,10 @@ class OneCall:
         return {k: t for k, t in self.base.items() if k not in [f"d{k}" for k in self.floating]}
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the call by name, new ones each time."""
-        return {k: t.clone() for k, t in (self.step.tokens | self.step.shared).items()}
+        """Returns the tensors of the call by name, new ones each time; what is trained is a parameter."""
+        made = {k: t.clone() for k, t in (self.step.tokens | self.step.shared).items()}
+        trained = [k for k in self.step.shared if made[k].is_floating_point()]
+        return made | {k: torch.nn.Parameter(made[k], requires_grad=False) for k in trained}
 
     def others(self) -> dict[str, torch.Tensor]:
         """Returns tensors of the same shapes that hold other numbers."""
@@ -61,12 +63,13 @@ class OneCall:
         times: int = 1,
         function: Callable | None = None,
         main_grad: bool = False,
+        between: Callable[[], object] = lambda: None,
     ) -> Made:
         """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
 
         used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
         the inputs; times: that the backward runs, the last of which counts; main_grad: what parameters have there is
-        their gradient, where the candidate adds to it.
+        their gradient, where the candidate adds to it; between: what comes before the backward.
         """
         given, wanted = given or self.inputs(), self.floating if wanted is None else wanted
         leaves = [given[k].requires_grad_() for k in wanted]
@@ -80,6 +83,7 @@ class OneCall:
         if not numbers:
             raise ValueError("no output of the candidate requires a gradient")
         dys = [upstream(i, self.step.dy[i].clone()) for i in numbers]
+        between()
         for left in reversed(range(times)):
             grads = self.backward([outputs[i] for i in numbers], leaves, dys, left)
         grads = [held[k].main_grad if g is None and k in held else g for k, g in zip(wanted, grads)]

@@ -37,6 +37,7 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
         found["more keys than queries, a key head a head"] = _own_keys
     if any(dims.endswith(":id") for dims in op.tokens.values()):
         found["one id in most positions"] = _one_id
+        found["ids in int32"] = _int32
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
         found["NaN under the mask"] = lambda u: (u.made(given=_masked(u, masks[0])), u.base)
     if op.ieee and not op.positions:
@@ -114,6 +115,12 @@ def _one_id(u: OneCall) -> tuple[Made, Made]:
     return step.gradients(), step.gradients("micro_batches:each")
 
 
+def _int32(u: OneCall) -> tuple[Made, Made]:
+    """Compares ids in int32 with the same in int64."""
+    ids = [k for k, dims in u.subject.problem.op.tokens.items() if dims.endswith(":id")]
+    return u.made(given=u.inputs() | {k: t.int() for k, t in u.inputs().items() if k in ids}), u.base
+
+
 def _masked(u: OneCall, mask: str) -> dict:
     given = u.inputs()
     return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
@@ -169,4 +176,26 @@ def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
         for k, t in (outputs | {f"d{k}": made[k] for k in nothing}).items():
             found[f"{k}, {call} call"] = t
             expected[f"{k}, {call} call"] = values[k]
+    return found, expected
+
+
+def no_rows(u: OneCall) -> tuple[Made, Made]:
+    """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
+    found, expected = {}, {}
+    for way in ("grad", "main_grad"):
+        tokens, shared = u.parts(u.inputs())
+        leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
+        for k in u.floating:
+            leaves[k].requires_grad_()
+            if way == "main_grad" and k in shared:
+                leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
+        nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
+        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
+        trained = [o for o in outputs if o.requires_grad]
+        grads = u.backward(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
+        made = dict(zip(u.floating, grads)) | {f"{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in shared}
+        made = u.named(outputs) | {f"d{k}": t for k, t in made.items() if t is not None}  # no gradient is zeros
+        wanted = {k: t[:0] for k, t in u.results.items()}
+        found |= {f"{k}, {way}": t for k, t in made.items()}
+        expected |= {f"{k}, {way}": wanted[k] if k in wanted else torch.zeros_like(t) for k, t in made.items()}
     return found, expected

@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall
-from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, populations
+from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, no_rows, populations
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
@@ -25,7 +25,7 @@ from bi_kernels.tokens import TokenLayout
 ONCE = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
 RELATIONS |= {"population": "gradient invariance"}
-NO_ROWS = "no rows"
+NO_ROWS, DETERMINISTIC = "no rows", "deterministic algorithms"
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
@@ -46,8 +46,8 @@ def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> 
 
 def _refuses(subject: Subject, name: str, error: Exception) -> bool:
     """Tells whether what was raised is a refusal of a way. A candidate's may say what it likes where a token has no
-    batch, or there are no columns."""
-    if name in (ONE_TOKEN, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
+    batch, or there are no rows or columns."""
+    if name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
         return hasattr(error, "of_candidate") and "CUDA error" not in str(error)
     clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
     return any(word in str(error) for word in REFUSALS.get(name, [name] * clear))
@@ -70,9 +70,21 @@ def modes(u: OneCall) -> dict[str, Asked]:
     """
     device = u.subject.problem.device.type
 
-    def inference() -> Made:
+    def inference() -> tuple[Made, Made]:
+        given, before = u.inputs(), u.inputs()
         with torch.inference_mode():
-            return {k: t.clone() for k, t in u.named(u.outputs(u.inputs())).items()}
+            found = {k: t.clone() for k, t in u.named(u.outputs(given)).items()}
+        held = lambda tensors: {f"{k} as given": t.detach() for k, t in tensors.items()}
+        return found | held(given), u.results | held(before)
+
+    def deterministic() -> Made:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            with warnings.catch_warnings(action="ignore"):
+                return u.made() | u.untrained(u.rolled())
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
     def autocast() -> Made:
         with torch.autocast(device, torch.bfloat16):
@@ -105,7 +117,8 @@ def modes(u: OneCall) -> dict[str, Asked]:
         return u.named(out)
 
     found = {
-        "inference_mode": lambda: (inference(), u.results),
+        "inference_mode": inference,
+        DETERMINISTIC: lambda: (deterministic(), u.base | u.untrained(u.results)),
         "autocast": lambda: (autocast(), u.base),
         "compiled": lambda: (compiled(), u.base | u.untrained(u.results)),
     }
@@ -137,7 +150,7 @@ def demands(u: OneCall) -> dict[str, Asked]:
 
     found["upstream expanded"] = expanded
     found["second backward"] = lambda: (u.made(times=2), u.base)
-    for name, values in u.subject.problem.op.free.items():
+    for name, values in u.subject.free.items():
         for value in values:
             function = partial(u.subject.function, **{name: value})
             found[f"second backward, {name} = {value}"] = partial(
@@ -200,30 +213,9 @@ def memories(u: OneCall) -> dict[str, Asked]:
         "no token layout": shapes_alone,
         "inputs and upstream": untouched,
         "outputs kept": kept,
-        NO_ROWS: lambda: _no_rows(u),
+        "backward after a later call": lambda: (u.made(between=lambda: u.made(given=u.others())), u.base),
+        NO_ROWS: lambda: no_rows(u),
     }
-
-
-def _no_rows(u: OneCall) -> tuple[Made, Made]:
-    """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
-    found, expected = {}, {}
-    for way in ("grad", "main_grad"):
-        tokens, shared = u.parts(u.inputs())
-        leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
-        for k in u.floating:
-            leaves[k].requires_grad_()
-            if way == "main_grad" and k in shared:
-                leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
-        nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
-        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
-        trained = [o for o in outputs if o.requires_grad]
-        grads = u.backward(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
-        made = dict(zip(u.floating, grads)) | {f"{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in shared}
-        made = u.named(outputs) | {f"d{k}": t for k, t in made.items() if t is not None}  # no gradient is zeros
-        wanted = {k: t[:0] for k, t in u.results.items()}
-        found |= {f"{k}, {way}": t for k, t in made.items()}
-        expected |= {f"{k}, {way}": wanted[k] if k in wanted else torch.zeros_like(t) for k, t in made.items()}
-    return found, expected
 
 
 def histories(u: OneCall) -> dict[str, Asked]:
@@ -273,13 +265,13 @@ def required(subject: Subject) -> Iterator[dict]:
     op, device = subject.problem.op, subject.problem.device.type
     floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
     names = {
-        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda")],
+        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda"), DETERMINISTIC],
         "demand": [
             *("upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]),
-            *(f"second backward, {name} = {value}" for name, values in op.free.items() for value in values),
+            *(f"second backward, {name} = {value}" for name, values in subject.free.items() for value in values),
             *["frozen parameters"] * (0 < sum(k in op.shared for k in floating) < len(floating)),
         ],
-        "memory": ["no token layout", "inputs and upstream", "outputs kept", NO_ROWS],
+        "memory": ["no token layout", "inputs and upstream", "outputs kept", "backward after a later call", NO_ROWS],
         "history": ["after other calls", "tensors written to"],
         "population": [*populations(op)],
     }
