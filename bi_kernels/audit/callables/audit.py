@@ -20,14 +20,22 @@ from bi_kernels.audit.callables.demand import demands
 from bi_kernels.audit.callables.history import history
 from bi_kernels.audit.callables.memory import backward_memory, memory
 from bi_kernels.audit.callables.modes import judged, modes
-from bi_kernels.audit.callables.relations import accuracy, compared, determinism, gradients, invariance, plan
+from bi_kernels.audit.callables.relations import (
+    accuracy,
+    compared,
+    determinism,
+    gradient_accuracy,
+    gradients,
+    invariance,
+    plan,
+)
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
@@ -111,7 +119,7 @@ def audit(
             steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind)))
         if backward is not False:
             try:
-                steps += _backward_steps(t, many)
+                steps += _backward_steps(t, many, reference)
             except Exception as error:
                 if missing := isinstance(error, NoBackward):
                     notes.append(f"Its backward was not judged: {error}.")
@@ -176,7 +184,7 @@ def _sequence_steps(t: Target) -> list[tuple[str, str, Callable]]:
         return []
 
 
-def _backward_steps(t: Target, many: Target) -> list[tuple[str, str, Callable]]:
+def _backward_steps(t: Target, many: Target, reference: Callable | None) -> list[tuple[str, str, Callable]]:
     """Returns what judges the backward under each layout; raises what its backward raises."""
     step = Step(t)
     whole = t.trained = step.gradients([t.every])
@@ -191,6 +199,9 @@ def _backward_steps(t: Target, many: Target) -> list[tuple[str, str, Callable]]:
     axes = demands(t, step, whole) | backward_memory(t, whole)
     steps += [(INVARIANCE, layout, run) for layout, run in axes.items()]
     steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many)))
+
+    if reference is not None:
+        steps.append((ACCURACY, "whole batch", partial(gradient_accuracy, t, step, whole, reference)))
 
     def again() -> list[Row]:
         found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}
@@ -210,7 +221,7 @@ def _static(t: Target) -> list[Row]:
         finally:
             if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]:  # something is compiled
                 torch.compiler.reset()  # else its user would be left with what was compiled to be watched
-    function = type(t.module).forward if t.module is not None else t.function
+    function = type(t.function).forward if isinstance(t.function, torch.nn.Module) else t.function
     unread = [f for f in source(function) if f.kind == UNREADABLE]
     if unread and not launches.variants and not launches.findings:
         return [t.row(STATIC, LEVELS, verdict=UNSUPPORTED, inputs="", detail=str(unread[0]))]

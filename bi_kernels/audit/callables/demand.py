@@ -18,9 +18,9 @@ TWICE, EXPANDED, KEPT = "a graph kept, backward twice", "an expanded upstream gr
 
 
 @contextlib.contextmanager
-def _frozen(module: torch.nn.Module | None, but: str) -> Iterator[None]:
-    """Has none of a module's parameters want a gradient but one."""
-    frozen = [p for k, p in (module.named_parameters() if module else ()) if p.requires_grad and k != but]
+def _frozen(module: torch.nn.Module | None, but: list[str]) -> Iterator[None]:
+    """Has none of a module's parameters want a gradient but some."""
+    frozen = [p for k, p in (module.named_parameters() if module else ()) if p.requires_grad and k not in but]
     try:
         for p in frozen:
             p.requires_grad_(False)
@@ -30,18 +30,18 @@ def _frozen(module: torch.nn.Module | None, but: str) -> Iterator[None]:
             p.requires_grad_()
 
 
-class _Alone(Step):
-    """A step in which one input, or one parameter, wants a gradient."""
+class _Some(Step):
+    """A step in which some of the inputs and parameters want a gradient."""
 
-    def __init__(self, t: Target, name: str):
+    def __init__(self, t: Target, names: list[str]):
         super().__init__(t)
-        self.name = name
+        self.names = names
 
     def wants(self, name: str) -> bool:
-        return name == self.name
+        return name in self.names
 
     def gradients(self, *layout) -> dict[str, torch.Tensor]:
-        with _frozen(self.t.module, self.name):
+        with _frozen(self.t.module, self.names):
             return super().gradients(*layout)
 
 
@@ -127,7 +127,10 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
     if len(whole) > 1:
         for k in list(whole)[:LEAVES]:
             layout = f"{k.removeprefix('d')} alone wants a gradient"
-            out[layout] = partial(same, layout, _Alone(t, k.removeprefix("d")), [k])
+            out[layout] = partial(same, layout, _Some(t, [k.removeprefix("d")]), [k])
+            if len(whole) > 2:
+                layout, rest = f"{k.removeprefix('d')} alone is frozen", [other for other in whole if other != k]
+                out[layout] = partial(same, layout, _Some(t, [other.removeprefix("d") for other in rest]), rest)
     if len(step.upstream) > 1:
         for number in range(len(step.upstream)):
             layout = f"output {number} alone is used"

@@ -1,6 +1,7 @@
 """The relations of any callable, between calls on parts of its batch, in layouts that need no knowledge of the op."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -8,12 +9,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
-from bi_kernels.audit.callables.step import Step
-from bi_kernels.audit.callables.target import WHOLE, Layout, Target, tensors
+from bi_kernels.audit.callables.step import NoBackward, Step
+from bi_kernels.audit.callables.target import SAMPLE, WHOLE, Layout, Target, tensors
 from bi_kernels.audit.evidence.drift import compare, raw
-from bi_kernels.audit.evidence.verdicts import Row, grouped, needs_fix
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, grouped, needs_fix, sentence
 from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.contract import CONTRACT, dtype_name
 
 SINGLES = 16  # samples that are computed alone, spread over the batch
@@ -37,10 +38,30 @@ def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
         "micro_batches:ragged": [every[:third], every[third:]],
         "neighbours": beside,
         "neighbours:nonfinite": beside,
+        "neighbours:largest": beside,
         **{f"rows:{m}": [every[:m]] for m in contract.rows(count) if m < count},
     }
-    filler = lambda layout: "nonfinite" if layout == "neighbours:nonfinite" else "stale"
+    filler = lambda layout: layout.partition(":")[2] if layout.startswith("neighbours:") else "stale"
     return {layout: (calls, filler(layout)) for layout, calls in layouts.items()}
+
+
+class Refused(Exception):
+    """Raised where a callable does not take NaN, or the largest number, beside its samples."""
+
+
+def filled(layout: Layout, filler: str, make: Callable):
+    """Returns what `make` makes with a filler; one of the samples fills what a callable refuses to take filled
+    otherwise. Raises Refused where it refuses NaN or the largest number."""
+    try:
+        return make(filler)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        if isinstance(error, NoBackward):
+            raise
+        if filler != "stale":
+            raise Refused(sentence(error)) from None
+        if all(i >= 0 for call in layout for i in call):
+            raise
+        return make(SAMPLE)
 
 
 def samples_of(layout: Layout) -> list[int]:
@@ -91,7 +112,11 @@ def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -
     said = {"rows": max(map(len, layout)), "detail": f"{len(layout)} call{'s' * (len(layout) > 1)} of {sizes}"}
 
     def rows(kind: str) -> list[Row]:
-        wanted, found = [w[samples] for w in whole[kind]], t.compute(layout, filler, kind)
+        wanted = [w[samples] for w in whole[kind]]
+        try:
+            found = filled(layout, filler, lambda filler: t.compute(layout, filler, kind))
+        except Refused as error:
+            return [t.row("invariance", name, inputs=kind, verdict=UNSUPPORTED, rows=said["rows"], detail=str(error))]
         out = compared(t, "invariance", name, found, wanted, inputs=kind, **said)
         for number, row in enumerate(out):
             if row.mismatches:
@@ -141,10 +166,13 @@ def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, who
     said, samples = {"rows": max(map(len, layout)), "inputs": step.kind}, samples_of(layout)
 
     def rows() -> list[Row]:
-        found, out = step.gradients(layout, filler), []
+        try:
+            found, out = filled(layout, filler, lambda filler: step.gradients(layout, filler)), []
+        except Refused as error:
+            return [t.row(INVARIANCE, name, verdict=UNSUPPORTED, detail=str(error), **said)]
         for k, expected in whole.items():
             batched = k.removeprefix("d") in t.batched
-            if not batched and (filler == "nonfinite" or len(samples) < t.count):
+            if not batched and (filler not in ("stale", SAMPLE) or len(samples) < t.count):
                 continue  # NaN beside a sample is in the sum over samples, and one that is left out is not
             drift = compare(found[k], expected[samples] if batched else expected) if k in found else None
             detail = "" if k in found else "backward left no gradient"
@@ -152,6 +180,33 @@ def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, who
         return out
 
     return t.attempt(INVARIANCE, name, rows, **said)
+
+
+def _limit(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns what a result may be off: so many times the reference's own error in the inputs' dtype, and one
+    rounding."""
+    u, tiny = contract.rounding(dtype)
+    error = (low.double() - exact).abs()
+    own = max(error[error.isfinite()].tolist(), default=0.0)  # where both have a number
+    return (CONTRACT["any"]["accuracy"] * own + u * exact.abs() + tiny).expand_as(exact)
+
+
+def gradient_accuracy(t: Target, step: Step, whole: dict, reference: Callable) -> list[Row]:
+    """Measures the error of the inputs' gradients like that of results, against those of `reference`."""
+
+    def made(values: dict, upstream: list) -> dict:
+        other = copy.copy(t)
+        other.function, other.module, other.values, other.drawn, other.compiled = reference, None, values, {}, False
+        of = Step(other)
+        of.upstream = upstream
+        return of.gradients([t.every])
+
+    raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
+    low, exact = made(t.values, step.upstream), made(raised, [dy.double() for dy in step.upstream])
+    said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}"
+    held = {k: y for k, y in whole.items() if k in exact}
+    limits = {k: _limit(low[k], exact[k], y.dtype) for k, y in held.items()}
+    return [against_bound(t, ACCURACY, y, exact[k].double(), limits[k], y.dtype, *said, k) for k, y in held.items()]
 
 
 def accuracy(t: Target, reference: Callable) -> list[Row]:
@@ -169,10 +224,6 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
     every = t.call(t.every), expected(t.values), expected(raised)
     for i, name in zip(t.judged, output_names(t)):
         y, low, exact = (found[i] for found in every)
-        u, tiny = contract.rounding(y.dtype)
-        error = (low.double() - exact).abs()
-        own = max(error[error.isfinite()].tolist(), default=0.0)  # where both have a number
-        limit = CONTRACT["any"]["accuracy"] * own + u * exact.abs() + tiny
         said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name
-        rows.append(against_bound(t, "accuracy", y, exact.double(), limit.expand_as(exact), y.dtype, *said))
+        rows.append(against_bound(t, "accuracy", y, exact.double(), _limit(low, exact, y.dtype), y.dtype, *said))
     return rows

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.callables.target import Target, alike
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
 PADDING = 7  # places without a token beside the longest sequence
 DECODED, PREFILL = 3, 2  # sequences that are decoded token by token, and how many tokens the cache then holds
@@ -77,9 +77,13 @@ def _decoded(t: Target) -> list[torch.Tensor]:
 
 
 def _judged(t: Target, layout: str, found: Callable[[Target], list[torch.Tensor]], whole: list) -> list[Row]:
-    rows = found(t)
+    said = {"against": "padded as given"}
+    try:
+        rows = found(t)
+    except (TypeError, ValueError, NotImplementedError, AssertionError) as error:  # it says that it does not take these
+        return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     a, b = torch.cat(rows), torch.cat(whole[: len(rows)])
-    said = {"against": "padded as given", "rows": len(rows)}
+    said["rows"] = len(rows)
     if layout == "packed" and not alike(a, b):  # its sequences see each other
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail="takes no packed row", **said)]
     return [t.row("invariance", layout, compare(a, b), **said)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import time
@@ -20,6 +21,7 @@ from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
 WHOLE = "the whole batch"  # what parts of it are compared with
+SAMPLE = "sample"  # what fills a place without a sample: the first one
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
 
@@ -36,6 +38,26 @@ def in_order(layout: Layout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the rows of a layout's calls in the order of the samples, without those of no sample."""
     held = [i for call in layout for i in call]
     return torch.cat(parts)[sorted((at for at, i in enumerate(held) if i >= 0), key=held.__getitem__)]
+
+
+def module_of(function: Callable) -> torch.nn.Module | None:
+    """Returns the module that a callable is, or calls: a bound method's, a partial's, one that a function or a lambda
+    names; several as one that holds them; None where there is none."""
+    if isinstance(function, torch.nn.Module):
+        return function
+    held, todo = [], [function]
+    for f in todo:
+        if isinstance(f, functools.partial):
+            todo.append(f.func)
+            held += [*f.args, *f.keywords.values()]
+        if owner := getattr(f, "__self__", None):
+            held += [owner, *getattr(owner, "__dict__", {}).values()]
+        if inspect.isfunction(f := getattr(f, "__func__", f)):
+            used = inspect.getclosurevars(f)
+            held += [*used.nonlocals.values(), *used.globals.values()]
+            todo += [g for g in used.nonlocals.values() if inspect.isfunction(g) and g not in todo]
+    found = list(dict.fromkeys(m for m in (*held, *todo) if isinstance(m, torch.nn.Module)))
+    return None if not found else found[0] if len(found) == 1 else torch.nn.ModuleList(found)
 
 
 def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Sequence[str]) -> tuple[str, int]:
@@ -83,7 +105,7 @@ class Target(Named):
         self.count = self.given_count = x.shape[self.batch]  # samples, and those that the user gave
         self.device = x.device
         self.every = list(range(self.count))
-        self.module = function if isinstance(function, torch.nn.Module) else None
+        self.module = module_of(function)
         # what torch.compile was given, or the callable itself
         self.eager = getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
         self.compiled = self.eager is not function
@@ -172,9 +194,8 @@ class Target(Named):
                 out[k] = value.clone()  # the callable may write into it
                 continue
             out[k] = value.index_select(self.batch, index.clamp(min=0))
-            if len(empty):
-                fill = (float("nan") if filler == "nonfinite" else 7.0) if value.is_floating_point() else 0
-                out[k].index_fill_(self.batch, empty, fill)
+            if len(empty) and filler != SAMPLE:
+                out[k].index_fill_(self.batch, empty, _filling(filler, value.dtype))
         return out
 
     def results(self, arguments: dict) -> list[torch.Tensor]:
@@ -224,6 +245,13 @@ class Target(Named):
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
         return super().row(relation, layout, drift, **{"against": WHOLE, "inputs": "given"} | said)
+
+
+def _filling(filler: str, dtype: torch.dtype) -> float:
+    """Returns the number that stands in places without a sample."""
+    if not dtype.is_floating_point:
+        return 0
+    return {"nonfinite": float("nan"), "largest": torch.finfo(dtype).max}.get(filler, 7.0)
 
 
 def _names(function: Callable, count: int) -> list[str]:

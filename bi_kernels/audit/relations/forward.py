@@ -100,9 +100,8 @@ def by_view(subject: Subject, kind: str = SHARPEST) -> Iterator[Row]:
     said = {"against": "aligned", "inputs": kind, "rows": m}
 
     def made(view: Callable) -> Tensors:
-        return joined(
-            subject.forward(*({k: view(t) for k, t in given.items()} for given in (tokens, shared)), (m,), at)
-        )
+        moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
+        return joined(subject.forward(*moved, (m,), at))
 
     for name, view in VIEWS.items():
         if why := unplaced(subject, lambda: made(view)):

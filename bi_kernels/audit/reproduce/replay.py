@@ -12,11 +12,11 @@ import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
 from bi_kernels.audit.callables.modes import modes
-from bi_kernels.audit.callables.relations import output_names, plan, samples_of
+from bi_kernels.audit.callables.relations import filled, output_names, plan, samples_of
 from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts
 from bi_kernels.audit.callables.sharper import layouts as layouts_of_more
 from bi_kernels.audit.callables.step import Step as CallableStep
-from bi_kernels.audit.callables.target import Layout, Target
+from bi_kernels.audit.callables.target import Layout, Target, module_of
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
 from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.audit.problem.registry import OPS
@@ -98,7 +98,7 @@ class Arguments(Target):
         """Returns what fn's output `tensor`, or that gradient, holds of each sample, computed in `layout` on `inputs`
         (given, or made of those: see `drawn`); "the whole batch: X" is one call, and of it the samples of X;
         memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
-        self.function, self.module = fn, fn if isinstance(fn, torch.nn.Module) else None
+        self.function, self.module = fn, module_of(fn)
         if self.module is not None:
             self.module.load_state_dict(self.weights)
         if self.compiled:
@@ -106,14 +106,14 @@ class Arguments(Target):
         self.calls = int(memory)
         whole = layout.startswith(WHOLE)
         if layout == "no_grad" or layout in modes(self):
-            out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self), self.count)
+            out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self, self.every), self.count)
             return [out[output_names(self).index(tensor)]]
         calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, inputs, tensor)
         made, filler = ([self.every], "stale") if whole else (calls, filler)
         if tensor in output_names(self):
-            out = self.compute(made, filler, inputs)[output_names(self).index(tensor)]
+            out = filled(made, filler, lambda f: self.compute(made, f, inputs))[output_names(self).index(tensor)]
             return [out[samples_of(calls)] if whole else out]
-        out = CallableStep(self, inputs).gradients(made, filler)[tensor]
+        out = filled(made, filler, lambda f: CallableStep(self, inputs).gradients(made, f))[tensor]
         return [out[samples_of(calls)] if whole and tensor.removeprefix("d") in self.batched else out]
 
     def calls_of(self, layout: str, inputs: str, tensor: str) -> tuple[Layout, str]:
