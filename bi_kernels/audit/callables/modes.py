@@ -12,7 +12,7 @@ from bi_kernels.audit.callables.target import Target, tensors
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
-WANTED, AUTOCAST = "a gradient wanted", "autocast"
+WANTED, AUTOCAST, FEW = "a gradient wanted", "autocast", ", few samples"
 
 
 def _wanted(t: Target, samples: list[int]) -> list[torch.Tensor]:
@@ -97,5 +97,5 @@ def judged(t: Target, mode: str, whole: list[torch.Tensor]) -> list[Row]:
     rows = [] if mode == AUTOCAST else compared(t, "invariance", mode, found, whole, **said)
     for few in ([0], t.every[: max(2, t.count // 3)]):
         said, part = {"against": mode, "rows": len(few)}, made(few)
-        rows += compared(t, "invariance", f"{mode}, few samples", part, [y[few] for y in found], **said)
+        rows += compared(t, "invariance", mode + FEW, part, [y[few] for y in found], **said)
     return rows

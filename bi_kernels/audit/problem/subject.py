@@ -85,7 +85,7 @@ class Subject(Named):
     @property
     def free(self) -> dict[str, tuple]:
         """Returns the op's arguments that change no bit, those that the candidate takes."""
-        if self.candidate == "bi_kernels":
+        if self.candidate == "bi_kernels" or not self.problem.op.free:
             return self.problem.op.free
         parameters = inspect.signature(self.function).parameters.values()
         names = {p.name for p in parameters}

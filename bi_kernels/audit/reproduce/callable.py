@@ -7,7 +7,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from bi_kernels.audit.callables.modes import modes
+from bi_kernels.audit.callables.modes import FEW, modes
 from bi_kernels.audit.callables.relations import RANDOM, plan
 from bi_kernels.audit.callables.sharper import SHARP, layouts
 from bi_kernels.audit.callables.target import Target
@@ -41,6 +41,9 @@ def words(t: Target, r: Row) -> tuple[str, str, str, str] | None:
         return WHOLE, WHOLE, r.inputs, r.tensor
     if r.against == "no_grad" and r.layout in modes(t):
         return r.layout, "no_grad", r.inputs, r.tensor
+    if r.layout.endswith(FEW):
+        few = f"{r.against}, the first {r.rows}"
+        return few, f"{few} of all", r.inputs, r.tensor
     more = layouts(t, r.inputs) if r.inputs in ("resampled", *SHARP) else ()
     if r.layout in ("micro_batches:each", *plan(t.count, t.seed), *more):
         return r.layout, f"{WHOLE}: {r.layout}", r.inputs, r.tensor
@@ -78,7 +81,9 @@ def export(t: Target, rows: list[Row], candidate: str, imports: str, folder: Pat
         held.unlink(missing_ok=True)
         return None
     made, scripts = f"Arguments(Path(__file__).with_name({held.name!r}))", []
-    suffix = lambda r: "mode" if r.against == "no_grad" else {"invariance": ""}.get(r.relation, r.relation.split()[0])
+    suffix = lambda r: (
+        "mode" if r.against in ("no_grad", *modes(t)) else {"invariance": ""}.get(r.relation, r.relation.split()[0])
+    )
     for kind, mine in grouped(told, lambda x: suffix(x[1])).items():
         (one, other, _, tensor), _ = mine[0]
         title = f"{t.name}, along dimension {t.batch}: {tensor} in {one} against {other}."

@@ -29,6 +29,7 @@ from bi_kernels.contract import DTYPES
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype's size in bytes
 WHOLE = "the whole batch"
 ROWS = re.compile(r"the first (\d+) of (\d+) rows( in one call)?")
+FIRST = re.compile(r"(.+), the first (\d+)( of all)?")  # samples, in a mode
 Parts = list[torch.Tensor]
 
 
@@ -104,6 +105,10 @@ class Arguments(Target):
         if self.compiled:
             torch.compiler.reset()  # what is compiled depends on the calls before
         self.calls = int(memory)
+        if few := FIRST.fullmatch(layout):
+            samples = self.every if few[3] else self.every[: int(few[2])]
+            out = self.rows(modes(self)[few[1]](self, samples), len(samples))
+            return [out[output_names(self).index(tensor)][: int(few[2])]]
         whole = layout.startswith(WHOLE)
         if layout == "no_grad" or layout in modes(self):
             out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self, self.every), self.count)
