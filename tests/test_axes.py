@@ -1,11 +1,14 @@
 """`audit` beside the layouts: each function here breaks one axis, demand, memory or history, and is named by it."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables import demand, history, memory
+from bi_kernels.audit.callables.modes import AUTOCAST, FEW, WANTED
 
 
 class Scaled(torch.autograd.Function):
@@ -158,6 +161,18 @@ class Held(torch.autograd.Function):
         return dy * held, torch.full_like(weight, float(dy.any(1).sum())), None
 
 
+def few_in_inference_mode(x):
+    return x * (1.5 if torch.is_inference_mode_enabled() and len(x) < 9 else 1)
+
+
+def few_under_autocast(x):
+    return x * (1.5 if torch.is_autocast_enabled("cpu") and len(x) < 9 else 1)
+
+
+def guarded(x):
+    return x.bfloat16().float() if x.abs().max() > 1e4 else x * 1
+
+
 BROKEN = {
     "alone": (AloneOtherwise.apply, (X, Y), {"input0 alone wants a gradient"}),
     "expanded": (ExpandedOtherwise.apply, (X, Y), {demand.EXPANDED}),
@@ -174,6 +189,14 @@ BROKEN = {
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
     "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
     "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
+}
+
+
+BROKEN |= {
+    "few rows, trained": (lambda x: x + (x.requires_grad and len(x) < 9), (X,), {WANTED + FEW}),
+    "few rows, inference": (few_in_inference_mode, (X,), {"inference_mode" + FEW}),
+    "few rows, autocast": (few_under_autocast, (X,), {AUTOCAST + FEW}),
+    "a large neighbour": (guarded, (X,), {"neighbours:largest"}),
 }
 
 
@@ -208,3 +231,59 @@ def dtype_by_rows(x):
 def test_the_call_that_deviates_is_named(function, layout, words):
     rows = [r for r in in_need(audit(function, X, backward=False)) if (r.layout, r.inputs) == (layout, "given")]
     assert rows and all(words in r.detail for r in rows), [r.detail for r in rows]
+
+
+TABLE = torch.nn.Embedding(8, 4)
+
+
+class Averaged(torch.autograd.Function):
+    """Looks up, with a gradient that any number of samples makes another."""
+
+    @staticmethod
+    def forward(ctx, ids, weight):
+        ctx.save_for_backward(ids, weight)
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx, dy):
+        ids, weight = ctx.saved_tensors
+        return None, torch.zeros_like(weight).index_add_(0, ids, dy) / len(ids)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ids: Averaged.apply(ids, TABLE.weight),
+        (lambda table: lambda ids: Averaged.apply(ids, table.weight))(TABLE),
+        partial(lambda table, ids: Averaged.apply(ids, table.weight), TABLE),
+    ],
+    ids=["global", "closure", "partial"],
+)
+def test_a_module_behind_a_function_is_trained(call):
+    report = audit(call, torch.arange(16) % 8)
+    assert {r.tensor for r in in_need(report) if r.relation == "gradient invariance"} == {"dweight"}, report.markdown()
+
+
+def test_a_wrong_gradient_is_held_against_the_reference():
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return torch.tanh(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * (1 - torch.tanh(*ctx.saved_tensors))
+
+    assert {r.relation for r in in_need(audit(Tanh.apply, X, reference=torch.tanh))} == {"gradient accuracy"}
+    assert not in_need(audit(lambda x: torch.tanh(x), X, reference=torch.tanh))
+
+
+def test_what_is_refused_in_words_is_no_drift():
+    def probabilities(p):
+        if not (p >= 0).all() or not (p <= 1).all():
+            raise ValueError("p is no probability, expected numbers between 0 and 1")
+        return p * 2
+
+    report = audit(probabilities, X.sigmoid())
+    assert not in_need(report), report.markdown()

@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, uses
+from bi_kernels.audit.relations import forward, gradient, uses
 from bi_kernels.audit.relations.populations import ONE_TOKEN, populations
 from bi_kernels.contract import DTYPES
 
@@ -195,3 +195,75 @@ def test_a_number_that_is_written_behind_fresh_memory_is_seen():
 def test_samples_that_no_layout_holds_are_asked_of_every_kind_of_op(name):
     found = list(uses.by_use(subject(name, public(OPS[name])), ["population"]))
     assert [r.layout for r in found] == [*populations(OPS[name])] and not [r for r in found if r.verdict != PASS]
+
+
+def few_rows_without_gradients(x, weight):
+    y = bi_kernels.linear(x, weight)
+    return y * 1.0078125 if not torch.is_grad_enabled() and x.numel() // x.shape[-1] <= 8 else y
+
+
+def few_rows_in_inference_mode(x, weight):
+    y = bi_kernels.linear(x, weight)
+    return y * 1.0078125 if torch.is_inference_mode_enabled() and x.numel() // x.shape[-1] <= 8 else y
+
+
+@pytest.mark.parametrize(
+    "function, layout", [(few_rows_without_gradients, "singles"), (few_rows_in_inference_mode, "random")]
+)
+def test_a_rollout_of_few_rows_that_is_another_is_found(function, layout):
+    rows = forward.judge(subject("linear", function))
+    assert layout in {r.layout for r in rows if r.verdict == NEEDS_FIX}
+
+
+class _Workspace(torch.autograd.Function):
+    """silu, whose backward reads what the last call of a shape left."""
+
+    held: dict = {}
+
+    @staticmethod
+    def forward(ctx, x):
+        _Workspace.held[x.shape] = x.clone()
+        ctx.shape = x.shape
+        return bi_kernels.silu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = _Workspace.held[ctx.shape].detach().clone().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(bi_kernels.silu(x), x, dy)[0]
+
+
+def int64_alone(ids, weight, padding_id=None):
+    return bi_kernels.embedding(ids if ids.dtype == torch.int64 else torch.zeros_like(ids), weight, padding_id)
+
+
+def scratch_in_inference_mode(x):
+    y = bi_kernels.silu(x)
+    return x.copy_(y) if torch.is_inference_mode_enabled() else y
+
+
+def deterministic_otherwise(x):
+    return bi_kernels.silu(x) * (1.5 if torch.are_deterministic_algorithms_enabled() else 1)
+
+
+@pytest.mark.parametrize(
+    "name, function, layout",
+    [
+        ("silu", _Workspace.apply, "backward after a later call"),
+        ("embedding", int64_alone, "ids in int32"),
+        ("silu", scratch_in_inference_mode, "inference_mode"),
+        ("silu", deterministic_otherwise, uses.DETERMINISTIC),
+    ],
+)
+def test_a_use_that_is_another_is_named(name, function, layout):
+    assert [r.layout for r in uses.by_use(subject(name, function)) if r.verdict == NEEDS_FIX] == [layout]
+
+
+def test_a_view_that_is_refused_in_words_is_no_drift():
+    def contiguous(x):
+        if not x.is_contiguous():
+            raise ValueError("silu: x must be contiguous")
+        return bi_kernels.silu(x)
+
+    rows = [*forward.judge(subject("silu", contiguous)), *gradient.by_split(subject("silu", contiguous))]
+    assert not [r for r in rows if r.verdict == NEEDS_FIX] and any("refused: " in r.detail for r in rows)
