@@ -11,7 +11,7 @@ import pytest
 
 from bi_kernels.audit.mutants import document, operators, plan, questions
 from bi_kernels.audit.mutants.reach import ops_for
-from bi_kernels.audit.mutants.run import Server
+from bi_kernels.audit.mutants.run import SEEDS, Server
 
 TOY = '''
 BLOCK = 32
@@ -141,7 +141,7 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
         yield SimpleNamespace(verdict="needs-fix" if bad else "pass", relation="invariance", layout="rows", detail="")
 
     monkeypatch.setattr(questions, "asked", rows)
-    found = questions.killer(["gelu", "silu"], ["fp32", "bf16"], "cpu")
+    found = questions.killer([(op, d, d == "fp32") for d in ("fp32", "bf16") for op in ("gelu", "silu")], SEEDS, "cpu")
     assert found["verdict"] == verdict
     assert asked[:5] == [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0), asked[4]]
     assert asked[4] == ("silu", "bf16", 1), "what killed comes first"
@@ -156,7 +156,11 @@ def test_the_package_as_it_is_is_asked_with_every_seed(monkeypatch):
         [SimpleNamespace(verdict="needs-fix" if seed == 2 else "pass", relation="parity", layout="x", detail="")]
     )
     monkeypatch.setattr(questions, "asked", rows)
-    assert questions.unbroken(["silu"], ["fp32"], "cpu")["verdict"] == "killed"
+    assert [questions.killer([("silu", "fp32", True)], [seed], "cpu")["verdict"] for seed in SEEDS] == [
+        "survived",
+        "survived",
+        "killed",
+    ]
 
 
 def planted(m: operators.Mutant) -> str:
@@ -190,9 +194,9 @@ def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
     body = lambda text: operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=text)
     server = Server("cpu")
     try:
-        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], ["bf16"], 3)
-        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], ["bf16"], 60)
-        fine = server.judge(None, ["add"], ["bf16"], 60)
+        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], 3)
+        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], 60)
+        fine = server.judge(None, ["add"], 600, [0])
     finally:
         server.close()
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")

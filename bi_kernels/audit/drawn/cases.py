@@ -70,6 +70,7 @@ def draw(
     few = rng if device.type == "cpu" else np.random.default_rng([seed, of, int(rng.integers(limits["heads"]))])
     sizes = _sizes(op, number, rng, limits, few)
     wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
+    wide = max(wide, sizes.get("vocab", 1) // 16)  # of the logits, of which only a reference may hold all
     most = max(1, min(limits["tokens"], limits["elements"] // wide))
     many = max(1, min(limits["many"], limits["elements"] // (SHORT * wide)))
     lengths = _lengths(population, _log_uniform(rng, 1, most), many, rng)

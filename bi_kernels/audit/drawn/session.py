@@ -31,7 +31,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     first, count = session.parameters["first"], session.parameters["cases"]
     subjects = [s for s in session.make() if s.problem.case == next(iter(s.problem.op.cases("tiny")))]
     parts = {number: _parts(s.problem, first, count) for number, s in enumerate(subjects)}
-    longest = [n for n, s in enumerate(subjects) if s.problem.op.cache]  # attention's compile longest, so they begin
+    # attention's compile longest and the LM head's take most, so they begin
+    longest = [n for n, s in enumerate(subjects) if s.problem.op.cache or s.problem.op.name == "lm_head_logprob"]
     parallel.ahead(session, judge_some, [part for n in longest for part in parts[n]])
     judged = parallel.each(session, judge_some, [part for several in parts.values() for part in several])
     parallel.ahead(session, judge_control, groups(session))

@@ -13,7 +13,6 @@ from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
 
 BUT = "in the file of equivalents, but"
-DTYPE_ORDER = ("fp32", "bf16")  # the first, which shows most reorderings, is asked everything; fp16 is as bf16
 
 
 def chosen(names: Sequence[str], sample: int, seed: int, on_gpu: bool, equivalents: Path) -> tuple[list[Mutant], list]:
@@ -49,7 +48,7 @@ def run(
             number[found["verdict"]] += 1
             progress.update(task, completed=len(mutants) - left, word=", ".join(f"{n} {k}" for k, n in number.items()))
 
-        found = judged(mutants, DTYPE_ORDER, where.type, jobs, out / ".mutants.jsonl", tell)
+        found = judged(mutants, where.type, jobs, out / ".mutants.jsonl", tell)
     of, wrong = {m.id: m for m in mutants}, []
     for f in found:
         reason = plan.explained(of[f["id"]], entries, where.type)

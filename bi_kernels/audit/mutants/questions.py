@@ -1,6 +1,6 @@
 """What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from bi_kernels.audit.relations import forward, gradient, uses
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
-SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 
 
@@ -94,32 +93,21 @@ MORE: dict[str, Callable] = {
 }
 
 
-def killer(ops: list[str], dtypes: list[str], device: str) -> dict:
+def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str) -> dict:
     """Returns who killed the mutant that is imported with the first seed, op and dtype included; `verdict` is survived
     where nobody did, or with another seed nobody does.
 
-    dtypes: the first is asked everything.
+    asks: ops and dtypes, and whether all is asked.
     """
-    asks, first = _asks(ops, dtypes), {}
-    for seed in SEEDS:
+    asks, first = list(map(tuple, asks)), {}
+    for seed in seeds:
         found = _killer(asks, device, seed)
         if found["verdict"] == "survived":
-            by = "{relation} {layout} of {op}, {dtype}, with seed 0, but by nothing with seed {seed}"
-            return found | ({"detail": "killed by " + by.format(**first, seed=seed)} if first else {})
+            by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
+            return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
         first = first or found
         asks.sort(key=lambda ask: ask[:2] != (first["op"], first["dtype"]))  # what killed comes first
     return first
-
-
-def unbroken(ops: list[str], dtypes: list[str], device: str) -> dict:
-    """Returns who kills the package as it is, with any seed; `verdict` is survived where nobody does."""
-    every = (_killer(_asks(ops, dtypes), device, seed) for seed in SEEDS)
-    return next((found for found in every if found["verdict"] == "killed"), {"verdict": "survived"})
-
-
-def _asks(ops: list[str], dtypes: list[str]) -> list[tuple[str, str, bool]]:
-    """Returns ops and dtypes, and whether all is asked."""
-    return [(op, dtype, not number) for number, dtype in enumerate(dtypes) for op in ops]
 
 
 def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int) -> dict:

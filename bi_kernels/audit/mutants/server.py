@@ -1,8 +1,8 @@
 """Judges mutants, each in a process of its own that is forked from one which has imported torch and triton already.
 
 Run by its path, so that the package itself is not imported before a mutant's copy of it is. Reads a job a line, as
-JSON: the folder that holds the copy, ops, dtypes, the device, the seconds that it may take and whether it is unbroken;
-prints its verdict.
+JSON: the folder that holds the copy, what is asked of which op and dtype, the seeds, the device and the seconds that it
+may take; prints its verdict.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ def judge(job: dict, into: int) -> None:
     if job["device"] == "cpu":
         resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
     try:
-        from bi_kernels.audit.mutants.questions import killer, unbroken  # noqa: PLC0415 (the mutant's own)
+        from bi_kernels.audit.mutants.questions import killer  # noqa: PLC0415 (the mutant's own)
 
-        found = (unbroken if job["unbroken"] else killer)(job["ops"], job["dtypes"], job["device"])
+        found = killer(job["asks"], job["seeds"], job["device"])
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:200]
         found = {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}
