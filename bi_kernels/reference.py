@@ -112,8 +112,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) 
     return rms_norm(stored_sum(x, residual, x.dtype), weight, eps), (h, h.abs() / 10)
 
 
+def looked_up(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    """weight[ids]; without columns, of which torch's backward reads address 0 on a GPU (pytorch#189668), too."""
+    return _embedding(ids, weight, padding_id) if weight.shape[1] else weight[:1].expand(*ids.shape, 0)
+
+
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Pair:
-    return _rounded_nowhere(_embedding(ids, weight.double(), padding_id))
+    return _rounded_nowhere(looked_up(ids, weight.double(), padding_id))
 
 
 def log_probabilities(z: Tensor) -> Tensor:

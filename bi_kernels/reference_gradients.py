@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from bi_kernels import reference, reference_attention
 from bi_kernels.contract import CONTRACT, EPS, factor, rounding
-from bi_kernels.reference import LEAST, UNIT, total
+from bi_kernels.reference import LEAST, UNIT, looked_up, total
 
 
 class Gradient(NamedTuple):
@@ -106,7 +105,7 @@ def _add_rms_norm(call: _Call, x: Tensor, residual: Tensor, weight: Tensor, eps:
 def _embedding(call: _Call, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> dict:
     table = torch.zeros_like(weight, requires_grad=True)
     with torch.enable_grad():
-        (magnitude,) = torch.autograd.grad(embedding(ids, table, padding_id), table, call.dy.abs())
+        (magnitude,) = torch.autograd.grad(looked_up(ids, table, padding_id), table, call.dy.abs())
     counts = ids.flatten().bincount(minlength=len(weight))
     if padding_id is not None:
         counts[padding_id] = 0

@@ -53,6 +53,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    if weight.is_cuda and not weight.shape[1]:
+        raise NotImplementedError("torch's gradient of (vocab, 0) reads address 0 on a GPU: pytorch#189668")
     return F.embedding(ids, weight, padding_id)
 
 
