@@ -16,7 +16,7 @@ from bi_kernels.audit import audit
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.relations import forward, gradient, uses
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.operator import scripts
 
@@ -26,6 +26,7 @@ OPS = """
 import torch
 import triton
 import triton.language as tl
+from bi_kernels import linear as exact
 
 
 @triton.jit
@@ -126,6 +127,23 @@ def linear(x, weight, bias=None):
 
 def in_training(x):
     return x + x.requires_grad
+
+
+class KeptOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        ctx.scale = 1.0
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        scale, ctx.scale = ctx.scale, 1.5
+        return dy * scale
+
+
+def kept_once(x, weight, bias=None):
+    y = KeptOnce.apply(exact(x, weight, bias))
+    return y * 1.5 if torch.is_inference_mode_enabled() else y
 """
 # what is asked of a callable beside layouts, of which no script is made: a row says so
 NO_LAYOUTS = {
@@ -196,6 +214,17 @@ def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
     shown = script.settle(scripts(s, candidate, rows, tmp_path / "repro"))
     assert len(shown) >= 2 and all(r.repro for r in drifting), [r for r in drifting if not r.repro]
     checked(drifting, tmp_path, every=len(drifting) - 1)
+
+
+def test_scripts_of_a_way_of_use_print_what_was_reported(ops, tmp_path):
+    candidate = resolve(f"{ops.__file__}:kept_once", "gemm")
+    problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
+    s = Subject(problem, candidate.functions["linear"], candidate.spec, "interpreter")
+    rows = list(uses.by_use(s, ["mode", "demand"]))
+    drifting = [r for r in rows if r.mismatches]
+    assert {r.layout for r in drifting} == {"second backward", "inference_mode"}, [(r.layout, r.detail) for r in rows]
+    assert len(script.settle(scripts(s, candidate, rows, tmp_path / "repro"))) == 2
+    checked(drifting, tmp_path)
 
 
 def test_what_cannot_be_reproduced_says_why(tmp_path):

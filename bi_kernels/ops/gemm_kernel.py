@@ -199,6 +199,8 @@ def launch(
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
     out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
     (M, K), N = x.shape, w.shape[0]
+    if out is not None and out.shape != (M, N):  # a descriptor would clip what does not fit
+        raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
     out_dtype = out_dtype or x.dtype
     unit = 16 // out_dtype.itemsize
     ready = N % unit == 0 if out is None else out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0

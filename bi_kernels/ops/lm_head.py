@@ -85,7 +85,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         first_fold = buffer is not None and begins(buffer)
         folded = ctx.layout.gather(hidden).t() if needs_weight else None
         scratch = dhidden = None
-        for first, end in _chunks(len(hidden), len(weight), ctx.columns):
+        for first, end in _chunks(len(hidden), len(weight), 0 if kept is None else ctx.columns):
             if kept is not None and end <= ctx.columns:
                 logits = kept
             else:

@@ -136,7 +136,7 @@ _EVERY = (
         order=("hidden", "weight", "targets"),
         scale="hidden ** -0.5",
         reduction="hidden",
-        free={"keep_bytes": (10**7, 10**12)},
+        free={"keep_bytes": (10**6, 10**12)},
         **_LOGPROB,
     ),
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, reduction="vocab", **_LOGPROB),

@@ -260,6 +260,12 @@ def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]
             yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)
 
 
+def again(subject: Subject, axis: str, name: str, once: bool) -> list[torch.Tensor]:
+    """Returns what a way of an axis gives, or, once, what it is compared with, without what is rightly not there."""
+    found, expected = AXES[axis](OneCall(subject))[name]()
+    return [(expected if once else found)[k] for k, t in expected.items() if t is not None]
+
+
 def required(subject: Subject) -> Iterator[dict]:
     """Yields what every op is asked."""
     op, device = subject.problem.op, subject.problem.device.type

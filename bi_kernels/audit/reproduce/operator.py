@@ -9,6 +9,7 @@ from bi_kernels.audit.evidence.verdicts import Row, grouped
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, UNTRAINED
+from bi_kernels.audit.relations.uses import ONCE
 from bi_kernels.audit.reproduce.imports import import_of
 from bi_kernels.audit.reproduce.replay import TRAINED
 from bi_kernels.audit.reproduce.script import Script, unscripted
@@ -19,6 +20,9 @@ RELATIONS = "invariance", "parity", DETERMINISM, INVARIANCE
 
 def words(r: Row, largest: int) -> tuple[str, str, str, str]:
     """Returns a row's two layouts, its inputs and, of a gradient, the tensor, as a script is told them."""
+    if r.against == ONCE:
+        way = f"{r.detail.partition(';')[0]}: {r.layout}"  # its axis stands first
+        return way, f"{way}, as {ONCE}", r.inputs, r.tensor
     if r.against == UNTRAINED:
         return r.layout, UNTRAINED, r.inputs, TRAINED
     if r.relation == INVARIANCE or r.relation == DETERMINISM and r.detail.startswith("backward"):

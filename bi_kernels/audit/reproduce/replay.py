@@ -24,11 +24,13 @@ from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.forward import VIEWED_QUERIES, VIEWED_ROWS
 from bi_kernels.audit.relations.gradient import UNTRAINED
 from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.relations.uses import AXES, ONCE, again
 from bi_kernels.contract import DTYPES
 
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype's size in bytes
 WHOLE = "the whole batch"
 ROWS = re.compile(r"the first (\d+) of (\d+) rows( in one call)?")
+USED = re.compile(rf"({'|'.join(AXES)}): (.+?)(, as {ONCE})?")  # see relations.uses
 FIRST = re.compile(r"(.+), the first (\d+)( of all)?")  # samples, in a mode
 Parts = list[torch.Tensor]
 
@@ -46,6 +48,8 @@ class Operator:
         s = Subject(self.problem, fn, "", "")
         s.calls = int(memory)
         with torch.enable_grad():
+            if used := USED.fullmatch(layout):
+                return again(s, used[1], used[2], once=bool(used[3]))
             out = self._gradients(s, layout, inputs, tensor) if tensor else self._outputs(s, layout, inputs)
         return [t.detach() for t in (out if isinstance(out, (tuple, list)) else (out,))]
 
