@@ -7,15 +7,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import ops_for, package
+from bi_kernels.audit.problem.registry import OPS
 
 SERVER = Path(__file__).with_name("server.py")
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
@@ -98,20 +98,28 @@ def servers(count: int, device: str) -> Iterator[Callable]:
             server.close()
 
 
-def clean(call: Callable, pool: ThreadPoolExecutor, ops: Sequence[str]) -> dict[str, float]:
-    """Returns the seconds that the unbroken package takes with all seeds, by op. Raises ValueError: each op that does
-    not pass."""
-    one = lambda server, op, seed: server.judge(None, [op], 3600, [seed])
-    tasks = [(op, pool.submit(call, one, op, seed)) for op in ops for seed in SEEDS]
-    taken, wrong = dict.fromkeys(ops, 0.0), {}
-    for op, task in tasks:
-        found = task.result()
-        taken[op] += found["seconds"]
+class Clean:
+    """The unbroken package, asked with each seed before anything of it is broken: the seconds that an op takes, and
+    what does not pass."""
+
+    def __init__(self, ops: Sequence[str]):
+        self.left = dict.fromkeys(ops, len(SEEDS))
+        self.seconds = dict.fromkeys(ops, 0.0)
+        self.wrong: dict[str, str] = {}
+
+    def take(self, op: str, found: dict) -> None:
+        """Takes what was found with one seed."""
+        self.left[op] -= 1
+        self.seconds[op] += found["seconds"]
         if found["verdict"] != "survived":
-            wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
-    if wrong:
-        raise ValueError(f"before anything is broken, these need a fix: {'; '.join(wrong.values())}")
-    return taken
+            self.wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
+
+    def ready(self, ops: Sequence[str]) -> bool:
+        return not any(self.left[op] for op in ops)
+
+    def limit(self, ops: Sequence[str]) -> float:
+        """Returns the seconds that a mutant of these ops may take."""
+        return max(LEAST, TIMES * sum(self.seconds[op] for op in ops))
 
 
 def judged(
@@ -119,7 +127,8 @@ def judged(
 ) -> list[dict]:
     """Returns the verdict on every mutant, in their order; those in `kept` of the same sources are not judged again.
 
-    tell: gets each verdict as it comes, and how many are left.
+    tell: gets each verdict as it comes, and how many are left. Raises ValueError, which names each op that needs a fix
+    before it is broken.
     """
     made, known = made_of(), {}
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
@@ -129,28 +138,37 @@ def judged(
     todo = [m for m in chosen if m.id not in known]
     for number, m in enumerate(m for m in chosen if m.id in known):
         tell(known[m.id], len(chosen) - number - 1)
-    lock = threading.Lock()
+    ops = list(dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function)))
+    clean, waiting = Clean(sorted(ops, key=lambda op: not OPS[op].cache)), list(todo)  # attention takes longest
     with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
-        ops = list(dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function)))
-        seconds = clean(call, pool, ops) if todo else {}
-
-        def one(server: Server, m: Mutant) -> dict:
-            mine = ops_for(m.file, m.function)
-            found = server.judge(m, mine, max(LEAST, TIMES * sum(seconds[op] for op in mine)))
-            said = {"id": m.id, "made": made, "device": device, "file": m.file, "function": m.function, "line": m.line}
-            said |= {"operator": m.operator, "before": m.before, "text": m.text, "ops": mine}
-            with lock:
-                file.write(json.dumps(said | found) + "\n")
-                file.flush()
-            return said | found
-
-        left, tasks = len(todo), [pool.submit(call, one, m) for m in todo]
+        unbroken = lambda server, op, seed: server.judge(None, [op], 3600, [seed])
+        broken = lambda server, m, mine: server.judge(m, mine, clean.limit(mine))
+        tasks: dict = {pool.submit(call, unbroken, op, seed): op for seed in SEEDS for op in clean.left}
         try:
-            for task in as_completed(tasks):
-                left -= 1
-                known[task.result()["id"]] = task.result()
-                tell(task.result(), left)
+            while tasks:
+                for task in wait(tasks, return_when=FIRST_COMPLETED).done:
+                    of, found = tasks.pop(task), task.result()
+                    if isinstance(of, str):
+                        clean.take(of, found)
+                        continue
+                    found = {"id": of.id, "made": made, "device": device, **said(of), **found}
+                    known[of.id] = found
+                    file.write(json.dumps(found) + "\n")
+                    file.flush()
+                    tell(found, len(chosen) - len(known))
+                for m in [m for m in waiting if clean.ready(ops_for(m.file, m.function))]:
+                    waiting.remove(m)
+                    if not clean.wrong:
+                        tasks[pool.submit(call, broken, m, ops_for(m.file, m.function))] = m
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if clean.wrong:
+        raise ValueError(f"before anything is broken, these need a fix: {'; '.join(clean.wrong.values())}")
     return [known[m.id] for m in chosen]
+
+
+def said(m: Mutant) -> dict:
+    """Returns what a verdict says of its mutant."""
+    told = {"file": m.file, "function": m.function, "line": m.line, "operator": m.operator}
+    return told | {"before": m.before, "text": m.text, "ops": ops_for(m.file, m.function)}
