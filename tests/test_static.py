@@ -261,6 +261,8 @@ def silu(x):
             )
         ),
         (bad.writes, False),
+        (bad.logprob_backward, False),
+        (bad.last_backward, False),
     ],
     ids=name_of,
 )

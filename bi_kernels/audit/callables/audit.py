@@ -30,7 +30,7 @@ from bi_kernels.audit.callables.relations import (
     plan,
 )
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.callables.sequences import sequences
+from bi_kernels.audit.callables.sequences import sequence_gradients, sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
@@ -114,12 +114,13 @@ def audit(
             steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
         steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
         steps += [("invariance", layout, run) for layout, run in memory(t, whole["given"]).items()]
-        steps += _sequence_steps(t)
+        steps += _sequence_steps(t, "invariance", sequences)
         for kind in ("resampled", *sharper.SHARP)[many is t :]:
             steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind)))
         if backward is not False:
             try:
                 steps += _backward_steps(t, many, reference)
+                steps += _sequence_steps(t, INVARIANCE, sequence_gradients)
             except Exception as error:
                 if missing := isinstance(error, NoBackward):
                     notes.append(f"Its backward was not judged: {error}.")
@@ -175,12 +176,12 @@ def _notes(t: Target, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _sequence_steps(t: Target) -> list[tuple[str, str, Callable]]:
+def _sequence_steps(t: Target, relation: str, made: Callable) -> list[tuple[str, str, Callable]]:
     """Returns what judges a model on whole sequences."""
     try:
-        return [("invariance", layout, run) for layout, run in sequences(t).items()]
+        return [(relation, layout, run) for layout, run in made(t).items()]
     except Exception as error:  # a module whose arguments have these names and another meaning
-        t.refused["whole sequences"] = sentence(error)
+        t.refused[f"whole sequences ({relation})"] = sentence(error)
         return []
 
 

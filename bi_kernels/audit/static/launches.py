@@ -141,7 +141,7 @@ def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
             if name := _suspect(func):
                 given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
                 wants = any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
-                if wants or SCATTERS.fullmatch(name):
+                if (wants or SCATTERS.fullmatch(name)) and not _apart(name, given):
                     self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
             return func(*args, **kwargs)
 
@@ -153,6 +153,20 @@ def _suspect(func) -> str:
     """Returns the name of an operator that scatters, or can be asked to accumulate."""
     name = func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
     return name if SCATTERS.fullmatch(name) or name in ACCUMULATING else ""
+
+
+def _apart(name: str, given: dict) -> bool:
+    """Tells whether no two elements of a scatter can meet, whatever its index holds: it has one along the dimension, as
+    the backward of a logprob's gather, or counts the rows beside, as that of x[torch.arange(len(x)), last]."""
+    if name == "index_put":
+        return any(i is not None and _counts(i) for i in given["indices"])
+    index = given.get("index")
+    along = isinstance(index, torch.Tensor) and index.dim() and name in ("scatter", "scatter_add", "scatter_reduce")
+    return bool(along) and index.shape[given["dim"]] == 1
+
+
+def _counts(index: torch.Tensor) -> bool:
+    return index.dim() == 1 and index.dtype == torch.int64 and index.tolist() == list(range(len(index)))
 
 
 @contextlib.contextmanager
