@@ -83,6 +83,36 @@ class NothingOfExpanded(Scaled):
         return dx if dy.is_contiguous() else None, other
 
 
+class StridedOtherwise(Scaled):
+    @classmethod
+    def backward(cls, ctx, dy):
+        dx, other = cls.gradients(ctx, dy)
+        return dx * (3 if dy.stride(0) > dy.shape[-1] else 1), other
+
+
+class FirstRow(torch.nn.Linear):
+    def forward(self, x):
+        return ToMainGrad.apply(x, self.weight)
+
+
+class ToMainGrad(torch.autograd.Function):
+    """x · weight[0]; a gradient that any split adds up exactly, and without a main_grad one of the first row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x * weight[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), weight = ctx.saved_tensors, ctx.weight.detach()
+        if getattr(ctx.weight, "main_grad", None) is None:
+            return dy * weight[0], torch.full_like(ctx.weight, float(x[0, 0]))
+        ctx.weight.main_grad += float(dy.any(1).sum())
+        return dy * weight[0], None
+
+
 def static_buffer():
     held = {}
 
@@ -175,12 +205,14 @@ def guarded(x):
 
 BROKEN = {
     "alone": (AloneOtherwise.apply, (X, Y), {"input0 alone wants a gradient"}),
-    "expanded": (ExpandedOtherwise.apply, (X, Y), {demand.EXPANDED}),
+    "expanded": (ExpandedOtherwise.apply, (X, Y), {demand.EXPANDED, demand.STRIDED}),
+    "strided": (StridedOtherwise.apply, (X, Y), {demand.STRIDED}),
+    "no main_grad": (FirstRow(WIDTH, WIDTH, bias=False), (X,), {demand.UNBUFFERED}),
     "upstream": (WritesUpstream.apply, (X, Y), {demand.KEPT, demand.TWICE}),
     "twice": (SecondOtherwise.apply, (X, Y), {demand.TWICE}),
     "one output": (OneOutputOtherwise.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
     "one output, nothing": (NothingFromOneOutput.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
-    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {demand.EXPANDED}),
+    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {demand.EXPANDED, demand.STRIDED}),
     "static buffer": (static_buffer(), (X,), {memory.LATER}),
     "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
     "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),

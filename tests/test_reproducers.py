@@ -148,6 +148,8 @@ def kept_once(x, weight, bias=None):
 # what is asked of a callable beside layouts, of which no script is made: a row says so
 NO_LAYOUTS = {
     "an expanded upstream gradient",
+    "a strided upstream gradient",
+    "no main_grad, the batch in reverse",
     "a second backward",
     "a slice of columns",
     "a slice of rows",

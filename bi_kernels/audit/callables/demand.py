@@ -13,6 +13,7 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.relations.gradient import INVARIANCE
 
+STRIDED, UNBUFFERED = "a strided upstream gradient", "no main_grad, the batch in reverse"
 LEAVES = 6  # inputs and parameters each of which is asked for its gradient alone
 TWICE, EXPANDED, KEPT = "a graph kept, backward twice", "an expanded upstream gradient", "the upstream gradient is kept"
 
@@ -71,6 +72,20 @@ class _Expanded(Step):
         return ys, ones if self.expanded else [dy.contiguous() for dy in ones]
 
 
+class _Strided(Step):
+    """A step whose upstream gradients are the first columns of wider tensors, as of what was concatenated."""
+
+    def paired(self, outputs: list, call: list[int]) -> tuple[list, list]:
+        ys, given = super().paired(outputs, call)
+        return ys, [torch.cat((dy, dy), -1)[..., : dy.shape[-1]] for dy in given]
+
+
+class _Unbuffered(Step):
+    """A step whose parameters have no main_grad."""
+
+    buffered = False
+
+
 class _Twice(Step):
     """A step whose graph is kept, and gone through a second time; what the second leaves is what is judged."""
 
@@ -117,6 +132,12 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
         pairs = {k: _signed_zeros_apart(found.get(k, torch.zeros_like(v)), v) for k, v in wanted.items()}
         return [t.row(INVARIANCE, layout, compare(*pair), tensor=k, **told) for k, pair in pairs.items()]
 
+    def unbuffered() -> list[Row]:
+        step, turned = _Unbuffered(t), t.every[::-1]
+        found, wanted = step.gradients([turned]), step.gradients(every)
+        kept = {k: v for k, v in wanted.items() if k.removeprefix("d") not in t.batched}
+        return left(t, UNBUFFERED, found, kept, **said | {"against": "the whole batch, in its order"})
+
     def watched() -> list[Row]:
         step = _Watched(t)
         step.gradients(every)
@@ -124,6 +145,8 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
         return [t.row(INVARIANCE, KEPT, d, **told | {"detail": "backward writes into it"}) for d in step.drifts]
 
     out = {}
+    if len(whole) > LEAVES:
+        t.refused["each gradient alone"] = f"there are {len(whole)}, of which the first {LEAVES} were asked"
     if len(whole) > 1:
         for k in list(whole)[:LEAVES]:
             layout = f"{k.removeprefix('d')} alone wants a gradient"
@@ -136,6 +159,8 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
             layout = f"output {number} alone is used"
             out[layout] = partial(used, layout, number)
     out[EXPANDED] = expanded
+    out[STRIDED] = partial(same, STRIDED, _Strided(t), list(whole))
+    out[UNBUFFERED] = unbuffered
     out[TWICE] = partial(same, TWICE, _Twice(t), list(whole))
     out[KEPT] = watched
     return {layout: partial(refusable, t, layout, run) for layout, run in out.items()}

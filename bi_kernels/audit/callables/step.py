@@ -28,6 +28,8 @@ def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
 class Step:
     """One training step of a target: a real backward() over the calls of a layout."""
 
+    buffered = True  # whether parameters have a main_grad
+
     def __init__(self, t: Target, kind: str = "given"):
         self.t, self.kind, self.upstream = t, kind, []
         self.floating = [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
@@ -46,11 +48,13 @@ class Step:
         with gradients_kept(t.module):
             for p in trained.values():
                 p.grad = None
-                p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+                vars(p).pop("main_grad", None)
+                if self.buffered:
+                    p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
             parts = self._backward(layout, filler, shared)
             found = {f"d{k}": in_order(layout, part) for k, part in parts.items() if part}
             for k, p in trained.items():
-                if p.grad is not None or p.main_grad.any():
+                if p.grad is not None or self.buffered and p.main_grad.any():
                     found[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
         return found
 

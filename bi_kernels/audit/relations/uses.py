@@ -25,7 +25,8 @@ from bi_kernels.tokens import TokenLayout
 ONCE = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
 RELATIONS |= {"population": "gradient invariance"}
-NO_ROWS, DETERMINISTIC = "no rows", "deterministic algorithms"
+NO_ROWS, DETERMINISTIC, DEFAULT = "no rows", "deterministic algorithms", "bf16 as torch's default dtype"
+STRIDED = "upstream strided"
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
@@ -86,6 +87,14 @@ def modes(u: OneCall) -> dict[str, Asked]:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
+    def other_default() -> Made:
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.bfloat16)
+            return u.made() | u.untrained(u.rolled())
+        finally:
+            torch.set_default_dtype(before)
+
     def autocast() -> Made:
         with torch.autocast(device, torch.bfloat16):
             return u.made()
@@ -119,6 +128,7 @@ def modes(u: OneCall) -> dict[str, Asked]:
     found = {
         "inference_mode": inference,
         DETERMINISTIC: lambda: (deterministic(), u.base | u.untrained(u.results)),
+        DEFAULT: lambda: (other_default(), u.base | u.untrained(u.results)),
         "autocast": lambda: (autocast(), u.base),
         "compiled": lambda: (compiled(), u.base | u.untrained(u.results)),
     }
@@ -149,6 +159,7 @@ def demands(u: OneCall) -> dict[str, Asked]:
         return u.made(upstream=one), u.made(upstream=lambda i, dy: one(i, dy).contiguous())
 
     found["upstream expanded"] = expanded
+    found[STRIDED] = lambda: (u.made(upstream=lambda i, dy: torch.stack((dy, dy), -1)[..., 0]), u.base)
     found["second backward"] = lambda: (u.made(times=2), u.base)
     for name, values in u.subject.free.items():
         for value in values:
@@ -271,9 +282,9 @@ def required(subject: Subject) -> Iterator[dict]:
     op, device = subject.problem.op, subject.problem.device.type
     floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
     names = {
-        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda"), DETERMINISTIC],
+        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda"), DETERMINISTIC, DEFAULT],
         "demand": [
-            *("upstream expanded", "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]),
+            *("upstream expanded", STRIDED, "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]),
             *(f"second backward, {name} = {value}" for name, values in subject.free.items() for value in values),
             *["frozen parameters"] * (0 < sum(k in op.shared for k in floating) < len(floating)),
         ],
