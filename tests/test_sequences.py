@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bi_kernels
-from bi_kernels.audit import audit
+from bi_kernels.audit import audit, start
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED
 from bi_kernels.audit.relations.gradient import INVARIANCE
 
@@ -143,6 +143,20 @@ def test_a_mask_of_another_name_is_said_not_to_be_asked():
 
     report = audit(Other(), IDS, MASK, backward=False)
     assert any("its mask is padding_mask" in note for note in report.notes), report.notes
+
+
+def test_a_model_has_a_control_of_its_sequences(tmp_path):
+    file = tmp_path / "models.py"
+    file.write_text(
+        "import torch\n\nclass Mean(torch.nn.Module):\n"
+        "    def forward(self, input_ids, attention_mask=None):\n        return input_ids[..., None] * 0.5\n\n"
+        "mean = Mean()\n\ndef inputs():\n    ids = torch.arange(36).view(4, 9)\n"
+        "    return {'input_ids': ids, 'attention_mask': (ids % 9 < 6).long()}\n"
+    )
+    session = start("any", candidate=f"{file}:mean", inputs=f"{file}:inputs", device="cpu")
+    session.judge()
+    (row,) = (r for r in session.controls() if "sequences" in r.candidate)
+    assert session.report.passed and row.caught and row.layout == "right_padded", session.report.markdown()
 
 
 def test_the_dtype_is_that_of_the_parameters_where_the_inputs_are_ids():

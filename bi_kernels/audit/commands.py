@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,9 @@ from bi_kernels.audit.summary import summary as job_summary
 
 AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention")  # whose ops mutants are judged by
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
+
+
+FORWARD_ALONE = "gemm", "elementwise"  # audits of which `backward` judges the rest
 
 
 def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> None:
@@ -71,6 +75,13 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
         f"{len(rows) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
         f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; documents in {out}"
     )
+    if alone := [name for name in names if name in FORWARD_ALONE and "backward" not in names]:
+        op = f" -p op {told['op']}" if told.get("op") else ""
+        other = f" --candidate {shlex.quote(candidate)}" if candidate != "bi_kernels" else ""
+        click.echo(
+            f"{' and '.join(alone)}: no gradient, other mode, memory or earlier call was asked about; "
+            f"`bi-audit run backward{other}{op}` asks"
+        )
     sys.exit(ci.fails(rows, warnings or [], level))
 
 

@@ -53,7 +53,8 @@ def _neighboured(v: torch.Tensor, batch: int, columns: bool) -> torch.Tensor:
     for d in {batch, v.dim() - 1} if columns else {batch}:
         shape[d] += 2 * BESIDE
         at[d] = slice(BESIDE, BESIDE + v.shape[d])
-    larger = v.new_full(shape, float("nan")) if v.is_floating_point() else v.new_full(shape, int(v.flatten()[0]))
+    holds_nan = v.is_floating_point() or v.is_complex()
+    larger = v.new_full(shape, float("nan") if holds_nan else int(v.flatten()[0]))
     larger[tuple(at)] = v
     return larger[tuple(at)]
 

@@ -3,9 +3,11 @@
 import ast
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
+from torch.utils._pytree import tree_map
 
 from bi_kernels import contract
 from bi_kernels.audit.callables import modes, relations
@@ -14,6 +16,7 @@ from bi_kernels.audit.callables.demand import TWICE, demands
 from bi_kernels.audit.callables.history import history
 from bi_kernels.audit.callables.memory import LATER, memory
 from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.callables.sequences import IDS, sequences
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Target, first_and_batch, tensors
 from bi_kernels.audit.evidence.drift import raw
@@ -117,6 +120,10 @@ class AnySession(Session):
             t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t, held)]
             found = asked(t)
             rows.append(replace((needs_fix(found) or found)[0], candidate=name).as_control())
+        if "right_padded" in sequences(t := copy.copy(self.report.target)):
+            t.function = _wider_otherwise(t)
+            (row,) = sequences(t)["right_padded"]()
+            rows.append(replace(row, candidate="another result for a wider batch of sequences").as_control())
         self.add(rows)
         return rows
 
@@ -184,6 +191,18 @@ def _followed(t: Target) -> list[Row]:
 
 def _referred(t: Target) -> list[Row]:
     return relations.accuracy(t, lambda *given, **told: 2.0 * [*given, *told.values()][list(t.values).index(t.first)])
+
+
+def _wider_otherwise(t: Target) -> Callable:
+    """Returns a model that is another where a call is wider than the one given."""
+    whole = t.values[IDS].shape[1]
+    change = lambda y: y * 1.5 if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+
+    def model(*given, **told):
+        out = t.eager(*given, **told)
+        return tree_map(change, out) if told[IDS].shape[1] > whole else out
+
+    return model
 
 
 def _one_ulp(y, x, t, held):
