@@ -74,13 +74,15 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
         "transposed view",
     ]
     uneven = lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))
-    assert verdicts("silu", uneven) == [PASS, *[NEEDS_FIX] * 4]
+    assert verdicts("silu", uneven) == [PASS, *[NEEDS_FIX] * 4, PASS]
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
-    assert verdicts("linear", weight_first, case="o") == [PASS, PASS, PASS, PASS, NEEDS_FIX]
+    assert verdicts("linear", weight_first, case="o") == [PASS, PASS, PASS, PASS, NEEDS_FIX, PASS]
     bias_last = lambda x, bias: bi_kernels.bias_add(x, bias) * (1 + (bias.stride(0) != 1))
-    assert verdicts("bias_add", bias_last) == [PASS, NEEDS_FIX, PASS, NEEDS_FIX, NEEDS_FIX]
+    assert verdicts("bias_add", bias_last) == [PASS, NEEDS_FIX, PASS, NEEDS_FIX, NEEDS_FIX, PASS]
     reads_what_lies_before = lambda x: bi_kernels.silu(x) + 0 * x.as_strided((1,), (1,), 0)
-    assert verdicts("silu", reads_what_lies_before) == [PASS, PASS, NEEDS_FIX, PASS, PASS]
+    assert verdicts("silu", reads_what_lies_before) == [PASS, PASS, NEEDS_FIX, PASS, PASS, PASS]
+    by_address = lambda x: bi_kernels.silu(x) * (1 + (x.data_ptr() % 16 == 8))
+    assert verdicts("silu", by_address) == [*[PASS] * 5, NEEDS_FIX]
 
 
 # Controls

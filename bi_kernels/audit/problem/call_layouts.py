@@ -32,8 +32,13 @@ def _slice(t: torch.Tensor) -> torch.Tensor:
     return inner[..., 2 : 2 + t.shape[-1]]
 
 
+def unaligned(t: torch.Tensor, offset: int = 1) -> torch.Tensor:
+    """Returns a copy that begins `offset` elements behind the start of its memory."""
+    return torch.cat((t.new_zeros(offset), t.flatten()))[offset:].view(t.shape)
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the same values lying otherwise in memory
-    "unaligned view": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
+    "unaligned view": unaligned,
     "strided view": _part,
     "slice of a batch": _slice,
     "every other column": lambda t: torch.stack((t, t.detach()), -1)[..., 0],

@@ -11,16 +11,15 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
-from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts, of_each_token, random_layout, shapes_launched
+from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.problem import joined
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
+from bi_kernels.audit.relations.views import VIEWED, by_view
 from bi_kernels.contract import SWEEP
 
 PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
 ACCURATE_ROWS = 512  # tokens that are held against fp64
 PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
-VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
 
 
 def supported(subject: Subject) -> Row | None:
@@ -89,38 +88,6 @@ def by_row_count(subject: Subject) -> Iterator[Row]:
             yield from subject.attempt(
                 "invariance", "rows", lambda: drift(m, kind), against=f"{n} rows", inputs=kind, rows=m
             )
-
-
-def by_view(subject: Subject, kind: str = SHARPEST) -> Iterator[Row]:
-    """Compares the same values in views that lie otherwise in memory: a kernel compiled for those may add otherwise."""
-    m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
-    tokens, shared = subject.inputs(kind, m)
-    at = torch.arange(m, device=subject.problem.device)
-
-    said = {"against": "aligned", "inputs": kind, "rows": m}
-
-    def made(view: Callable) -> Tensors:
-        moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
-        return joined(subject.forward(*moved, (m,), at))
-
-    for name, view in VIEWS.items():
-        if why := unplaced(subject, lambda: made(view)):
-            yield subject.row("invariance", name, Drift(0, 0), detail=why, **said)
-            continue
-        drift = lambda: compare(made(view), subject.call(tokens, shared, (m,), at))
-        yield from subject.attempt("invariance", name, drift, **said)
-
-
-def unplaced(subject: Subject, ask: Callable) -> str:
-    """Returns in which words a candidate refuses how its inputs lie in memory, '' where it does not."""
-    try:
-        if subject.candidate != "bi_kernels":
-            ask()
-    except Exception as error:
-        clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
-        if clear and any(word in str(error) for word in ("contiguous", "stride", "aligned")):
-            return f"refused: {sentence(error)}"
-    return ""
 
 
 class _Drifted(Exception):
@@ -281,7 +248,7 @@ def _required(s: Subject) -> Iterator[dict]:
     names = layouts(s.lengths, s.problem.seed)
     assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
     row = lambda relation, layout, **more: {"relation": relation, "layout": layout, **more}
-    yield from (row("invariance", layout) for layout in (*names, "random", *VIEWS))
+    yield from (row("invariance", layout) for layout in (*names, "random", *VIEWED))
     yield from (row("invariance", "rows", rows=m) for m in contract.rows(s.largest))
     yield from (row(relation, "rows", inputs=kind) for relation in ("invariance", "accuracy") for kind in KINDS)
     yield row("determinism", "packed")

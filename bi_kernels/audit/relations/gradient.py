@@ -11,7 +11,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
-from bi_kernels.audit.relations import forward, uses
+from bi_kernels.audit.relations import forward, uses, views
 from bi_kernels.audit.relations.step import NAN_PADDING, Step, gradient_lengths
 from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import SWEEP, dtype_name
@@ -58,7 +58,7 @@ def by_split(subject: Subject) -> Iterator[Row]:
                 trained.extend(step.outputs)
                 return found
 
-            if name in VIEWS and (why := forward.unplaced(subject, making)):
+            if name in VIEWS and (why := views.unplaced(subject, making)):
                 told, left = said | {"against": "packed", "detail": why}, more.get("left_in", "")
                 yield from (subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left}", **told) for k in base)
                 yield subject.row("invariance", name, Drift(0, 0), **told | {"against": UNTRAINED})

@@ -10,6 +10,7 @@ from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, UNTRAINED
 from bi_kernels.audit.relations.uses import ONCE
+from bi_kernels.audit.relations.views import ALIGNED
 from bi_kernels.audit.reproduce.imports import import_of
 from bi_kernels.audit.reproduce.replay import TRAINED
 from bi_kernels.audit.reproduce.script import Script, unscripted
@@ -27,6 +28,8 @@ def words(r: Row, largest: int) -> tuple[str, str, str, str]:
         return r.layout, UNTRAINED, r.inputs, TRAINED
     if r.relation == INVARIANCE or r.relation == DETERMINISM and r.detail.startswith("backward"):
         return r.layout, r.layout if r.against == "itself" else r.against, r.inputs, r.tensor
+    if r.against == ALIGNED:
+        return f"as: {r.layout}", f"{ALIGNED}: {r.layout}", r.inputs, ""
     if r.layout == "rows":
         first = f"the first {r.rows} of {largest} rows"
         return f"{first} in one call", first, r.inputs, ""

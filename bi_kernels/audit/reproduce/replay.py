@@ -18,13 +18,13 @@ from bi_kernels.audit.callables.sharper import layouts as layouts_of_more
 from bi_kernels.audit.callables.step import Step as CallableStep
 from bi_kernels.audit.callables.target import Layout, Target, module_of
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
-from bi_kernels.audit.problem.problem import Problem, joined
+from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations.forward import VIEWED_QUERIES, VIEWED_ROWS
 from bi_kernels.audit.relations.gradient import UNTRAINED
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.relations.uses import AXES, ONCE, again
+from bi_kernels.audit.relations.views import ALIGNED, VIEWED, in_place, placed
 from bi_kernels.contract import DTYPES
 
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype's size in bytes
@@ -63,14 +63,9 @@ class Operator:
             apart = (0, m, n) if leaky and s.problem.op.cache and m < n else None
             out = s.call(tokens, shared, (n,), at, apart)
             return out[:m] if isinstance(out, torch.Tensor) else tuple(t[:m] for t in out)
-        if layout in ("aligned", *VIEWS):
-            m = min(VIEWED_QUERIES, s.largest) if s.problem.op.cache else VIEWED_ROWS
-            tokens, shared = s.problem.inputs(inputs, m)
-            at = torch.arange(m, device=s.problem.device)
-            if layout == "aligned":
-                return s.call(tokens, shared, (m,), at)
-            moved = ({k: VIEWS[layout](t) for k, t in given.items()} for given in (tokens, shared))
-            return joined(s.forward(*moved, (m,), at))
+        place, _, view = layout.partition(": ")
+        if view in VIEWED:
+            return (in_place if place == ALIGNED else placed)(s, view, inputs)
         return s.compute(layouts(s.lengths, s.problem.seed)[layout], inputs)
 
     def _gradients(self, s: Subject, layout: str, inputs: str, tensor: str):
