@@ -136,13 +136,42 @@ def test_what_is_pooled_at_the_other_end_is_no_drift():
     assert report.passed and verdicts["right_padded"] == UNSUPPORTED != verdicts[LEFT], report.markdown()
 
 
+class Short(Model):
+    """Has places for a few tokens, returns its cache and its heads' weights in a tuple, and takes no empty call."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = torch.nn.Embedding(20, 16)
+
+    def forward(self, input_ids, attention_mask=None):
+        y = super().forward(input_ids, attention_mask)["logits"]
+        y = y + self.places(torch.arange(input_ids.shape[1]))
+        weights = torch.ones(len(input_ids), 2, *input_ids.shape[1:] * 2)
+        return y, weights, ((torch.zeros(len(input_ids), 2, input_ids.shape[1], 8),) * 2,)
+
+
+def test_what_grows_with_the_width_and_places_that_end_are_no_drift():
+    report = audit(Short(), IDS, MASK, backward=False)
+    (far,) = (r for r in report.rows if r.layout == "right_padded far")
+    assert report.passed and far.verdict == UNSUPPORTED and "out of range" in far.detail, report.markdown()
+
+
+def test_numbers_of_each_token_beside_the_ids_are_said_not_to_be_laid_out():
+    class Typed(Model):
+        def forward(self, input_ids, attention_mask, token_type_ids):
+            return super().forward(input_ids + token_type_ids, attention_mask)["logits"]
+
+    report = audit(Typed(), IDS, MASK, torch.zeros_like(IDS), backward=False)
+    assert report.passed and any("token_type_ids holds a number for each token" in n for n in report.notes), report
+
+
 def test_a_mask_of_another_name_is_said_not_to_be_asked():
     class Other(torch.nn.Module):
         def forward(self, input_ids, padding_mask):
             return Model()(input_ids, padding_mask)["logits"]
 
     report = audit(Other(), IDS, MASK, backward=False)
-    assert any("its mask is padding_mask" in note for note in report.notes), report.notes
+    assert report.passed and any("its mask is padding_mask" in note for note in report.notes), report.notes
 
 
 def test_a_model_has_a_control_of_its_sequences(tmp_path):

@@ -1,6 +1,7 @@
 """Whole models: of a module that takes input_ids, a sample is a sequence with its mask, padded, packed or cached."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -15,9 +16,11 @@ from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.tokens import TokenLayout
 
+FURTHER = " far"
 PADDING, FAR = 7, 121  # places without a token beside the longest sequence
 DECODED, PREFILL, CHUNK = 3, 2, 3  # sequences that go on from a cache, the tokens that it then holds, those of a call
 IDS, MASK, POSITIONS, CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
+KNOWN = IDS, MASK, POSITIONS, CACHE
 GIVEN, LEFT, PACKED = "padded as given", "left_padded sequences", "packed"
 TOGETHER = "decode of left-padded prompts"
 
@@ -34,12 +37,24 @@ class Sequences:
         self.real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         self.tokens = [row[at] for row, at in zip(ids, self.real)]
         self.lengths = list(map(len, self.tokens))
-        known = getattr(getattr(t.module, "config", None), "pad_token_id", None) or 0
+        config = getattr(t.module, "config", None)
+        known = getattr(config, "pad_token_id", None) or 0
+        self.widest = getattr(config, "max_position_embeddings", None) or math.inf
+        others = [k for k, v in tensors(t.values).items() if k not in KNOWN and v.shape[:2] == ids.shape]
+        if others:
+            what = (
+                f"its mask is {others[0]}, and"
+                if "mask" in others[0]
+                else f"{others[0]} holds a number for each token;"
+            )
+            raise ValueError(f"{what} {IDS}, {MASK} and {POSITIONS} alone are laid out again")
+        if not all(self.lengths):
+            raise ValueError("a sequence has no token")
         self.padding = int(ids[~self.real][0]) if not self.real.all() else known
         self.kinds: dict[int, bool] = {}  # of each output that is judged, whether it holds a row a token
         leaves, _ = self.called(ids, t.values.get(MASK), t.values.get(POSITIONS))
         for number, y in enumerate(leaves):
-            if y.shape[:1] == ids.shape[:1]:
+            if y.shape[:2] == ids.shape or y.shape[:1] == ids.shape[:1] and y.dim() < 3:  # no heads' weights, no cache
                 self.kinds[number] = y.shape[:2] == ids.shape
         if not self.kinds:
             raise ValueError("none of its outputs holds a row for each sequence")
@@ -55,7 +70,7 @@ class Sequences:
             mask = ids.new_ones(len(ids), seen + ids.shape[1])
         if positions is None and POSITIONS in self.needs:
             positions = torch.arange(seen, seen + ids.shape[1], device=ids.device).expand(ids.shape)
-        own = {k: v for k, v in t.values.items() if k not in (IDS, MASK, POSITIONS, CACHE)}
+        own = {k: v for k, v in t.values.items() if k not in KNOWN}
         told = {k: v for k, v in ((MASK, mask), (POSITIONS, positions)) if v is not None}
         found = t.function(**own | {IDS: ids} | told | more)
         kept = [v for k, v in found.items() if k != CACHE] if isinstance(found, Mapping) else found
@@ -172,7 +187,10 @@ def _judged(s: Sequences, layout: str, made: Callable[[], Made], excuse: str, po
     try:
         with torch.no_grad():
             made_there = made()
-    except (TypeError, ValueError, NotImplementedError, AssertionError) as error:  # it says that it does not take these
+    except Exception as error:
+        clear = isinstance(error, (TypeError, ValueError, NotImplementedError, AssertionError))
+        if not clear and not layout.endswith(FURTHER):  # where a table of places may end
+            raise
         return [row(verdict=UNSUPPORTED, detail=sentence(error))]
     rows = []
     for token, said in ((True, excuse), (False, pooled)):
@@ -194,11 +212,7 @@ def _of(t: Target) -> Sequences | None:
     if not t.module or ids is None or ids.dim() != 2 or ids.is_floating_point() or t.batch:
         return None
     with torch.no_grad():
-        s = Sequences(t)
-    others = [k for k, v in tensors(t.values).items() if "mask" in k and k != MASK and v.shape[:2] == ids.shape]
-    if others and MASK not in s.takes:
-        t.refused["padded sequences"] = f"its mask is {others[0]}, and what is asked is {MASK}"
-    return s
+        return Sequences(t)
 
 
 def sequences(t: Target) -> dict[str, Callable[[], list[Row]]]:
@@ -214,8 +228,8 @@ def sequences(t: Target) -> dict[str, Callable[[], list[Row]]]:
     }
     asked: dict[str, tuple[Callable[[], Made], str, str]] = {"unpadded": (s.alone, "", "")}
     if MASK in s.takes:
-        for name, beside in (("", PADDING), (" far", FAR)):
-            width = longest + beside
+        for name, beside in (("", PADDING), (FURTHER, FAR)):
+            width = int(min(longest + beside, s.widest))
             asked[f"right_padded{name}"] = partial(s.beside, False, width), "", sides[False]
             asked[f"{LEFT}{name}"] = partial(s.beside, True, width), blind, blind or sides[True]
     if {MASK, POSITIONS} <= s.takes:
