@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 
 from bi_kernels.audit.mutants import document, operators, plan, questions
 from bi_kernels.audit.mutants.reach import ops_for
-from bi_kernels.audit.mutants.run import SEEDS, Server
+from bi_kernels.audit.mutants.run import SEEDS, Server, judged
 
 TOY = '''
 BLOCK = 32
@@ -163,6 +165,20 @@ def test_the_package_as_it_is_is_asked_with_every_seed(monkeypatch):
     ]
 
 
+def waits_for(done, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.1)
+    return bool(done())
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "State:\tZ"
+
+
 def planted(m: operators.Mutant) -> str:
     said = {"file": m.file, "function": m.function, "before": m.before, "text": m.text, "reason": "planted by a test"}
     return "[[equivalent]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in said.items())
@@ -188,6 +204,40 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
     )
     ended = mutate(tmp_path, "rms_norm", "--sample", "1", "--equivalents", str(known))
     assert ended.returncode == 2 and "no mutant of ops/norm.py" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
+    def judge(self, mutant, ops, seconds, seeds=SEEDS, dtypes=("fp32", "bf16")):
+        asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
+        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
+
+    monkeypatch.setattr(Server, "__init__", lambda self, device: None)
+    monkeypatch.setattr(Server, "close", lambda self: None)
+    monkeypatch.setattr(Server, "judge", judge)
+    one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
+    for asked, expected in (([], 2 * len(SEEDS) + 2), ([], 0)):
+        found = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
+        assert [f["verdict"] for f in found] == ["killed"] * 2 and len(set(asked)) == len(asked) == expected
+    with (tmp_path / "kept").open() as file:
+        lines = file.readlines()
+    (tmp_path / "kept").write_text("".join(line for line in lines if json.loads(line).get("id") != two.id))
+    asked = []
+    judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
+    assert [a[0] for a in asked] == [two.id]
+
+
+def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
+    said = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    body = f"import os, pathlib\n{said}\nwhile True:\n    pass\n"
+    server = Server("cpu")
+    hangs = operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=body)
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.judge, hangs, ["silu"], 600)
+        assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
+        pid = int((tmp_path / "pid").read_text())
+        server.close()
+        assert isinstance(pending.exception(60), (RuntimeError, OSError))
+    assert waits_for(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in status(pid), 30)
 
 
 def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):

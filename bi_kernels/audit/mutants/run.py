@@ -48,7 +48,14 @@ class Server:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, str(SERVER)], env=env, text=True, **pipes)
 
-    def judge(self, mutant: Mutant | None, ops: Sequence[str], seconds: float, seeds: Sequence[int] = SEEDS) -> dict:
+    def judge(
+        self,
+        mutant: Mutant | None,
+        ops: Sequence[str],
+        seconds: float,
+        seeds: Sequence[int] = SEEDS,
+        dtypes: Sequence[str] = DTYPE_ORDER,
+    ) -> dict:
         """Returns the verdict on a mutant, or on the package as it is."""
         path = self.copy / mutant.file if mutant else None
         if path:
@@ -57,7 +64,7 @@ class Server:
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
         try:
-            asks = [(op, dtype, dtype == DTYPE_ORDER[0]) for dtype in DTYPE_ORDER for op in ops]
+            asks = [(op, dtype, dtype == DTYPE_ORDER[0]) for dtype in dtypes for op in ops]
             job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
             job |= {"device": self.device, "seconds": int(seconds)}
             self.process.stdin.write(json.dumps(job) + "\n")
@@ -99,23 +106,24 @@ def servers(count: int, device: str) -> Iterator[Callable]:
 
 
 class Clean:
-    """The unbroken package, asked with each seed before anything of it is broken: the seconds that an op takes, and
-    what does not pass."""
+    """The unbroken package, asked in each dtype and with each seed before anything of it is broken: the seconds that an
+    op takes, and what does not pass."""
 
     def __init__(self, ops: Sequence[str]):
-        self.left = dict.fromkeys(ops, len(SEEDS))
+        self.left = {(op, dtype, seed): op for op in ops for dtype in DTYPE_ORDER for seed in SEEDS}
         self.seconds = dict.fromkeys(ops, 0.0)
         self.wrong: dict[str, str] = {}
 
-    def take(self, op: str, found: dict) -> None:
-        """Takes what was found with one seed."""
-        self.left[op] -= 1
-        self.seconds[op] += found["seconds"]
-        if found["verdict"] != "survived":
-            self.wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
+    def take(self, found: dict) -> None:
+        """Takes what was found of one op in one dtype with one seed; of another op, nothing."""
+        op = self.left.pop((found["op"], found["dtype"], found["seed"]), None)
+        if op:
+            self.seconds[op] += found["seconds"]
+            if found["verdict"] != "survived":
+                self.wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
 
     def ready(self, ops: Sequence[str]) -> bool:
-        return not any(self.left[op] for op in ops)
+        return not set(ops) & set(self.left.values())
 
     def limit(self, ops: Sequence[str]) -> float:
         """Returns the seconds that a mutant of these ops may take."""
@@ -125,41 +133,52 @@ class Clean:
 def judged(
     chosen: Sequence[Mutant], device: str, jobs: int, kept: Path, tell: Callable[[dict, int], object]
 ) -> list[dict]:
-    """Returns the verdict on every mutant, in their order; those in `kept` of the same sources are not judged again.
+    """Returns the verdict on every mutant, in their order; what `kept` holds of the same sources is not judged again.
 
     tell: gets each verdict as it comes, and how many are left. Raises ValueError, which names each op that needs a fix
     before it is broken.
     """
-    made, known = made_of(), {}
+    own, known, passed = {"made": made_of(), "device": device}, {}, []
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
-        if (found["made"], found["device"]) == (made, device):
-            known[found["id"]] = found
+        if own.items() <= found.items():
+            if "id" in found:
+                known[found["id"]] = found
+            else:
+                passed.append(found)
     todo = [m for m in chosen if m.id not in known]
     for number, m in enumerate(m for m in chosen if m.id in known):
         tell(known[m.id], len(chosen) - number - 1)
-    ops = list(dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function)))
+    ops = dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function))
     clean, waiting = Clean(sorted(ops, key=lambda op: not OPS[op].cache)), list(todo)  # attention takes longest
+    for found in passed:
+        clean.take(found)
     with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
-        unbroken = lambda server, op, seed: server.judge(None, [op], 3600, [seed])
         broken = lambda server, m, mine: server.judge(m, mine, clean.limit(mine))
-        tasks: dict = {pool.submit(call, unbroken, op, seed): op for seed in SEEDS for op in clean.left}
+        unbroken = lambda server, op, dtype, seed: server.judge(None, [op], 3600, [seed], [dtype])
+        tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}
+
+        def begin() -> None:
+            for m in [m for m in waiting if not clean.wrong and clean.ready(ops_for(m.file, m.function))]:
+                waiting.remove(m)
+                tasks[pool.submit(call, broken, m, ops_for(m.file, m.function))] = m
+
         try:
+            begin()
             while tasks:
                 for task in wait(tasks, return_when=FIRST_COMPLETED).done:
                     of, found = tasks.pop(task), task.result()
-                    if isinstance(of, str):
-                        clean.take(of, found)
-                        continue
-                    found = {"id": of.id, "made": made, "device": device, **said(of), **found}
-                    known[of.id] = found
-                    file.write(json.dumps(found) + "\n")
-                    file.flush()
-                    tell(found, len(chosen) - len(known))
-                for m in [m for m in waiting if clean.ready(ops_for(m.file, m.function))]:
-                    waiting.remove(m)
-                    if not clean.wrong:
-                        tasks[pool.submit(call, broken, m, ops_for(m.file, m.function))] = m
+                    if isinstance(of, Mutant):
+                        found = own | {"id": of.id} | said(of) | found
+                        known[of.id] = found
+                        tell(found, len(chosen) - len(known))
+                    else:
+                        found = own | found | dict(zip(("op", "dtype", "seed"), of))
+                        clean.take(found)
+                    if isinstance(of, Mutant) or found["verdict"] == "survived":
+                        file.write(json.dumps(found) + "\n")
+                        file.flush()
+                begin()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

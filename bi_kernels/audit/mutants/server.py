@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 
@@ -33,12 +34,20 @@ def judge(job: dict, into: int) -> None:
         json.dump(found, out)
 
 
+def end_with(parent: int) -> None:
+    """Ends this process and those that it has started when its parent has ended, as where a run is interrupted."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def forked(job: dict) -> dict:
     """Returns what a child of this process says of a job; that it crashed, or that it took too long."""
-    read, write = os.pipe()
+    (read, write), parent = os.pipe(), os.getpid()
     child = os.fork()
     if not child:
         os.setsid()
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
         os.close(read)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
