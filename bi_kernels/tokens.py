@@ -25,13 +25,14 @@ import triton
 import triton.language as tl
 
 from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+from bi_kernels.launch import jit
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 _current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
 
 
-@triton.jit
+@jit
 def _gather_kernel(x, slots, y, count, columns, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

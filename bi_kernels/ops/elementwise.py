@@ -13,13 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number, check_shape
 from bi_kernels.contract import DTYPES
+from bi_kernels.launch import jit
 from bi_kernels.ops.gemm import fold_bias
 from bi_kernels.tokens import layout_for, main_grad
 
 BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16
 
 
-@triton.jit
+@jit
 def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -49,7 +50,7 @@ def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: t
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _gradient_kernel(x, up, dy, dx, d_up, n, OP: tl.constexpr, BLOCK: tl.constexpr):
     """dx = dy f'(x); for swiglu dx = dy silu'(x) up and d_up = dy silu(x), each where its pointer is given."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

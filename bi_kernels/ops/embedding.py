@@ -11,6 +11,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, can_wait, check, check_integer, integers
+from bi_kernels.launch import jit
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
@@ -19,7 +20,7 @@ LIGHT = {"BLOCK": 2048, "TOKENS": 4, "STAGES": 1, "num_warps": 4}
 HEAVY = {"BLOCK": 32, "TOKENS": 64, "STAGES": 6, "num_warps": 1}
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["tokens"])
 def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +42,7 @@ def _add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def _embedding_backward_kernel(
     dy,
     rows,

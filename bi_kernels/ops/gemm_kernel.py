@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
+from bi_kernels.launch import jit
 
 
 class Tile(NamedTuple):
@@ -79,7 +80,7 @@ def _store_tile(y, tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAR
         y.store([m, n], tile.to(y.dtype))
 
 
-@triton.jit(do_not_specialize=["M", "K"])  # else each of another divisibility, and K = 1, is compiled anew
+@jit(do_not_specialize=["M", "K"])  # else each of another divisibility, and K = 1, is compiled anew
 def _gemm_kernel(
     x,
     w,

@@ -4,16 +4,16 @@ Both reduce the vocabulary in fixed blocks, folded in ascending order (see vocab
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, check_shape
+from bi_kernels.launch import jit
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _log_softmax_kernel(
     logits, lse, dy, total, out, rows, columns, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -29,7 +29,7 @@ def _log_softmax_kernel(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Σ of a row: one tree a block, the blocks from left to right."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned, apply, check, check_number, check_shape
+from bi_kernels.launch import jit
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
@@ -22,7 +23,7 @@ STAGES = 3
 FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x,
     residual,
@@ -53,7 +54,7 @@ def _rms_norm_kernel(
     tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _rms_norm_backward_kernel(
     x,
     weight,
@@ -101,7 +102,7 @@ def _rms_norm_backward_kernel(
         tl.store(partial + slab.to(tl.int64) * width + col, tl.sum(total, 0), mask=col < width)
 
 
-@triton.jit
+@jit
 def _fold_partials_kernel(
     partial,
     start,
@@ -234,13 +235,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dh=None):
-        h, weight, rstd = ctx.saved_tensors
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
         dx, dw = _backward(
             ctx.op,
-            h,
-            weight,
-            rstd,
+            *ctx.saved_tensors,
             dy,
             dh,
             ctx.layout,

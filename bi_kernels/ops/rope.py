@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape, integers
+from bi_kernels.launch import jit
 
 BLOCK_R, WARPS = 32, 4
 
@@ -23,7 +24,7 @@ class RopeTable(NamedTuple):
     sin: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["rows", "table_rows"])
+@jit(do_not_specialize=["rows", "table_rows"])
 def _rope_kernel(
     x,
     cos,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.checks import check, check_integer, check_number, check_shape, integers
+from bi_kernels.launch import jit
 
 BLOCK, WARPS = 4096, 8  # of the vocabulary
 
@@ -23,7 +24,7 @@ def _exponential(bits):
     return tl.where(u < 1.0 / 64, series, -tl.log(1.0 - tl.minimum(u, 1.0 - 1.0 / 16777216.0)))
 
 
-@triton.jit(do_not_specialize=["columns", "seed"])
+@jit(do_not_specialize=["columns", "seed"])
 def _sample_kernel(logits, samples, positions, out, columns, stride, seed, inv_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     sample, position = tl.load(samples + row), tl.load(positions + row)

@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 
 from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+from bi_kernels.launch import jit
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
 MERGE_ROWS = 32
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "first"])
+@jit(do_not_specialize=["rows", "columns", "first"])
 def _block_kernel(
     logits,
     targets,
@@ -59,7 +60,7 @@ def _block_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -84,7 +85,7 @@ def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
     tl.store(entropy + row, value - tl.div_rn(weighted, total), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _dlogits_kernel(
     logits,
     targets,

@@ -8,10 +8,11 @@ dS = P (dP − Σ out dout), are rounded to the storage dtype for their products
 import triton
 import triton.language as tl
 
+from bi_kernels.launch import jit
 from bi_kernels.ops.attention.schedule import seen, sequence_of
 
 
-@triton.jit(do_not_specialize=["rows_total"])
+@jit(do_not_specialize=["rows_total"])
 def delta_kernel(
     out, d_out, d_lse, delta, rows_total, width, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):
@@ -74,7 +75,7 @@ def _keys_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["sequences", "window"])
+@jit(do_not_specialize=["sequences", "window"])
 def keys_backward_kernel(
     q,
     k,
@@ -212,7 +213,7 @@ def _queries_step(
     return tl.dot(ds.to(kt.dtype), kt, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sequences", "window"])
+@jit(do_not_specialize=["sequences", "window"])
 def queries_backward_kernel(
     q,
     k,

@@ -11,6 +11,7 @@ dtype for the product with V and is summed unrounded; the output is rounded once
 import triton
 import triton.language as tl
 
+from bi_kernels.launch import jit
 from bi_kernels.ops.attention.schedule import seen, sequence_of
 
 
@@ -92,7 +93,7 @@ def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
     tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
 
 
-@triton.jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
+@jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
 def attention_kernel(
     q,
     k,
@@ -241,7 +242,7 @@ def attention_kernel(
         _store_result(out, lse, at, m, l, acc, scale, inside, d, width, there)
 
 
-@triton.jit(do_not_specialize=["rows_total", "splits"])
+@jit(do_not_specialize=["rows_total", "splits"])
 def merge_kernel(
     part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr
 ):

@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import apply, integers, seen, unseen
+from bi_kernels.launch import jit
 
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["count", "room", "width_q", "width_k", "stride_q", "stride_k"])
+@jit(do_not_specialize=["count", "room", "width_q", "width_k", "stride_q", "stride_k"])
 def _spans_kernel(
     spans,
     lengths_q,

@@ -1,0 +1,93 @@
+"""Run by tests/test_launch.py without the interpreter: ops on a CPU whose kernels are compiled for sm_90 and not run.
+
+Every launch through a compiled form is held against what Triton would have launched. Prints their number, and the
+number of calls that Triton was asked.
+"""
+
+import torch
+import triton.language as tl
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TRITON_RUN, made, count = JITFunction.run, {}, {"asked": 0, "kept": 0}
+
+
+def asked(self, *args, grid, warmup, **options):
+    count["asked"] += 1
+    kernel = TRITON_RUN(self, *args, grid=grid, warmup=True, **options)
+    made[kernel] = self, options
+    return kernel
+
+
+def kept(self, grid):
+    assert len(grid) >= 3 and all(type(n) is int for n in grid), grid
+
+    def held(*values):
+        count["kept"] += 1
+        kernel, options = made[self]
+        assert TRITON_RUN(kernel, *values, grid=grid, warmup=True, **options) is self, (kernel, values)
+
+    return held
+
+
+JITFunction.run, CompiledKernel.__getitem__, torch.cuda.current_device = asked, kept, lambda: 0
+
+import bi_kernels
+from bi_kernels import checks
+from bi_kernels.audit.static.binary import without_gpu
+from bi_kernels.launch import jit
+
+
+@jit
+def _copy_kernel(x, y, N: tl.constexpr):
+    tl.store(y + tl.arange(0, N), tl.max(x.load([0, 0])))
+
+
+def call(dtype: torch.dtype, rows: int, width: int, shift: int) -> None:
+    """Calls ops, forward and backward, on tensors that begin `shift` elements behind an aligned address."""
+
+    def made_of(*shape):
+        size = torch.Size(shape).numel()
+        return torch.randn(size + shift).to(dtype)[shift:].view(shape).requires_grad_()
+
+    x, up, weight = made_of(rows, width), made_of(rows, width), made_of(width)
+    bi_kernels.swiglu(x, up).sum().backward()
+    bi_kernels.rms_norm(x, weight).sum().backward()
+    heads = made_of(rows, 2, width)
+    bi_kernels.rope(heads, bi_kernels.rope_table(64, width), torch.arange(rows)).sum().backward()
+    bi_kernels.embedding(torch.zeros(rows, dtype=torch.long), made_of(9, width)).sum().backward()
+    bi_kernels.token_logprob(x, torch.zeros(rows, dtype=torch.long))[0].sum().backward()
+    with torch.no_grad():
+        cache = made_of(1, 16, 1, width)
+        bi_kernels.attention(made_of(1, 1, 2, width), cache, cache, lengths_k=torch.tensor([min(rows, 16)]))
+
+
+def multiply(rows: int, columns: int) -> None:
+    x, weight = (torch.randn(n, 48).bfloat16().requires_grad_() for n in (rows, columns))
+    weight.main_grad = torch.zeros(columns, 48)
+    bi_kernels.linear(x, weight).sum().backward()
+
+
+def described() -> None:
+    x = torch.zeros(32, 64)
+    for block in ([16, 16], [16, 32]):
+        for warps in (4, 8):
+            _copy_kernel[1,](TensorDescriptor(x, x.shape, x.stride(), block), x, N=64, num_warps=warps)
+    assert len(_copy_kernel._compiled) == 4
+
+
+if __name__ == "__main__":
+    without_gpu()
+    loaded = [getattr(bi_kernels, name) for name in bi_kernels.__all__]  # their kernels are not interpreted ones
+    checks.INTERPRETED = True  # from here on a CPU is let through
+    for again in range(2):
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows, width in ((1, 64), (16, 64), (17, 100)):
+                for shift in (0, 1):
+                    call(dtype, rows, width, shift)
+        for rows in (1, 16, 17):
+            for columns in (1, 24, 40):
+                multiply(rows, columns)
+        described()
+        print(count["asked"], count["kept"])
