@@ -16,13 +16,13 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
+from bi_kernels.audit.bench.timing import Turns
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.digests import golden
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import gemm
-from bi_kernels.audit.experiments.timing import Turns
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS

@@ -25,7 +25,7 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     it is this one's turn. Raises ValueError: one sentence with the parameter, its value and what is allowed.
     """
     from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
-    from bi_kernels.audit.experiments.timing import GPU  # noqa: PLC0415 (likewise)
+    from bi_kernels.audit.bench.timing import GPU  # noqa: PLC0415 (likewise)
     from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
 
     on_gpu = choose(read(audit, parameters).device).type == "cuda"

@@ -6,13 +6,13 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import locate, parallel
+from bi_kernels.audit.bench.timing import GPU
 from bi_kernels.audit.broken.judge_models import judge_faults
 from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.relations import INVARIANCE, Whole
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.timing import GPU
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.contract import CONTRACT

@@ -1,1 +1,1 @@
-"""What one audit's notebook shows beyond the relations: one file an audit, and the timing."""
+"""What one audit's notebook shows beyond the relations: one file an audit."""

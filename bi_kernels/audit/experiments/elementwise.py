@@ -1,19 +1,14 @@
 """The experiments of the elementwise and RoPE audit."""
 
-from functools import partial
-
 import torch
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit import stock
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, Found, differing, normal, size
-from bi_kernels.audit.experiments.timing import times_ms
+from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST
 
 
@@ -76,32 +71,3 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> Found:
         for name in ("cu_seqlens", "positions")
     ]
     return rows, [{"positions from": name, "against each sequence alone": str(d)} for name, d in drifts.items()]
-
-
-def bandwidth(session) -> list[dict]:
-    """Bytes read and written over time, as a share of a device copy in the same run, against stock torch. GPU only."""
-    sizes, make = size(session), partial(normal, session, 16384)
-    g, u, b = make(sizes["mlp"]), make(sizes["mlp"]), normal(session, sizes["mlp"])
-    at = torch.arange(len(g), device=session.device)
-    table = bi_kernels.rope_table(len(g), sizes["head_dim"], device=session.device)
-    rope = make(sizes["heads"], sizes["head_dim"]), table, at
-    cases = {
-        **dict.fromkeys(("silu", "gelu", "gelu_tanh"), (g,)),
-        **dict.fromkeys(("swiglu", "add"), (g, u)),
-        "scale": (g,),
-        "bias_add": (g, b),
-        "mask_fill": (g, g > 0),
-        "cast": (g, torch.float32),
-        "rope": rope,
-        "rope_interleaved": rope,
-    }
-    copied = torch.empty_like(g)
-    copy = 2 * g.nbytes / times_ms(lambda: copied.copy_(g))[0]
-    out = []
-    for name, given in cases.items():
-        call = lambda module: getattr(module, OPS[name].function or name)(*given, **OPS[name].constants)
-        read = sum(t.nbytes for t in given if isinstance(t, torch.Tensor) and t.dim() > 1)
-        ours, theirs = times_ms(lambda: call(bi_kernels), lambda: call(stock))
-        speed = (read + call(stock).nbytes) / ours
-        out.append({"op": name, "TB/s": speed / 1e9, "of a copy": speed / copy, "times torch": theirs / ours})
-    return out

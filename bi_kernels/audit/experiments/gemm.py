@@ -5,54 +5,19 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
-from torch import Tensor
 
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, Found, normal, replayed
-from bi_kernels.audit.experiments.timing import launch_us, times_ms
+from bi_kernels.audit.experiments.common import Counts, Found, replayed
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
+from bi_kernels.contract import DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.ops.gemm_kernel import tiles as table_tiles
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
-
-
-@triton.jit
-def _fixed_kernel(x, w, y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """y = x wᵀ with one tile for every shape, loaded through pointers."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    rows, columns = (m < M)[:, None], (n < N)[:, None]
-    x_at, w_at = x + m.to(tl.int64)[:, None] * K + k[None, :], w + n.to(tl.int64)[:, None] * K + k[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = (start + k < K)[None, :]
-        acc = tl.dot(
-            tl.load(x_at + start, mask=rows & inside, other=0.0),
-            tl.load(w_at + start, mask=columns & inside, other=0.0).T,
-            acc,
-            input_precision="ieee",
-        )
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=rows & (n < N)[None, :])
-
-
-def fixed_tile(x: Tensor, w: Tensor) -> Tensor:
-    """Returns the usual batch-invariant GEMM, for comparison: one 128×128×64 tile for every M."""
-    (M, K), N = x.shape, w.shape[0]
-    y = x.new_empty(M, N)
-    _fixed_kernel[(triton.cdiv(M, 128), triton.cdiv(N, 128))](
-        x, w, y, M, N, K, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3
-    )
-    return y
 
 
 def _subject(session, case: str, dtype: str) -> Subject:
@@ -192,30 +157,3 @@ def missing(session) -> list[Row]:
         wanted = [said | {"layout": layout, "rows": m, "detail": _name(tile)} for layout, m, tile in required]
         found += coverage.missing(session.rows, s, wanted)
     return found
-
-
-def launches(session) -> dict[str, float]:
-    """launch_us of an eager linear of one row, by who makes it."""
-    n, k = linears(session.parameters["shapes"])["o"]
-    w, x = normal(session, n, k), normal(session, 1, k)
-    return {"bi_kernels": launch_us(lambda: bi_kernels.linear(x, w)), "torch": launch_us(lambda: F.linear(x, w))}
-
-
-def benchmark(session) -> list[dict]:
-    """linear against cuBLAS (F.linear) and against one fixed tile, bf16, in one run: milliseconds and ratios."""
-    out = []
-    for case, (n, k) in linears(session.parameters["shapes"]).items():
-        w = normal(session, n, k)
-        for m in CONTRACT["benchmark"]["rows"]:
-            x = normal(session, m, k)
-            cublas, ours, fixed, again = times_ms(
-                lambda: F.linear(x, w),
-                lambda: bi_kernels.linear(x, w),
-                lambda: fixed_tile(x, w),
-                lambda: F.linear(x, w),
-            )
-            cublas, spread = (cublas + again) / 2, cublas / again
-            times = {"cuBLAS ms": cublas, "ours ms": ours, "ratio": cublas / ours, "fixed tile": cublas / fixed}
-            rest = {"cuBLAS against itself": spread, "TFLOP/s": 2 * m * n * k / ours / 1e9}
-            out.append({"shape": case, "N": n, "K": k, "M": m} | times | rest)
-    return out

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-from bi_kernels.audit.experiments.timing import timed
+from bi_kernels.audit.bench.timing import timed
 from bi_kernels.audit.models.cases import OURS, STOCK, built, quiet, vocabulary
 from bi_kernels.audit.problem.inputs import generator
 

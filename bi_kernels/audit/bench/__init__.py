@@ -1,0 +1,1 @@
+"""Speed: how calls are timed, what is timed of every op beside its peers, and what is said of it."""
