@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 # attention's kernels compile longest, a vocabulary's tensors are largest
-PROCESSES = {"random": 12, "attention": 12, "vocabulary": 3, "backward": 3, "training": 10, "chain": 6}
+PROCESSES = {"random": 12, "attention": 12, "vocabulary": 2, "backward": 2, "training": 10, "chain": 6}
 MOST = 6  # of any other audit
 _own: list = []  # the session of a process that works for another
 
