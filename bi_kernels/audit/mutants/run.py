@@ -63,18 +63,16 @@ class Server:
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
-        try:
-            asks = [(op, dtype, dtype == DTYPE_ORDER[0]) for dtype in dtypes for op in ops]
-            job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
-            job |= {"device": self.device, "seconds": int(seconds)}
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        finally:
-            if path:
-                path.write_text(text, encoding="utf-8")
-        if not line:
+        asks = [(op, dtype, dtype == DTYPE_ORDER[0]) for dtype in dtypes for op in ops]
+        job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
+        job |= {"device": self.device, "seconds": int(seconds)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:  # then the copy is of no more use, and may be on its way out
             raise RuntimeError("the process that judges mutants ended; is there enough memory?")
+        if path:
+            path.write_text(text, encoding="utf-8")
         return json.loads(line)
 
     def close(self) -> None:
