@@ -188,6 +188,29 @@ def _tma_ready(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
 
 
+def prepared(
+    x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns x and w such that blocks of them can be copied, and where y goes: `out`, or rows that begin at multiples
+    of 16 bytes."""
+    M, N = len(x), len(w)
+    if out is not None and out.shape != (M, N):  # a descriptor would clip what does not fit
+        raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
+    unit = 16 // out_dtype.itemsize
+    if out is not None and out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0:
+        y = out
+    else:
+        y = x.new_empty((M, _ceil(N, unit) * unit), dtype=out_dtype)
+    return _tma_ready(x), _tma_ready(w), y
+
+
+def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
+    """Returns the N columns of what `prepared` gave for y, in `out` where there is one."""
+    if out is not None:
+        return out if y is out else out.copy_(y[:, :N])
+    return y if y.shape[1] == N else y[:, :N].contiguous()
+
+
 def launch(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -200,16 +223,8 @@ def launch(
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
     out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
     (M, K), N = x.shape, w.shape[0]
-    if out is not None and out.shape != (M, N):  # a descriptor would clip what does not fit
-        raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
     out_dtype = out_dtype or x.dtype
-    unit = 16 // out_dtype.itemsize
-    ready = N % unit == 0 if out is None else out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0
-    if out is not None and ready:
-        y = out
-    else:
-        y = x.new_empty((M, N) if ready else (M, _ceil(N, unit) * unit), dtype=out_dtype)
-    x, w = _tma_ready(x), _tma_ready(w)
+    x, w, y = prepared(x, w, out_dtype, out)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
     part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
     if start is not None:
@@ -246,9 +261,7 @@ def launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if out is not None:
-        return out if ready else out.copy_(y[:, :N])
-    return y if ready else y[:, :N].contiguous()
+    return finished(y, N, out)
 
 
 def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:

@@ -1,6 +1,8 @@
 """The experiments of the GEMM audit."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import torch
@@ -16,7 +18,10 @@ from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.contract import DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
 from bi_kernels.ops.gemm_kernel import tiles as table_tiles
+from bi_kernels.ops.hopper_cublaslt import fast, serves
+from bi_kernels.ops.hopper_cublaslt import launch as launch_library
 
+LIBRARY = "cuBLASLt"
 FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
 
 
@@ -35,10 +40,10 @@ def _name(tile: Tile) -> str:
 
 
 def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
-    """Returns every tile of the table at every row count against one fixed tile at the largest; and a split-K for
-    contrast.
+    """Returns every tile of the table, and the library's program, at every row count against one fixed tile at the
+    largest; and a split-K for contrast.
 
-    Each tile runs plain, and with a bias and both operands stored transposed. Returns the rows, and
+    Each runs plain, and with a bias and both operands stored transposed. Returns the rows, and
     {tile: {M: elements that differ}}.
     """
     rows, seen = [], {}
@@ -52,13 +57,15 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
         }
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
-        for tile in table_tiles(DTYPES[dtype]):
-            line = seen[f"{_name(tile)} ({dtype})"] = {}
+        for way, computed in _ways(dtype, x.device).items():
+            line = seen[f"{way} ({dtype})"] = {}
             for m in _tile_rows(session):
                 found = []
                 for name, (a, v, b) in variants.items():
-                    drift = compare(launch(a[:m], v, b, tile), whole[name][:m])
-                    said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": _name(tile) + name}
+                    if (y := computed(a[:m], v, b)) is None:  # the library has no program for it
+                        continue
+                    drift = compare(y, whole[name][:m])
+                    said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": way + name}
                     found.append(subject.row("invariance", "tiles", drift, **said))
                 line[str(m)] = sum(r.mismatches for r in found)
                 rows += found
@@ -68,6 +75,25 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
             first, second = map(summed, x[:m].chunk(2, 1), w.chunk(2, 1))
             line[str(m)] = compare((first + second).to(x.dtype), summed(x[:m], w).to(x.dtype)).mismatches
     return rows, seen
+
+
+def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
+    """Returns what a product may be computed by, of x, w and bias: the library, and each tile of the table."""
+    ways = {_name(t): lambda x, w, bias, tile=t: launch(x, w, bias, tile) for t in table_tiles(DTYPES[dtype])}
+    return ({LIBRARY: launch_library} if serves(device) and dtype != "fp32" else {}) | ways
+
+
+@cache
+def _taken(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns what computes a product of this size."""
+    return LIBRARY if fast(m, n) and _served(m, n, k, dtype, device) else _name(tile_for(m, n, dtype))
+
+
+@cache
+def _served(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tells whether the library has a program for a product of this size."""
+    x, w = (torch.empty(rows, k, dtype=dtype, device=device) for rows in (m, n))
+    return launch_library(x, w) is not None
 
 
 def _tile_rows(session) -> list[int]:
@@ -138,7 +164,7 @@ def captured(session) -> list[Row]:
             if number % 8 == 0:
                 found["torch.compile:static"] = static(part, w)
             said = {"against": f"{s.largest} rows, eager", "inputs": SHARPEST, "rows": m}
-            said["detail"] = _name(tile_for(m, len(w), x.dtype))
+            said["detail"] = _taken(m, *w.shape, x.dtype, x.device)
             rows += [s.row("invariance", name, compare(y, whole[:m]), **said) for name, y in found.items()]
     return rows
 
@@ -147,13 +173,15 @@ def missing(session) -> list[Row]:
     """Returns a row that needs a fix for every tile × M, and on a GPU every layer × M captured and compiled, that was
     not run."""
     found = []
-    for dtype, (case, (n, _)) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
+    for dtype, (case, shape) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
         s = _subject(session, case, dtype)
-        every = product(_tile_rows(session), table_tiles(DTYPES[dtype])) if case == "o" else ()
-        required = [("tiles", m, tile) for m, tile in every]
+        every = product(_tile_rows(session), _ways(dtype, session.device)) if case == "o" else ()
+        served = lambda m: _served(m, *shape, DTYPES[dtype], session.device)
+        required = [("tiles", m, way) for m, way in every if way != LIBRARY or served(m)]
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
-            required += [(layout, m, tile_for(m, n, DTYPES[dtype])) for m in contract.rows(s.largest)]
+            taken = lambda m: _taken(m, *shape, DTYPES[dtype], session.device)
+            required += [(layout, m, taken(m)) for m in contract.rows(s.largest)]
         said = {"relation": "invariance", "inputs": SHARPEST}
-        wanted = [said | {"layout": layout, "rows": m, "detail": _name(tile)} for layout, m, tile in required]
+        wanted = [said | {"layout": layout, "rows": m, "detail": way} for layout, m, way in required]
         found += coverage.missing(session.rows, s, wanted)
     return found
