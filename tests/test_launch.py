@@ -4,10 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import pytest
+import torch
 import triton
 
 from bi_kernels.launch import jit
+from bi_kernels.ops import hopper_cublaslt
 
 SCRIPT = Path(__file__).with_name("compiled_launches.py")
 
@@ -26,3 +30,25 @@ def test_interpreted_kernels_are_tritons_own():
         pass
 
     assert type(jit(kernel)) is type(triton.jit(kernel)) is type(jit(do_not_specialize=["n"])(kernel))
+
+
+@pytest.mark.parametrize("version, off, taken", [(130100, False, True), (130101, False, False), (130100, True, False)])
+def test_a_library_that_was_not_swept_serves_nothing(monkeypatch, version, off, taken):
+    library = MagicMock()
+    library.cublasLtGetVersion.return_value = version
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(hopper_cublaslt, "OFF", off)
+    monkeypatch.setattr(hopper_cublaslt.ctypes, "CDLL", {"libcublasLt.so.13": library}.get)
+    assert (hopper_cublaslt._library.__wrapped__() is library) == taken
+
+
+def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    assert hopper_cublaslt._library.__wrapped__() is None
+    assert not hopper_cublaslt.serves(torch.device("cpu"))
+    assert hopper_cublaslt.launch(torch.zeros(32, 16).bfloat16(), torch.zeros(8, 16).bfloat16()) is None
+
+
+@pytest.mark.parametrize("rows, columns, fast", [(16, 2048, False), (17, 8, True), (1, 2049, True)])
+def test_what_is_narrow_is_computed_by_our_tiles(rows, columns, fast):
+    assert hopper_cublaslt.fast(rows, columns) == fast
