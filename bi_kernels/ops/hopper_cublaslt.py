@@ -67,7 +67,7 @@ def _library() -> ctypes.CDLL | None:
 @cache
 def serves(device: torch.device) -> bool:
     """Tells whether a GPU's products may go to the library."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _library() is not None
+    return device.type == "cuda" and _library() is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fast(rows: int, columns: int) -> bool:

@@ -1,1 +1,1 @@
-"""Speed: how calls are timed, what is timed of every op beside its peers, and what is said of it."""
+"""How calls are timed on a GPU, and what a launch costs the CPU."""

@@ -92,6 +92,8 @@ def _taken(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 @cache
 def _served(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether the library has a program for a product of this size."""
+    if not serves(device):
+        return False
     x, w = (torch.empty(rows, k, dtype=dtype, device=device) for rows in (m, n))
     return launch_library(x, w) is not None
 
@@ -144,8 +146,8 @@ def stock_drift(session, dtype: str = "bf16") -> Counts:
 
 
 def captured(session) -> list[Row]:
-    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call, so
-    every tile of the table is met. GPU only.
+    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call. So
+    every tile of the table is met where the library does not serve. GPU only.
 
     With static shapes every M is compiled anew, so there the sweep takes every eighth M.
     """
