@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 
@@ -15,7 +16,34 @@ if INTERPRETED:
 
     interpreter.install()
 
+KEPT = 4096  # kinds of arguments of a check
+_UNKNOWN = object()
 _thread = threading.local()
+
+
+def once(check: Callable) -> Callable:
+    """Makes of a check, or of what follows from checked arguments, one that is asked once for each kind of them: of a
+    tensor it may look at shape, dtype and device. What was refused is asked, and refused, again."""
+    passed: dict[tuple, object] = {}
+
+    @wraps(check)
+    def checked(*args):
+        if torch.compiler.is_compiling():
+            return check(*args)
+        key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else (type(a), a) for a in args])
+        try:
+            result = passed.get(key, _UNKNOWN)
+        except TypeError:  # what is wrong, or traced, may have no hash
+            result = key = _UNKNOWN
+        if result is _UNKNOWN:
+            result = check(*args)
+            if len(passed) >= KEPT:
+                passed.clear()
+            if key is not _UNKNOWN:
+                passed[key] = result
+        return result
+
+    return checked
 
 
 def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
@@ -116,7 +144,7 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
     pay the dispatcher's 25 µs.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    trains = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     if torch.compiler.is_compiling():
         if not trains:
             return opaque(*args)
@@ -124,7 +152,8 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
 
         return in_eager(differentiable, *args)
     call = differentiable if trains else launch
-    if tensors[0].is_cuda and tensors[0].device.index != torch.cuda.current_device():
-        with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
+    device = tensors[0].get_device()  # −1 for a CPU
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current device
             return call(*args)
     return call(*args)

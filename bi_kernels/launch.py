@@ -3,26 +3,47 @@
 `kernel[grid](...)` binds its arguments, and works out by each what the kernel is specialised for, on every call. That
 takes the CPU several times as long as the launch itself, which a model in eager mode waits for. Kernels made by `jit`
 tell calls apart by what Triton compiles by, and ask Triton once for each.
+
+An op that is called often keeps a `Launch` for each shape, in a `remembered` function, and a call only names tensors.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import INTERPRETED
 
 _RUN = JITFunction.run  # whoever records launches replaces it, and is shown every one
+# these versions' CompiledKernel has `run`, which takes a grid, a stream, `function`, `packed_metadata`, what hooks are
+# told, two hooks, and the arguments, a pointer as an address if need be
+KNOWN = not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
+
+remembered = lru_cache(maxsize=4096)  # what a launch needs but its tensors, by what that follows from
 
 
 def watched() -> bool:
     """Tells whether somebody records what Triton launches, as the static audit does."""
     return JITFunction.run is not _RUN
+
+
+def _direct() -> bool:
+    """Tells whether a launch may pass Triton by: nobody records it, or wants to be called then, as a profiler does."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return KNOWN and not (watched() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], values: Sequence) -> None:
+    """Launches what Triton compiled on a device's current stream, where that is `_direct`."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 def _kind(value, specialised: bool):
@@ -70,20 +91,24 @@ class Kernel(JITFunction):
         if watched():
             return super().__getitem__(grid)
 
-        def launch(*args, **named) -> None:
+        def launch(*args, **named) -> CompiledKernel:
             passed = len(args), *named
             call = self._calls.get(passed)
             if call is None:
                 call = self._calls[passed] = self._call(len(args), tuple(named))
             values = args + call.following(named)
             kinds = [_kind(values[i], specialised) for i, specialised in call.positions]
-            key = torch.cuda.current_device(), passed, *call.constants(named), *kinds
+            device = torch.cuda.current_device()
+            key = device, passed, *call.constants(named), *kinds
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = {n: v for n, v in named.items() if n not in self.arg_names}
-                self._compiled[key] = self.run(*values, grid=grid, warmup=False, **options)
+                compiled = self._compiled[key] = self.run(*values, grid=grid, warmup=False, **options)
+            elif _direct():
+                start(compiled, device, (*grid, 1, 1)[:3], values)
             else:
                 compiled[*grid, 1, 1](*values)
+            return compiled
 
         return launch
 
@@ -93,6 +118,35 @@ def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
     if len(names) > 1:
         return itemgetter(*names)
     return lambda named: tuple([named[n] for n in names])
+
+
+class Launch:
+    """A launch but for the tensors, and floats, that are the kernel's first parameters: the number of its device, which
+    is the current one, its grid, the parameters that follow, and Triton's options. Calls of one have tensors of the
+    same dtypes, and None in the same places."""
+
+    def __init__(self, kernel: Kernel, device: int, grid: tuple[int, ...], *numbers, **named):
+        self._kernel, self._grid, self._numbers, self._named = kernel, grid, numbers, named
+        self._device, self._whole_grid = device, (*grid, 1, 1)[:3]
+        self._tail = *numbers, *[named[n] for n in kernel.arg_names if n in named]
+        self._compiled: dict[bool | tuple[bool, ...], CompiledKernel] = {}  # by which pointers are aligned: all, or those
+
+    def __call__(self, *given) -> None:
+        if not _direct():
+            self._kernel[self._grid](*given, *self._numbers, **self._named)
+            return
+        values, low = [], 0
+        for a in given:
+            if isinstance(a, torch.Tensor):
+                a = a.data_ptr()
+                low |= a
+            values.append(a)
+        key = low % 16 == 0 or tuple([type(a) is int and a % 16 == 0 for a in values])  # by these, Triton compiles
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[self._grid](*given, *self._numbers, **self._named)
+        else:
+            start(compiled, self._device, self._whole_grid, (*values, *self._tail))
 
 
 def jit(fn: Callable | None = None, **options) -> Callable:

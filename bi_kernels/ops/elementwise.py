@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number, check_shape
+from bi_kernels.checks import apply, check, check_number, check_shape, once
 from bi_kernels.contract import DTYPES
-from bi_kernels.launch import jit
+from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.ops.gemm import fold_bias
 from bi_kernels.tokens import layout_for, main_grad
 
@@ -21,7 +21,7 @@ BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16
 
 
 @jit
-def _elementwise_kernel(x, other, y, n, cols, factor, OP: tl.constexpr, BLOCK: tl.constexpr):
+def _elementwise_kernel(x, other, y, factor, n, cols, OP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     raw = tl.load(x + at, mask=inside)
@@ -81,22 +81,19 @@ def _gradient_kernel(x, up, dy, dx, d_up, n, OP: tl.constexpr, BLOCK: tl.constex
         tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
 
 
+@remembered
+def _launch_for(op: str, n: int, cols: int, dtypes: tuple, device: int) -> Launch:
+    grid, options = (triton.cdiv(n, BLOCK),), {"num_warps": WARPS, "enable_fp_fusion": False}
+    return Launch(_elementwise_kernel, device, grid, n, cols, OP=op, BLOCK=BLOCK, **options)
+
+
 def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float, dtype: torch.dtype) -> torch.Tensor:
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        _elementwise_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x,
-            other,
-            y,
-            x.numel(),
-            x.shape[-1] if x.dim() else 1,
-            factor,
-            OP=op,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    n = x.numel()
+    if n:
+        cols = x.shape[-1] if x.dim() else 1
+        _launch_for(op, n, cols, (x.dtype, dtype), x.get_device())(x, other, y, factor)
     return y
 
 
@@ -163,16 +160,27 @@ def _apply(
     return apply(_launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
 
 
+@once
+def _check(op: str, x: torch.Tensor) -> None:
+    check(op, x=x)
+
+
+@once
+def _check_both(op: str, name: str, x: torch.Tensor, name_other: str, other: torch.Tensor) -> None:
+    check(op, **{name: x, name_other: other})
+    check_shape(op, name_other, other, x.shape, f"that of {name}")
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x)), in fp32, for x of any shape in bf16, fp16 or fp32; the same shape and dtype."""
-    check("silu", x=x)
+    _check("silu", x)
     return _apply("silu", x)
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
     latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
-    check("gelu", x=x)
+    _check("gelu", x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate is {approximate!r}, expected 'none' or 'tanh'")
     return _apply("gelu" if approximate == "none" else "gelu_tanh", x)
@@ -180,21 +188,19 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
-    check("swiglu", gate=gate, up=up)
-    check_shape("swiglu", "up", up, gate.shape, "that of gate")
+    _check_both("swiglu", "gate", gate, "up", up)
     return _apply("swiglu", gate, up)
 
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """x + residual, summed in fp32 and rounded once; both of one shape and dtype."""
-    check("add", x=x, residual=residual)
-    check_shape("add", "residual", residual, x.shape, "that of x")
+    _check_both("add", "x", x, "residual", residual)
     return _apply("add", x, residual)
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     """x · factor, the factor rounded to fp32, the product in fp32 and rounded once."""
-    check("scale", x=x)
+    _check("scale", x)
     return _apply("scale", x, factor=check_number("scale", "factor", factor))
 
 

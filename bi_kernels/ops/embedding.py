@@ -11,7 +11,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, can_wait, check, check_integer, integers
-from bi_kernels.launch import jit
+from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 1024, 4  # that one program copies
@@ -92,15 +92,20 @@ def _embedding_backward_kernel(
         tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
+@remembered
+def _launch_for(tokens: int, vocab: int, width: int, dtypes: tuple, device: int) -> Launch:
+    block = min(ELEMENTS, triton.next_power_of_2(width))
+    rows = ELEMENTS // block
+    grid = triton.cdiv(tokens, rows), triton.cdiv(width, block)
+    return Launch(_embedding_kernel, device, grid, tokens, vocab, width, ROWS=rows, BLOCK=block, num_warps=WARPS)
+
+
 def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ids, weight = ids.contiguous(), weight.contiguous()
     vocab, width = weight.shape
     y = weight.new_empty(*ids.shape, width)
     if y.numel():
-        block = min(ELEMENTS, triton.next_power_of_2(width))
-        _embedding_kernel[(triton.cdiv(ids.numel(), ELEMENTS // block), triton.cdiv(width, block))](
-            ids, weight, y, ids.numel(), vocab, width, ROWS=ELEMENTS // block, BLOCK=block, num_warps=WARPS
-        )
+        _launch_for(ids.numel(), vocab, width, (ids.dtype, weight.dtype), weight.get_device())(ids, weight, y)
     return y
 
 

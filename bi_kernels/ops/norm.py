@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, check, check_number, check_shape
-from bi_kernels.launch import jit
+from bi_kernels.checks import aligned, apply, check, check_number, check_shape, once
+from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
@@ -31,10 +31,10 @@ def _rms_norm_kernel(
     h,
     y,
     rstd,
+    eps,
     rows,
     width,
     count,
-    eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -49,7 +49,8 @@ def _rms_norm_kernel(
         tl.store(h + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(value * value, 1), count) + eps))
-    tl.store(rstd + row, scale, mask=row < rows)
+    if rstd is not None:
+        tl.store(rstd + row, scale, mask=row < rows)
     w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
     tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
 
@@ -133,32 +134,28 @@ def _blocks(width: int) -> dict[str, int]:
     return {"BLOCK_R": max(1, elements // columns), "BLOCK_H": columns, "num_warps": warps}
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
-    """y, rstd of every row, and h = x + residual where a residual is given; all x's shape but rstd."""
+@remembered
+def _launch_for(rows: int, width: int, dtype: torch.dtype, device: int, residual: bool, trains: bool) -> Launch:
+    blocks = _blocks(width)
+    grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)
+    sizes = rows, width, float(width)
+    return Launch(_rms_norm_kernel, device, grid, *sizes, HAS_RESIDUAL=residual, enable_fp_fusion=False, **blocks)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, trains: bool = False
+) -> list[torch.Tensor]:
+    """y, and h = x + residual where a residual is given, of x's shape; where a gradient is wanted, rstd of every row."""
     x, weight = aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
     width = x.shape[-1]
-    rows = x.shape[:-1].numel()
+    rows = x.numel() // width
     y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    if x.numel():
-        blocks = _blocks(width)
-        _rms_norm_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
-            x,
-            residual,
-            weight,
-            h,
-            y,
-            rstd,
-            rows,
-            width,
-            float(width),
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            enable_fp_fusion=False,
-            **blocks,
-        )
-    return [y, rstd] if residual is None else [y, rstd, h]
+    rstd = x.new_empty(rows, dtype=torch.float32) if trains else None
+    if rows:
+        launch = _launch_for(rows, width, x.dtype, x.get_device(), residual is not None, trains)
+        launch(x, residual, weight, h, y, rstd, eps)
+    return [t for t in (y, None if residual is None else h, rstd) if t is not None]
 
 
 def _backward(
@@ -227,7 +224,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, op, layout, heads, x, residual, weight, eps):
         if weight.requires_grad:
             main_grad(op, weight)
-        y, rstd, *h = _launch(x, residual, weight, eps)
+        y, *h, rstd = _launch(x, residual, weight, eps, trains=True)
         ctx.op, ctx.layout, ctx.heads, ctx.parameter = op, layout, heads, weight  # see _Linear
         ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
         return (y, *h) if h else y
@@ -250,16 +247,22 @@ class _RMSNorm(torch.autograd.Function):
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 
-_opaque = torch.library.custom_op("bi_kernels::rms_norm", _launch, mutates_args=())
+@torch.library.custom_op("bi_kernels::rms_norm", mutates_args=())
+def _opaque(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
+    return _launch(x, residual, weight, eps)
 
 
 @_opaque.register_fake
 def _(x, residual, weight, eps):
     like = lambda: torch.empty_like(x, memory_format=torch.contiguous_format)
-    return [like(), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32), *([] if residual is None else [like()])]
+    return [like(), *([] if residual is None else [like()])]
 
 
-def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
+@once
+def _checked(
+    op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool
+) -> float:
+    """Returns eps, a float."""
     check(op, optional=("residual",), x=x, residual=residual, weight=weight)
     if x.dim() < 1 + heads:
         expected = "(..., heads, head_dim)" if heads else "(..., hidden)"
@@ -269,14 +272,19 @@ def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
     check_shape(op, "weight", weight, x.shape[-1:], "the last dimension of x")
     if not 0 < x.shape[-1] <= WIDEST:
         raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
-    eps = check_number(op, "eps", eps)
-    lead = x.shape[:-2] if heads else x.shape[:-1]
-    differentiable = lambda *args: _RMSNorm.apply(
-        op, layout_for(op, lead, weight.requires_grad), x.shape[-2] if heads else 1, *args
-    )
+    return check_number(op, "eps", eps)
+
+
+def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
+    eps = _checked(op, x, residual, weight, eps, heads)
+
+    def differentiable(*args):
+        lead, each = (x.shape[:-2], x.shape[-2]) if heads else (x.shape[:-1], 1)
+        return _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), each, *args)
+
     out = apply(_launch, _opaque, differentiable, x, residual, weight, eps)
     if residual is not None:
-        return (out[0], out[-1])
+        return tuple(out)
     return out if isinstance(out, torch.Tensor) else out[0]
 
 

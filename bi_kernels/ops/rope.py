@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_shape, integers
-from bi_kernels.launch import jit
+from bi_kernels.checks import apply, check, check_shape, integers, once
+from bi_kernels.launch import Launch, jit, remembered
 
 BLOCK_R, WARPS = 32, 4
 
@@ -65,31 +65,37 @@ def _rope_kernel(
         tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
+@remembered
+def _launch_for(
+    rows: int, heads: int, dim: int, table_rows: int, dtypes: tuple, device: int, interleaved: bool, backward: bool
+) -> Launch:
+    return Launch(
+        _rope_kernel,
+        device,
+        (triton.cdiv(rows, BLOCK_R),),
+        rows,
+        heads,
+        dim // 2,
+        table_rows,
+        INTERLEAVED=interleaved,
+        BACKWARD=backward,
+        BLOCK_R=BLOCK_R,
+        BLOCK_D=triton.next_power_of_2(dim // 2),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+
+
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, backward: bool
 ) -> torch.Tensor:
     x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
-    heads, dim = x.shape[-2:]
-    rows = positions.numel() * heads
     if x.numel():
-        _rope_kernel[(triton.cdiv(rows, BLOCK_R),)](
-            x,
-            cos,
-            sin,
-            positions,
-            y,
-            rows,
-            heads,
-            dim // 2,
-            cos.shape[0],
-            INTERLEAVED=interleaved,
-            BACKWARD=backward,
-            BLOCK_R=BLOCK_R,
-            BLOCK_D=triton.next_power_of_2(dim // 2),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        *_, heads, dim = x.shape
+        sizes, dtypes = (positions.numel() * heads, heads, dim, len(cos)), (x.dtype, positions.dtype)
+        launch = _launch_for(*sizes, dtypes, x.get_device(), interleaved, backward)
+        launch(x, cos, sin, positions, y)
     return y
 
 
@@ -155,6 +161,32 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 
+@once
+def _check(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    check("rope", x=x)
+    optional = {"positions": positions, "cu_seqlens": cu_seqlens}
+    check("rope", same_dtype=False, optional=tuple(optional), x=x, cos=cos, sin=sin, **optional)
+    if x.dim() < 2 or x.shape[-1] % 2:
+        raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim) with an even head_dim")
+    if (positions is None) == (cu_seqlens is None):
+        raise ValueError("rope: give either positions or cu_seqlens, and not both")
+    for name, part in (("cos", cos), ("sin", sin)):
+        if part.dtype != torch.float32:
+            raise TypeError(f"rope: table.{name} has dtype {part.dtype}, expected torch.float32")
+        check_shape("rope", f"table.{name}", part, (*cos.shape[:1], x.shape[-1] // 2), "positions, head_dim/2")
+    if positions is None:
+        if x.dim() != 3:
+            raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
+    elif not integers(positions):
+        raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
+
+
 def rope(
     x: torch.Tensor,
     table: RopeTable,
@@ -167,33 +199,12 @@ def rope(
     interleaved: pairs are (2i, 2i+1), as in GPT-J; else (i, i + head_dim/2), as in Llama. A position that the table
     does not hold gives NaN. Returns x's shape and dtype.
     """
-    check("rope", x=x)
     if not isinstance(table, RopeTable):
+        check("rope", x=x)
         raise TypeError(f"rope: table is a {type(table).__name__}, expected a RopeTable, as rope_table returns it")
-    check(
-        "rope",
-        same_dtype=False,
-        optional=("positions", "cu_seqlens"),
-        x=x,
-        cos=table.cos,
-        sin=table.sin,
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-    )
-    if x.dim() < 2 or x.shape[-1] % 2:
-        raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim) with an even head_dim")
-    if (positions is None) == (cu_seqlens is None):
-        raise ValueError("rope: give either positions or cu_seqlens, and not both")
-    for name, part in zip(("cos", "sin"), table):
-        if part.dtype != torch.float32:
-            raise TypeError(f"rope: table.{name} has dtype {part.dtype}, expected torch.float32")
-        check_shape("rope", f"table.{name}", part, (*table.cos.shape[:1], x.shape[-1] // 2), "positions, head_dim/2")
+    _check(x, table.cos, table.sin, positions, cu_seqlens)
     if positions is None:
-        if x.dim() != 3:
-            raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
         positions = packed_positions(cu_seqlens, x.shape[0])
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"rope: positions has dtype {positions.dtype}, expected integers")
     if positions.shape != x.shape[:-2]:
         try:
             positions = positions.expand(x.shape[:-2])
