@@ -103,19 +103,25 @@ def _written(t: torch.Tensor) -> tuple[int, int] | None:
     return None if t.is_inference() else (t._version, t.data_ptr())
 
 
-def unseen(question: tuple, t: torch.Tensor) -> bool:
-    """Returns whether a check may and has to wait for the values of `t`: every layer of a model asks the same of the
-    same tensor, and the first remembers that it was `seen`. What PyTorch does not notice, as a graph's replay, may
-    write to it behind that, so sentences may hang on this, memory may not."""
-    if not can_wait(t):
+def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
+    """Returns whether a check may and has to wait for the values of tensors: every layer of a model asks the same of
+    the same ones, and they remember that they were `seen` together. What PyTorch does not notice, as a graph's replay,
+    may write to them behind that, so sentences may hang on this, memory may not."""
+    if not can_wait(tensors[0]):
         return False
-    known = _written(t)
-    return known is None or t.__dict__.get("_bi_kernels_seen", {}).get(question) != known
+    found = [t.__dict__.get("_bi_kernels_seen", {}).get(question) for t in tensors]
+    if None in found or any([_written(t) != written for t, (written, _) in zip(tensors, found)]):
+        return True
+    return len(tensors) > 1 and any([together is not found[0][1] for _, together in found])
 
 
-def seen(question: tuple, t: torch.Tensor) -> None:
-    """Remembers that the values of `t`, as they are now, passed the check."""
-    t.__dict__.setdefault("_bi_kernels_seen", {})[question] = _written(t)
+def seen(question: tuple, *tensors: torch.Tensor) -> None:
+    """Remembers that the values of tensors, as they are now, passed the check."""
+    together = object()
+    for t in tensors:
+        written = _written(t)
+        if written is not None:
+            t.__dict__.setdefault("_bi_kernels_seen", {})[question] = written, together
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:

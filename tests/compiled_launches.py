@@ -4,6 +4,8 @@ Every launch through a compiled form is held against what Triton would have laun
 number of calls that Triton was asked.
 """
 
+from dataclasses import replace
+
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -42,7 +44,10 @@ import bi_kernels
 from bi_kernels import checks, launch
 from bi_kernels.audit.static.binary import without_gpu
 from bi_kernels.launch import jit
+from bi_kernels.ops.attention.attention import arguments, attend
+from bi_kernels.ops.attention.schedule import SCHEDULE
 
+SMALL = replace(SCHEDULE, split=64, block=16)  # splits of programs of their own
 NAMED, given = launch.Launch.__call__, []  # a launch of that is told addresses
 launch.Launch.__call__, launch.start = named, kept
 
@@ -73,8 +78,14 @@ def call(dtype: torch.dtype, rows: int, width: int, shift: int) -> None:
     with torch.no_grad():
         bi_kernels.add_rms_norm(x, up, weight)
         bi_kernels.rms_norm(x, weight)
-        cache = made_of(1, 16, 1, width)
-        bi_kernels.attention(made_of(1, 1, 2, width), cache, cache, lengths_k=torch.tensor([min(rows, 16)]))
+        cache = made_of(1, 128, 1, width)
+        query, length = made_of(1, 1, 2, width), torch.tensor([min(rows, 16)])
+        pages, ends = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1])
+        for lengths in (length, length.int())[: 2 if rows == 16 else 0]:
+            bi_kernels.attention(query, cache, cache, lengths_k=lengths)
+            bi_kernels.attention(query, cache, cache, lengths_k=lengths, block_table=pages)
+            bi_kernels.attention(query[0], cache, cache, cu_seqlens_q=ends, lengths_k=lengths, block_table=pages)
+        attend(arguments(query, cache, cache, lengths_k=length), SMALL if rows == 16 else SCHEDULE)
 
 
 def multiply(rows: int, columns: int) -> None:

@@ -11,10 +11,10 @@ one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_shape
+from bi_kernels.checks import apply, check, check_shape, once
 from bi_kernels.launch import watched
 from bi_kernels.ops.gemm_kernel import launch, tile_for
-from bi_kernels.ops.hopper_cublaslt import fast, serves
+from bi_kernels.ops.hopper_cublaslt import fast
 from bi_kernels.ops.hopper_cublaslt import launch as launch_library
 from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
 
@@ -28,14 +28,13 @@ def _launch(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launches the library's program where it has one for the product, else ours with the table's tile."""
-    tile = tile_for(len(x), len(w), x.dtype)
-    ours = lambda: launch(x, w, bias, tile, out_dtype, start, out)
-    if start is not None or not fast(len(x), len(w)):
-        return ours()
-    if watched() and serves(x.device):  # the static audit reads no library, but ours
-        ours()
-    y = launch_library(x, w, bias, out_dtype, out)
-    return ours() if y is None else y
+    M, N = x.shape[0], w.shape[0]
+    y = launch_library(x, w, bias, out_dtype, out) if start is None and fast(M, N) else None
+    if y is None:
+        return launch(x, w, bias, tile_for(M, N, x.dtype), out_dtype, start, out)
+    if watched():  # the static audit reads no library, but ours
+        launch(x, w, bias, tile_for(M, N, x.dtype), out_dtype)
+    return y
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -126,22 +125,21 @@ def _apply(
     op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool
 ) -> torch.Tensor:
     lead = x.shape[:-1]
-    call = lambda x, weight, bias: _gemm(x, weight.t() if across else weight, bias)
-    opaque = lambda x, weight, bias: _opaque(x, weight.t() if across else weight, bias)
-    trains = weight.requires_grad or bias is not None and bias.requires_grad
-    differentiable = lambda *args: _Linear.apply(op, name, layout_for(op, lead, trains), across, *args)
-    rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
-    y = apply(call, opaque, differentiable, rows, weight, bias)
-    return y if x.dim() == 2 else y.reshape(*lead, y.shape[-1])
+
+    def differentiable(*args):
+        trains = weight.requires_grad or bias is not None and bias.requires_grad
+        return _Linear.apply(op, name, layout_for(op, lead, trains), across, *args)
+
+    call = _gemm if not across else lambda x, weight, bias: _gemm(x, weight.t(), bias)
+    opaque = _opaque if not across else lambda x, weight, bias: _opaque(x, weight.t(), bias)
+    if len(lead) == 1:
+        return apply(call, opaque, differentiable, x, weight, bias)
+    y = apply(call, opaque, differentiable, x.reshape(lead.numel(), x.shape[-1]), weight, bias)
+    return y.view(*lead, y.shape[-1])
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (..., K) times weightᵀ, weight (N, K), plus bias (N,): (..., N) in the dtype of x, fp32 accumulation.
-
-    The bits of a row of y and of dx depend on that row of x and dy, on weight and on bias alone; those of dW and dbias
-    on the tokens in the order of the token layout. bf16, fp16 or fp32, any strides.
-    Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
-    """
+@once
+def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     check("linear", optional=("bias",), x=x, weight=weight, bias=bias)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected two dimensions (N, K)")
@@ -152,6 +150,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         )
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., K) times weightᵀ, weight (N, K), plus bias (N,): (..., N) in the dtype of x, fp32 accumulation.
+
+    The bits of a row of y and of dx depend on that row of x and dy, on weight and on bias alone; those of dW and dbias
+    on the tokens in the order of the token layout. bf16, fp16 or fp32, any strides.
+    Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
+    """
+    _check_linear(x, weight, bias)
     return _apply("linear", "weight", x, weight, bias, across=False)
 
 

@@ -4,6 +4,7 @@ On sm_90 hopper_forward.py has a faster prefill of the same bits.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,13 +12,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
+from bi_kernels.launch import Launch, remembered
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
+from bi_kernels.ops.attention.padded import located
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
     SCHEDULE,
+    Batch,
     Schedule,
     Sequences,
-    Tiling,
     fits_hopper,
     most_tiles,
     room_for,
@@ -26,19 +29,110 @@ from bi_kernels.ops.attention.schedule import (
 )
 
 
+def rows(t: Tensor) -> Tensor:
+    """Returns (…, heads, D) as (rows, heads, D) of which D is contiguous; a copy where rows have no one stride."""
+    t = t if t.stride(-1) == 1 else t.contiguous()
+    return t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
+
+
 def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
     """Returns blocks of keys of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
     return TensorDescriptor(described(t), [rows, heads * width], [t.stride(0), 1], [block, width])
 
 
-def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns room for the maximum, the sum and the product with V of each split, in fp32."""
-    m, l = lse.new_empty(splits, *lse.shape), lse.new_empty(splits, *lse.shape)
+class _Plan(NamedTuple):
+    """Says how a forward is computed: what is launched, but for sm_90's prefill."""
+
+    prefill: bool
+    many: bool  # a sequence may have several splits
+    attention: Launch
+    attention_tma: Launch  # of keys that descriptors name
+    partial: int  # queries of all heads and splits, where each split has a program of its own, or 0
+    merge: Launch
+
+
+@remembered
+def _plan(
+    shape_q: torch.Size,
+    shape_k: torch.Size,
+    strides_k: tuple[int, ...],
+    strides_v: tuple[int, ...],
+    dtype: torch.dtype,
+    device: int,
+    count: int,
+    batch: Batch | None,
+    lengths: tuple[torch.dtype | None, ...],
+    pages_stride: int,
+    page: int,
+    longest: int,
+    causal: bool,
+    scale: float,
+    window: int,
+    schedule: Schedule,
+) -> _Plan:
+    """lengths: the dtypes of the lengths that are given."""
+    shape = shape_of(shape_q, shape_k, strides_k, strides_v)
+    tokens, heads, narrow, scale = shape_q[:-2].numel(), shape["HEADS"], shape["D"] <= 128, scale * LOG2E
+    total = tokens * shape["GROUP"]
+    splits = max(1, triton.cdiv(longest, schedule.split))
+    tiles, many = most_tiles(total, count, schedule.prefill.rows) * heads, splits > 1
+    fp32, prefill = dtype == torch.float32, dtype != torch.float32 and tiles >= schedule.few
+    partial = not fp32 and many and tiles < schedule.few and tiles * splits <= schedule.most
+    tiling = schedule.decode if narrow else schedule.wide_decode
+    if fp32:
+        tiling = schedule.fp32
+    elif prefill:
+        tiling = schedule.prefill if narrow else schedule.wide_prefill
+    attention = lambda: Launch(
+        attention_kernel,
+        device,
+        (most_tiles(total, count, tiling.rows), heads, splits if partial else 1),
+        pages_stride,
+        count,
+        batch.width_q if batch else None,
+        batch.width_k if batch else None,
+        rows_total=total * heads,
+        scale=scale,
+        window=window,
+        COUNT=room_for(count),
+        BLOCK_M=tiling.rows,
+        BLOCK=schedule.block,
+        SPLIT=schedule.split,
+        CAUSAL=causal,
+        WINDOW=window > 0,
+        PAGE=page,
+        LEFT=batch is not None and batch.left,
+        MANY=many,
+        PARTIAL=partial,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **shape,
+    )
+    merge = Launch(
+        merge_kernel,
+        device,
+        (triton.cdiv(total * heads, schedule.merge_rows),),
+        total * heads,
+        splits,
+        scale,
+        shape["width"],
+        ROWS=schedule.merge_rows,
+        D=shape["D"],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return _Plan(prefill, many, attention(), attention(), total * heads * splits if partial else 0, merge)
+
+
+def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
+    """Returns room for the product with V, the maximum and the sum of each split, in fp32."""
+    width = out.shape[-1]
+    parts = lse.new_empty(splits * (width + 2))
     if not full:  # padding keeps these
-        m.fill_(-math.inf)
-        l.zero_()
-    return m, l, lse.new_empty(splits, *out.shape)
+        parts[splits * width : splits * (width + 1)].fill_(-math.inf)
+        parts[splits * (width + 1) :].zero_()
+    return parts
 
 
 def attention_forward(
@@ -51,97 +145,52 @@ def attention_forward(
     window: int,
     schedule: Schedule = SCHEDULE,
 ) -> list[Tensor]:
-    """Returns [out, lse] of q (tokens, heads, D) on k, v (rows, heads, D), or their pages; window: 0 for none."""
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    """Returns [out, lse] of q (…, heads, D), contiguous, on k, v (…, heads, D), of whose rows each has its own stride,
+    or their pages; window: 0 for none."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not q.numel() or not k.numel():
         return [out.zero_(), lse.fill_(-math.inf)]
-    given = {"CAUSAL": causal, "scale": scale * LOG2E, "window": window, "WINDOW": window > 0, **shape_of(q, k, v)}
-    count, rows, heads, narrow = len(sequences.length_q), len(q) * given["GROUP"], given["HEADS"], given["D"] <= 128
-    splits = max(1, triton.cdiv(sequences.longest, schedule.split))
-    tiles, many = most_tiles(rows, count, schedule.prefill.rows) * heads, splits > 1
-    partial = q.dtype != torch.float32 and many and tiles < schedule.few and tiles * splits <= schedule.most
-    if not sequences.full_q and not partial:  # padding keeps these; the merge of partial results writes every row
+    first_q, length_q, first_k, length_k, pages, page, longest, full_q, _, batch = sequences
+    plan = _plan(
+        q.shape,
+        k.shape,
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        q.get_device(),
+        len(first_q) if batch is None else batch.count,
+        batch,
+        (None if length_q is None else length_q.dtype, None if length_k is None else length_k.dtype),
+        0 if pages is None else pages.stride(0),
+        page,
+        longest,
+        causal,
+        scale,
+        window,
+        schedule,
+    )
+    parts = _partials(plan.partial, out, lse, full_q) if plan.partial else None
+    if not full_q and parts is None:  # padding keeps these; the merge of partial results writes every row
         out.zero_()
         lse.fill_(-math.inf)
-    prefill, decode = (schedule.prefill, schedule.decode) if narrow else (schedule.wide_prefill, schedule.wide_decode)
-    if q.dtype == torch.float32:
-        _launch(q, k, v, out, lse, sequences, schedule, schedule.fp32, many, PARTIAL=False, **given)
-    elif tiles >= schedule.few:
-        tma = not sequences.page and tma_ready(k) and tma_ready(v)
-        if schedule.hopper_prefill and tma and not window and fits_hopper(q, k, v):
-            told = causal, given["scale"], schedule.split, many, most_tiles(rows, count, 128), room_for(count)
-            schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)
-        else:
-            tma = tma and given["EVEN"]
-            _launch(q, k, v, out, lse, sequences, schedule, prefill, many, tma=tma, PARTIAL=False, **given)
-    elif not partial:
-        _launch(q, k, v, out, lse, sequences, schedule, decode, many, PARTIAL=False, **given)
-    else:
-        m, l, acc = parts = _partials(splits, out, lse, sequences.full_q)
-        _launch(q, k, v, out, lse, sequences, schedule, decode, many, splits, parts, PARTIAL=True, **given)
-        merge_kernel[(triton.cdiv(lse.numel(), schedule.merge_rows),)](
-            m,
-            l,
-            acc,
-            out,
-            lse,
-            lse.numel(),
-            splits,
-            given["scale"],
-            given["width"],
-            ROWS=schedule.merge_rows,
-            D=given["D"],
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    attention, k_tma, v_tma = plan.attention, None, None
+    if plan.prefill and not page:
+        k, v = rows(k), rows(v)
+        if tma_ready(k) and tma_ready(v):
+            if schedule.hopper_prefill and not window and fits_hopper(q, k, v):
+                _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
+                return [out, lse]
+            if q.shape[-1] == triton.next_power_of_2(q.shape[-1]) >= 16:
+                attention = plan.attention_tma
+                k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
+    attention(q, k, v, k_tma, v_tma, out, lse, parts, first_q, length_q, first_k, length_k, pages)
+    if parts is not None:
+        plan.merge(parts, out, lse)
     return [out, lse]
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sequences: Sequences,
-    schedule: Schedule,
-    tiling: Tiling,
-    many: bool,
-    splits: int = 1,
-    parts: tuple[Tensor | None, ...] = (None, None, None),
-    tma: bool = False,
-    **given,
-) -> None:
-    """Launches tiles of queries, with `parts` a program for each of `splits`; many: a sequence may have several."""
-    first_q, length_q, first_k, length_k, pages = sequences[:5]
-    part_m, part_l, part_acc = parts
-    count = len(length_q)
-    attention_kernel[(most_tiles(len(q) * given["GROUP"], count, tiling.rows), given["HEADS"], splits)](
-        q,
-        k,
-        v,
-        _descriptor(k, schedule.block) if tma else None,
-        _descriptor(v, schedule.block) if tma else None,
-        out,
-        lse,
-        part_m,
-        part_l,
-        part_acc,
-        first_q,
-        length_q,
-        first_k,
-        length_k,
-        pages,
-        0 if pages is None else pages.stride(0),
-        count,
-        rows_total=lse.numel(),
-        COUNT=room_for(count),
-        BLOCK_M=tiling.rows,
-        BLOCK=schedule.block,
-        SPLIT=schedule.split,
-        PAGE=sequences.page,
-        MANY=many,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **given,
-    )
+def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule) -> None:
+    sequences = located(sequences, q.device)
+    count, total = len(sequences.length_q), len(q) * (q.shape[1] // k.shape[1])
+    told = causal, scale * LOG2E, schedule.split, many, most_tiles(total, count, 128), room_for(count)
+    schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import seen, sequence_of
+from bi_kernels.ops.attention.schedule import length_of, seen, sequence_of
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
     tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
 
 
-@jit(do_not_specialize=["sequences", "window", "rows_total", "pages_stride"])
+@jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride"])
 def attention_kernel(
     q,
     k,
@@ -102,9 +102,7 @@ def attention_kernel(
     v_tma,
     out,
     lse,
-    part_m,
-    part_l,
-    part_acc,
+    parts,
     first_q,
     length_q,
     first_k,
@@ -112,6 +110,8 @@ def attention_kernel(
     pages,
     pages_stride,
     sequences,
+    width_q,
+    width_k,
     stride_k,
     stride_v,
     head_k,
@@ -131,33 +131,35 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
+    LEFT: tl.constexpr,
     MANY: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     """Computes one tile of queries against all of their keys, or with PARTIAL against one split of them."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
+    sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT, width_q)
     tile = last - tile  # the last of a causal sequence takes longest, and so begins
     known = sequence < sequences
-    queries, length = (
-        tl.load(length_q + sequence, mask=known, other=0),
-        tl.load(length_k + sequence, mask=known, other=0),
-    )
+    queries = length_of(length_q, sequence, known, width_q)
+    length = length_of(length_k, sequence, known, width_k)
+    if width_q is None:
+        token_q = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64)
+    else:
+        token_q = sequence.to(tl.int64) * width_q + (width_q - queries if LEFT else 0)
+    if width_k is None:
+        row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
+    else:
+        row_k = sequence.to(tl.int64) * width_k + (width_k - length if LEFT else 0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
     token = row // GROUP
     inside = token < queries
     position = token + length - queries
     d = tl.arange(0, D)
-    at = (
-        (tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) + token) * (HEADS * GROUP)
-        + head * GROUP
-        + row % GROUP
-    )
+    at = (token_q + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
     k += head * head_k
     v += head * head_v
-    row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
     if PAGE:
         pages += sequence * pages_stride
     cache = k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v
@@ -233,20 +235,20 @@ def attention_kernel(
         else:
             m, l, acc = m_own, l_own, acc_own
     if PARTIAL:
-        part = tl.program_id(2).to(tl.int64) * rows_total + at
-        tl.store(part_m + part, m, mask=inside)
-        tl.store(part_l + part, l, mask=inside)
+        part, parts_m = tl.program_id(2).to(tl.int64) * rows_total + at, tl.num_programs(2).to(tl.int64) * rows_total
+        tl.store(parts + parts_m * width + part, m, mask=inside)
+        tl.store(parts + parts_m * (width + 1) + part, l, mask=inside)
         if split < splits:
-            tl.store(part_acc + part[:, None] * width + d[None, :], acc, mask=there)
+            tl.store(parts + part[:, None] * width + d[None, :], acc, mask=there)
     else:
         _store_result(out, lse, at, m, l, acc, scale, inside, d, width, there)
 
 
 @jit(do_not_specialize=["rows_total", "splits"])
-def merge_kernel(
-    part_m, part_l, part_acc, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr
-):
-    """Merges the splits of a query, in ascending order."""
+def merge_kernel(parts, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr):
+    """Merges the splits of a query, in ascending order: of each the product with V, then the maxima, then the sums."""
+    parts_m = parts + tl.cast(splits, tl.int64) * rows_total * width
+    parts_l = parts_m + tl.cast(splits, tl.int64) * rows_total
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     inside = row < rows_total
@@ -256,10 +258,10 @@ def merge_kernel(
     acc = tl.zeros((ROWS, D), dtype=tl.float32)
     at = row  # of the first split; the next one is `rows_total` further
     for _ in range(splits):
-        m_next = tl.load(part_m + at, mask=inside, other=-float("inf"))
-        l_next = tl.load(part_l + at, mask=inside, other=0.0)
+        m_next = tl.load(parts_m + at, mask=inside, other=-float("inf"))
+        l_next = tl.load(parts_l + at, mask=inside, other=0.0)
         some = there & (m_next > -float("inf"))[:, None]
-        acc_next = tl.load(part_acc + at[:, None] * width + d[None, :], mask=some, other=0.0)
+        acc_next = tl.load(parts + at[:, None] * width + d[None, :], mask=some, other=0.0)
         m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
         at += rows_total
     _store_result(out, lse, row, m, l, acc, scale, inside, d, width, there)

@@ -1,12 +1,13 @@
-"""Finds where the sequences of a padded batch lie, in one launch: a decode step asks in every layer."""
+"""Finds where the sequences of a padded batch lie, in one launch, for kernels that do not look themselves."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import apply, integers, seen, unseen
+from bi_kernels.checks import apply, seen, unseen
 from bi_kernels.launch import jit
+from bi_kernels.ops.attention.schedule import Sequences
 
 BLOCK = 256
 
@@ -63,36 +64,24 @@ def _launch(
 _opaque = torch.library.custom_op("bi_kernels::padded_spans", _launch, mutates_args=("spans",))
 
 
-def _checked(op: str, name: str, lengths: Tensor | None, count: int, width: int) -> None:
-    if lengths is None:
-        return
-    if tuple(lengths.shape) != (count,) or not integers(lengths):
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(lengths.shape)} and dtype {lengths.dtype}, expected ({count},) integers"
-        )
-    if unseen(("lengths", width), lengths):
+def check_values(op: str, name: str, lengths: Tensor | None, width: int) -> None:
+    """Raises ValueError for lengths that rows of `width` have no room for."""
+    if lengths is not None and unseen(("lengths", width), lengths):
         counts = lengths.tolist()
         if not all(0 <= n <= width for n in counts):
             raise ValueError(f"{op}: {name} is {counts}, expected 0 to {width}")
         seen(("lengths", width), lengths)
 
 
-def padded_spans(
-    op: str,
-    count: int,
-    queries: tuple[Tensor | None, int, bool],
-    keys: tuple[Tensor | None, int, bool],
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the first rows and lengths of `count` sequences' queries and keys, (count,) int32 each.
-
-    queries, keys: lengths (count,) integers or None for whole rows, the width of a row, and whether they lie at its
-    end. Raises ValueError naming lengths_q or lengths_k.
-    """
-    (lengths_q, width_q, left_q), (lengths_k, width_k, left_k) = queries, keys
-    _checked(op, "lengths_q", lengths_q, count, width_q)
-    _checked(op, "lengths_k", lengths_k, count, width_k)
+def located(sequences: Sequences, device: torch.device) -> Sequences:
+    """Returns the sequences of a batch with first rows and lengths, (count,) int32 each; others as they are."""
+    if sequences.batch is None:
+        return sequences
+    count, width_q, width_k, left = sequences.batch
+    first_q, length_q, _, length_k = sequences[:4]
     room = triton.cdiv(count, 4) * 4  # each begins at a multiple of 16 bytes
     spans = torch.empty(4, room, dtype=torch.int32, device=device)
-    apply(_launch, _opaque, _launch, spans, lengths_q, lengths_k, count, width_q, width_k, left_q, left_k)
-    return tuple(row[:count] for row in spans)
+    given = spans, length_q, length_k, count, width_q or 0, width_k, left, left and not sequences.page
+    apply(_launch, _opaque, _launch, *given)
+    queries, keys = [row[:count] for row in spans[:2]], [row[:count] for row in spans[2:]]
+    return Sequences(*(queries if width_q is not None else (first_q, length_q)), *keys, *sequences[4:-1])

@@ -39,7 +39,7 @@ def hopper_keys(*given) -> None:
     keys_backward(*given)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: a launch looks one up
 class Schedule:
     """Says where the sums are cut, and which program computes what. `block` and `split` are the summation order;
     nothing else changes a bit."""
@@ -65,26 +65,53 @@ class Schedule:
 SCHEDULE = Schedule()
 
 
-class Sequences(NamedTuple):
-    """Says where the sequences of a call lie; tensors are int32, and those of first rows and lengths (sequences,)."""
+class Batch(NamedTuple):
+    """Says how many sequences have a row of a batch each, and what the rows have room for."""
 
-    first_q: Tensor
-    length_q: Tensor
-    first_k: Tensor
-    length_k: Tensor
+    count: int
+    width_q: int | None  # None: queries are packed, keys in pages
+    width_k: int
+    left: bool  # sequences lie at the end of their rows
+
+
+class Sequences(NamedTuple):
+    """Says where the sequences of a call lie; tensors are int32, and those of first rows and lengths (sequences,).
+
+    In a `batch`, first rows are None, and so are lengths of whole rows; they are integers of any kind, and what exceeds
+    a row does not count.
+    """
+
+    first_q: Tensor | None
+    length_q: Tensor | None
+    first_k: Tensor | None
+    length_k: Tensor | None
     pages: Tensor | None  # (sequences, pages of the longest): k's pages
     page: int  # keys of a page, or 0
     longest: int  # keys that a sequence has at most
     full_q: bool  # every row of q is of some sequence
     full_k: bool
+    batch: Batch | None = None
 
 
 @triton.jit
-def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr):
+def length_of(lengths, i, inside, width):
+    """Returns how many queries or keys sequence i has, in a batch whose rows have room for `width`, or with None there
+    of packed ones."""
+    if lengths is None:
+        length = tl.where(inside, width, 0)
+    else:
+        length = tl.load(lengths + i, mask=inside, other=0)
+        if width is not None:
+            length = tl.minimum(tl.maximum(length.to(tl.int64), 0), width).to(tl.int32)
+    return length
+
+
+@triton.jit
+def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, width=None):
     """Returns (sequence, its first tile, its last tile) of a tile, where tiles hold SIZE rows and a token has ROWS;
     sequence COUNT for a tile of none."""
     i = tl.arange(0, COUNT)
-    ends = tl.cumsum(tl.cdiv(tl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0)
+    ends = tl.cumsum(tl.cdiv(length_of(lengths, i, i < sequences, width) * ROWS, SIZE), 0)
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)
     after = tl.min(tl.where(ends > tile, ends, tl.maximum(tl.max(ends, 0), tile + 1)), 0)
     return tl.sum((ends <= tile).to(tl.int32), 0), before, after - 1
@@ -111,18 +138,18 @@ def most_tiles(tokens: int, sequences: int, rows: int) -> int:
     return tokens // rows + min(sequences, tokens)
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor) -> dict:
-    """Returns the kernels' arguments that follow from the shapes of q (tokens, heads, D) and of k and v."""
-    width, group = q.shape[-1], q.shape[-2] // k.shape[-2]
+def shape_of(q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v: tuple[int, ...]) -> dict:
+    """Returns the kernels' arguments that follow from the shapes of q and k (…, heads, D), and from strides."""
+    width, group = q[-1], q[-2] // k[-2]
     block = max(16, triton.next_power_of_2(width))
     return {
-        "stride_k": k.stride(-3),
-        "stride_v": v.stride(-3),
-        "head_k": k.stride(-2),
-        "head_v": v.stride(-2),
+        "stride_k": strides_k[-3],
+        "stride_v": strides_v[-3],
+        "head_k": strides_k[-2],
+        "head_v": strides_v[-2],
         "width": width,
         "GROUP": group,
-        "HEADS": k.shape[-2],
+        "HEADS": k[-2],
         "D": block,
         "EVEN": block == width,
         "enable_fp_fusion": False,
