@@ -109,19 +109,22 @@ def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
     may write to them behind that, so sentences may hang on this, memory may not."""
     if not can_wait(tensors[0]):
         return False
-    found = [t.__dict__.get("_bi_kernels_seen", {}).get(question) for t in tensors]
-    if None in found or any([_written(t) != written for t, (written, _) in zip(tensors, found)]):
-        return True
-    return len(tensors) > 1 and any([together is not found[0][1] for _, together in found])
+    together = None
+    for t in tensors:
+        written, mark = t.__dict__.get("_bi_kernels_seen", {}).get(question, (None, None))
+        if written is None or written != _written(t) or together not in (None, mark):
+            return True
+        together = mark
+    return False
 
 
 def seen(question: tuple, *tensors: torch.Tensor) -> None:
     """Remembers that the values of tensors, as they are now, passed the check."""
-    together = object()
+    mark = object()
     for t in tensors:
         written = _written(t)
         if written is not None:
-            t.__dict__.setdefault("_bi_kernels_seen", {})[question] = written, together
+            t.__dict__.setdefault("_bi_kernels_seen", {})[question] = written, mark
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
@@ -150,7 +153,7 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
     pay the dispatcher's 25 µs.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    trains = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    trains = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
     if torch.compiler.is_compiling():
         if not trains:
             return opaque(*args)

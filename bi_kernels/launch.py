@@ -129,7 +129,7 @@ class Launch:
         self._kernel, self._grid, self._numbers, self._named = kernel, grid, numbers, named
         self._device, self._whole_grid = device, (*grid, 1, 1)[:3]
         self._tail = *numbers, *[named[n] for n in kernel.arg_names if n in named]
-        self._compiled: dict[bool | tuple[bool, ...], CompiledKernel] = {}  # by which pointers are aligned: all, or those
+        self._compiled: dict[bool | tuple[bool, ...], CompiledKernel] = {}  # by the pointers that are aligned, or all
 
     def __call__(self, *given) -> None:
         if not _direct():

@@ -161,26 +161,26 @@ def _apply(
 
 
 @once
-def _check(op: str, x: torch.Tensor) -> None:
+def _checked(op: str, x: torch.Tensor) -> None:
     check(op, x=x)
 
 
 @once
-def _check_both(op: str, name: str, x: torch.Tensor, name_other: str, other: torch.Tensor) -> None:
+def _checked_both(op: str, name: str, x: torch.Tensor, name_other: str, other: torch.Tensor) -> None:
     check(op, **{name: x, name_other: other})
     check_shape(op, name_other, other, x.shape, f"that of {name}")
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x)), in fp32, for x of any shape in bf16, fp16 or fp32; the same shape and dtype."""
-    _check("silu", x)
+    _checked("silu", x)
     return _apply("silu", x)
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
     latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
-    _check("gelu", x)
+    _checked("gelu", x)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate is {approximate!r}, expected 'none' or 'tanh'")
     return _apply("gelu" if approximate == "none" else "gelu_tanh", x)
@@ -188,19 +188,19 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
-    _check_both("swiglu", "gate", gate, "up", up)
+    _checked_both("swiglu", "gate", gate, "up", up)
     return _apply("swiglu", gate, up)
 
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """x + residual, summed in fp32 and rounded once; both of one shape and dtype."""
-    _check_both("add", "x", x, "residual", residual)
+    _checked_both("add", "x", x, "residual", residual)
     return _apply("add", x, residual)
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     """x · factor, the factor rounded to fp32, the product in fp32 and rounded once."""
-    _check("scale", x)
+    _checked("scale", x)
     return _apply("scale", x, factor=check_number("scale", "factor", factor))
 
 

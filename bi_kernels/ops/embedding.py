@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, can_wait, check, check_integer, integers
+from bi_kernels.checks import apply, check, check_integer, integers, once, seen, unseen
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
@@ -177,10 +177,11 @@ def _(ids, weight):
 
 
 def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:
-    """Integers from 0 to `largest` − 1, or `allowed`; waits for the device."""
+    """Integers from 0 to `largest` − 1, or `allowed`; waits for the device, for the same ids once."""
     if not integers(ids):
         raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
-    if not ids.numel() or not can_wait(ids):
+    question = "ids", largest, allowed
+    if not ids.numel() or not unseen(question, ids):
         return
     wrong = (ids < 0) | (ids >= largest)
     if allowed is not None:
@@ -191,6 +192,21 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
             f"{op}: {name} holds {int(ids.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
             + (f" or {allowed}" if allowed is not None else "")
         )
+    seen(question, ids)
+
+
+@once
+def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None) -> None:
+    check("embedding", weight=weight)
+    check("embedding", same_dtype=False, ids=ids, weight=weight)
+    if weight.dim() != 2:
+        raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
+    allowed = f"None or 0 to {weight.shape[0] - 1}"
+    if (
+        padding_id is not None
+        and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]
+    ):
+        raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
@@ -199,16 +215,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
     The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; in a captured CUDA graph,
     which cannot raise, such a token gets NaN.
     """
-    check("embedding", weight=weight)
-    check("embedding", same_dtype=False, ids=ids, weight=weight)
-    if weight.dim() != 2:
-        raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
+    _checked(ids, weight, padding_id)
     check_ids("embedding", "ids", ids, weight.shape[0])
-    allowed = f"None or 0 to {weight.shape[0] - 1}"
-    if (
-        padding_id is not None
-        and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]
-    ):
-        raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
     differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
     return apply(_launch, _opaque, differentiable, ids, weight)

@@ -142,10 +142,8 @@ def _launch_for(rows: int, width: int, dtype: torch.dtype, device: int, residual
     return Launch(_rms_norm_kernel, device, grid, *sizes, HAS_RESIDUAL=residual, enable_fp_fusion=False, **blocks)
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, trains: bool = False
-) -> list[torch.Tensor]:
-    """y, and h = x + residual where a residual is given, of x's shape; where a gradient is wanted, rstd of every row."""
+def _launch(x, residual: torch.Tensor | None, weight, eps: float, trains: bool = False) -> list[torch.Tensor]:
+    """y, h = x + residual where a residual is given, both like x, and where a gradient is wanted rstd of every row."""
     x, weight = aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
     width = x.shape[-1]
@@ -259,9 +257,7 @@ def _(x, residual, weight, eps):
 
 
 @once
-def _checked(
-    op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool
-) -> float:
+def _checked(op: str, x, residual, weight, eps, heads: bool) -> float:
     """Returns eps, a float."""
     check(op, optional=("residual",), x=x, residual=residual, weight=weight)
     if x.dim() < 1 + heads:

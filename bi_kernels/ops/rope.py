@@ -162,7 +162,7 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 @once
-def _check(
+def _checked(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -202,7 +202,7 @@ def rope(
     if not isinstance(table, RopeTable):
         check("rope", x=x)
         raise TypeError(f"rope: table is a {type(table).__name__}, expected a RopeTable, as rope_table returns it")
-    _check(x, table.cos, table.sin, positions, cu_seqlens)
+    _checked(x, table.cos, table.sin, positions, cu_seqlens)
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])
     if positions.shape != x.shape[:-2]:

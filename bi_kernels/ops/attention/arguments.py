@@ -128,9 +128,9 @@ def _checked(
         raise ValueError(f"{op}: k has {len(k)} rows and q {len(q)}, expected as many, or cu_seqlens_k")
     if cu_seqlens_k is not None and len(cu_seqlens_k) != count + 1:
         raise ValueError(f"{op}: cu_seqlens_k has {len(cu_seqlens_k)} entries, expected {count + 1}, as cu_seqlens_q")
-    exchanged = not packed and block_table is None and (
-        q.shape[2] > MOST_HEADS or causal and q.shape[2] == k.shape[2] and 0 < k.shape[1] < q.shape[1]
-    )
+    exchanged = False
+    if not packed and block_table is None:
+        exchanged = q.shape[2] > MOST_HEADS or causal and q.shape[2] == k.shape[2] and 0 < k.shape[1] < q.shape[1]
     return width**-0.5 if scale is None else float(scale), min(window or 0, WIDEST), exchanged
 
 

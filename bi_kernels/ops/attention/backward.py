@@ -37,7 +37,8 @@ def attention_backward(
     schedule: Schedule = SCHEDULE,
 ) -> list[Tensor | None]:
     """Returns [dq, dk, dv] of sequences without pages, None for what is not needed."""
-    (tokens, heads, width), shape, count = q.shape, shape_of(q.shape, k.shape, k.stride(), v.stride()), len(sequences.length_q)
+    (tokens, heads, width), count = q.shape, len(sequences.length_q)
+    shape = shape_of(q.shape, k.shape, k.stride(), v.stride())
     dq, dk, dv = (
         (torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
         for t, needed, full in (
