@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 import triton.language as tl
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -102,6 +104,21 @@ def described() -> None:
     assert len(_copy_kernel._compiled) == 4
 
 
+def hooked() -> None:
+    """A profiler sees each launch: Triton makes it then."""
+    x, seen, here = torch.zeros(16), [], count["kept"]
+    bi_kernels.silu(x)
+    stock, CompiledKernel.__getitem__ = CompiledKernel.__getitem__, lambda self, grid: lambda *values: seen.append(grid)
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        bi_kernels.silu(x)
+        hook.remove(print)
+    CompiledKernel.__getitem__ = stock
+    assert seen == [(1, 1, 1)] * 2 and count["kept"] == here
+    bi_kernels.silu(x)
+    assert count["kept"] == here + 1
+
+
 if __name__ == "__main__":
     without_gpu()
     loaded = [getattr(bi_kernels, name) for name in bi_kernels.__all__]  # their kernels are not interpreted ones
@@ -116,3 +133,4 @@ if __name__ == "__main__":
                 multiply(rows, columns)
         described()
         print(count["asked"], count["kept"])
+    hooked()

@@ -279,9 +279,7 @@ def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
         return _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), each, *args)
 
     out = apply(_launch, _opaque, differentiable, x, residual, weight, eps)
-    if residual is not None:
-        return tuple(out)
-    return out if isinstance(out, torch.Tensor) else out[0]
+    return out if isinstance(out, torch.Tensor) else out[0] if residual is None else tuple(out)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
