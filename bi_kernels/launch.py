@@ -120,6 +120,24 @@ def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
     return lambda named: tuple([named[n] for n in names])
 
 
+_blocks: dict[tuple, dict] = {}
+
+
+def descriptor(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
+    """Returns a TMA descriptor of t, whose base is a multiple of 16 bytes; Triton checks the rest once of each kind."""
+    key = t.dtype, *shape, *strides, *block
+    fields = _blocks.get(key)
+    if fields is None:
+        made = TensorDescriptor(t, [*shape], [*strides], [*block])
+        if len(_blocks) >= 4096:
+            _blocks.clear()
+        _blocks[key] = {**vars(made), "base": None}
+        return made
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    vars(made).update(fields, base=t)
+    return made
+
+
 class Launch:
     """A launch but for the tensors, and floats, that are the kernel's first parameters: the number of its device, which
     is the current one, its grid, the parameters that follow, and Triton's options. Calls of one have tensors of the

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
-from bi_kernels.launch import jit
+from bi_kernels.launch import Launch, descriptor, jit, remembered
 
 
 class Tile(NamedTuple):
@@ -172,9 +172,10 @@ def _ceil(a: int, b: int) -> int:
 
 def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
     """Returns a descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
+    shape, stride, block = t.shape, t.stride(), [rows, cols]
     if transposed:
-        t, rows, cols = t.t(), cols, rows
-    return TensorDescriptor(described(t), t.shape, t.stride(), [rows, cols])
+        shape, stride, block = shape[::-1], stride[::-1], block[::-1]
+    return descriptor(described(t), shape, stride, block)
 
 
 def _tma_ready(t: torch.Tensor) -> torch.Tensor:
@@ -211,6 +212,53 @@ def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
     return y if y.shape[1] == N else y[:, :N].contiguous()
 
 
+@remembered
+def _launch_for(
+    sizes: tuple[int, int, int],
+    tile: Tile,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    transposed: tuple[bool, bool],
+    bias: torch.dtype | None,
+    continues: bool,
+) -> tuple[Launch, int]:
+    """Returns the launch, and how many columns of y are stored at a time."""
+    (M, N, K), (dtype, out_dtype) = sizes, dtypes
+    part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
+    if continues:
+        part_n = min(part_n, 4096 // tile.m)
+    pipeline = tile.stages * (tile.m + tile.n + tile.extra_n) * tile.k * dtype.itemsize
+    while pipeline + tile.m * part_n * out_dtype.itemsize > SHARED and part_n > 16:
+        part_n //= 2  # fp32 leaves through shared memory twice as wide
+    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
+    persistent = 0 if continues else tile.persistent  # a first tile that is loaded breaks the pipeline across tiles
+    if persistent:
+        grid = min(grid, tile.persistent * _multiprocessors(device))
+    fold = Launch(
+        _gemm_kernel,
+        device.index,
+        (grid,),
+        M,
+        N,
+        K,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        EXTRA_N=tile.extra_n,
+        BLOCK_K=tile.k,
+        GROUP_M=tile.group,
+        X_T=transposed[0],
+        W_T=transposed[1],
+        SWAP=tile.swap,
+        PART_N=part_n,
+        FLATTEN=persistent > 0,
+        HAS_BIAS=bias is not None,
+        CONTINUES=continues,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return fold, part_n
+
+
 def launch(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -226,40 +274,15 @@ def launch(
     out_dtype = out_dtype or x.dtype
     x, w, y = prepared(x, w, out_dtype, out)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
-    part_n = tile.n // 2 if tile.halves or tile.extra_n else tile.n
-    if start is not None:
-        part_n = min(part_n, 4096 // tile.m)
-    pipeline = tile.stages * (tile.m + tile.n + tile.extra_n) * tile.k * x.element_size()
-    while pipeline + tile.m * part_n * out_dtype.itemsize > SHARED and part_n > 16:
-        part_n //= 2  # fp32 leaves through shared memory twice as wide
-    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
-    persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
-    if persistent:
-        grid = min(grid, tile.persistent * _multiprocessors(x.device))
-    _gemm_kernel[(grid,)](
+    kinds, kind = (x.dtype, out_dtype), None if bias is None else bias.dtype
+    fold, part_n = _launch_for((M, N, K), tile, kinds, x.device, (x_t, w_t), kind, start is not None)
+    fold(
         _descriptor(x, tile.m, tile.k, x_t),
         _descriptor(w, tile.n, tile.k, w_t),
         _descriptor(w, tile.extra_n, tile.k, w_t) if tile.extra_n else None,
         _descriptor(y, tile.m, part_n),
         None if bias is None else bias.contiguous(),
         start,
-        M,
-        N,
-        K,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        EXTRA_N=tile.extra_n,
-        BLOCK_K=tile.k,
-        GROUP_M=tile.group,
-        X_T=x_t,
-        W_T=w_t,
-        SWAP=tile.swap,
-        PART_N=part_n,
-        FLATTEN=persistent > 0,
-        HAS_BIAS=bias is not None,
-        CONTINUES=start is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
     return finished(y, N, out)
 
