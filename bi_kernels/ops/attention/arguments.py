@@ -134,19 +134,16 @@ def _checked(
     return width**-0.5 if scale is None else float(scale), min(window or 0, WIDEST), exchanged
 
 
-def _pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> Tensor:
-    """Returns the pages of each sequence, none of which k does not hold."""
-    known = block_table.to(torch.int32).clamp(0, max(len(k) - 1, 0)).contiguous()
+def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
     question = "pages", k.shape[:2]
     if unseen(question, block_table, lengths):
         used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < lengths[:, None]
-        if bool((used & (known != block_table)).any()):
+        if bool((used & ((block_table < 0) | (block_table >= len(k)))).any()):
             raise ValueError(
                 f"attention: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
                 f"expected 0 to {len(k) - 1}"
             )
         seen(question, block_table, lengths)
-    return known
 
 
 def arguments(
@@ -197,7 +194,8 @@ def arguments(
         check_values("attention", "lengths_k", lengths_k, longest)
         first_k, length_k = None, None if lengths_k is None else lengths_k.contiguous()
     if paged:
-        block_table = _pages(block_table, lengths_k, k)
+        _check_pages(block_table, lengths_k, k)
+        block_table = block_table.contiguous()
     full_q = can_wait(q) if packed else lengths_q is None
     full_k = packed and can_wait(q) if packed or paged else lengths_k is None
     sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k, batch)

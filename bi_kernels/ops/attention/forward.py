@@ -62,7 +62,7 @@ def _plan(
     device: int,
     count: int,
     batch: Batch | None,
-    lengths: tuple[torch.dtype | None, ...],
+    integers: tuple[torch.dtype | None, ...],
     pages_stride: int,
     page: int,
     longest: int,
@@ -71,7 +71,7 @@ def _plan(
     window: int,
     schedule: Schedule,
 ) -> _Plan:
-    """lengths: the dtypes of the lengths that are given."""
+    """integers: the dtypes of the lengths and pages that are given."""
     shape = shape_of(shape_q, shape_k, strides_k, strides_v)
     tokens, heads, narrow, scale = shape_q[:-2].numel(), shape["HEADS"], shape["D"] <= 128, scale * LOG2E
     total = tokens * shape["GROUP"]
@@ -89,6 +89,7 @@ def _plan(
         device,
         (most_tiles(total, count, tiling.rows), heads, splits if partial else 1),
         pages_stride,
+        shape_k[:-2].numel() // page - 1 if page else 0,
         count,
         batch.width_q if batch else None,
         batch.width_k if batch else None,
@@ -160,7 +161,7 @@ def attention_forward(
         q.get_device(),
         len(first_q) if batch is None else batch.count,
         batch,
-        (None if length_q is None else length_q.dtype, None if length_k is None else length_k.dtype),
+        tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)]),
         0 if pages is None else pages.stride(0),
         page,
         longest,

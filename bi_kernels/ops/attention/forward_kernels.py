@@ -16,11 +16,12 @@ from bi_kernels.ops.attention.schedule import length_of, seen, sequence_of
 
 
 @triton.jit
-def _key_rows(key, first, pages, length, PAGE: tl.constexpr):
+def _key_rows(key, first, pages, last_page, length, PAGE: tl.constexpr):
     """Returns the rows of k that hold some keys of a sequence, whose keys start in row `first`, or lie in `pages`."""
     if PAGE:
         page = tl.load(pages + key // PAGE, mask=key < length, other=0)
-        return page.to(tl.int64) * PAGE + key % PAGE
+        page = tl.minimum(tl.maximum(page.to(tl.int64), 0), last_page)  # in a captured graph nobody has checked them
+        return page * PAGE + key % PAGE
     return first + key
 
 
@@ -47,14 +48,14 @@ def _add_block(
     D: tl.constexpr,
 ):
     """Returns the online softmax's state (m, l, acc) after the next block of keys."""
-    k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v = cache
+    k, v, k_tma, v_tma, head, row_k, pages, last_page, stride_k, stride_v = cache
     key = start + tl.arange(0, BLOCK)
     if TMA:
         at = (row_k + start).to(tl.int32)
         kt = k_tma.load([at, head * D])
     else:
         d = tl.arange(0, D)
-        rows = _key_rows(key, row_k, pages, length, PAGE)
+        rows = _key_rows(key, row_k, pages, last_page, length, PAGE)
         there = (d < width)[None, :] | EVEN
         if MASKED:
             there &= (key < length)[:, None]
@@ -93,7 +94,7 @@ def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
     tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
 
 
-@jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride"])
+@jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride", "last_page"])
 def attention_kernel(
     q,
     k,
@@ -109,6 +110,7 @@ def attention_kernel(
     length_k,
     pages,
     pages_stride,
+    last_page,
     sequences,
     width_q,
     width_k,
@@ -162,7 +164,7 @@ def attention_kernel(
     v += head * head_v
     if PAGE:
         pages += sequence * pages_stride
-    cache = k, v, k_tma, v_tma, head, row_k, pages, stride_k, stride_v
+    cache = k, v, k_tma, v_tma, head, row_k, pages, last_page, stride_k, stride_v
 
     first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
     last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
