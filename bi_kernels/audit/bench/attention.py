@@ -61,12 +61,7 @@ def attention(bench: Bench) -> None:
     """Measures causal attention, forward and backward."""
     for batch, length in bench.settings["attention"]["sizes"]:
         bench.cell("attention", f"{batch} × {length}", lambda: _pair(bench, batch, length))
-        _empty(bench)
-
-
-def _empty(bench: Bench) -> None:
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+        bench.empty()
 
 
 def _decode(bench: Bench, numbers: Numbers, cell: cases.Cell) -> None:
@@ -107,8 +102,8 @@ def decode(bench: Bench) -> None:
             continue
         if cell.bytes > 2 * numbers.all.numel():
             numbers = None
-            _empty(bench)
+            bench.empty()
             numbers = Numbers(bench.device, bench.seed, (table["largest"] + 2**28) // 2)
         bench.cell("decode", cell.name, lambda: _decode(bench, numbers, cell))
     numbers = None
-    _empty(bench)
+    bench.empty()

@@ -6,7 +6,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.bench.measure import OURS, Bench
-from bi_kernels.audit.bench.timing import GPU, launch_us, spread
+from bi_kernels.audit.bench.timing import spread
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.speed import Exact, decode_step
 from bi_kernels.model import CONFIGS, Decoder
@@ -42,17 +42,16 @@ def _ops(bench: Bench, sizes) -> dict[str, Callable]:
 def _call(bench: Bench, op: str, call: Callable) -> None:
     """Measures one op: the CPU's microseconds until each call returns, and until the device has ended it."""
     table = bench.settings["calls"]
-    calls = {OURS: lambda: call(bi_kernels), STOCK: lambda: call(plain)}
-    if bench.device.type == "cpu":
-        found = bench.timed({name: lambda i, c=c: c() for name, c in calls.items()})
-        bench.add("calls", op, "forward", "one token", found, STOCK)
+    calls = {OURS: lambda i: call(bi_kernels), STOCK: lambda i: call(plain)}
+    if not bench.times:
+        bench.add("calls", op, "forward", "one token", bench.timed(calls), STOCK)
         return
     cpu, wall = ({name: [] for name in calls} for _ in range(2))
-    with GPU.alone():
+    with bench.alone():
         for _ in range(bench.settings["rounds"]):
             for name, one in calls.items():
-                cpu[name].append(launch_us(one, table["runs"]))
-                wall[name].append(bench.clock.wall(lambda i: one(), 0, table["runs"]))
+                cpu[name].append(bench.clock.cpu(one, 0, table["runs"]))
+                wall[name].append(bench.clock.wall(one, 0, table["runs"]))
     _keep(bench, op, "one token", cpu, wall)
 
 
@@ -74,17 +73,17 @@ def _step(bench: Bench) -> None:
     for name, ops in ((OURS, bi_kernels), (STOCK, plain)):
         model = Decoder(config, bench.device, seed=bench.seed, longest=table["keys"], ops=ops)
         cache = Exact(config, 1, table["keys"], model.lm_head)
-        steps[name] = decode_step(model, cache, told=name == OURS)
+        step = decode_step(model, cache, told=name == OURS)
+        steps[name] = lambda i, step=step: step()
     case = f"{config.layers} layers, {table['keys']} keys"
-    if bench.device.type == "cpu":
-        found = bench.timed({name: lambda i, s=s: s() for name, s in steps.items()})
-        bench.add("calls", "decode step", "forward", case, found, STOCK)
+    if not bench.times:
+        bench.add("calls", "decode step", "forward", case, bench.timed(steps), STOCK)
         return
     wall = {name: [] for name in steps}
-    with GPU.alone():
+    with bench.alone():
         for number in range(bench.settings["rounds"] + 1):
             for name, step in steps.items():
-                taken = bench.clock.wall(lambda i: step(), 0, table["steps"])
+                taken = bench.clock.wall(step, 0, table["steps"])
                 wall[name] += [taken] * (number > 0)  # the first compiles
     _keep(bench, "decode step", case, wall, wall)
 
@@ -95,5 +94,4 @@ def calls(bench: Bench) -> None:
     for op, call in _ops(bench, CONFIGS[bench.settings["calls"]["decoder"]]).items():
         bench.cell("calls", op, lambda: _call(bench, op, call))
     bench.cell("calls", "decode step", lambda: _step(bench))
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+    bench.empty()

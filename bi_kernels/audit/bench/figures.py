@@ -39,7 +39,8 @@ def _said(ratios: Sequence[float], bars: dict[str, float]) -> str:
     """Says what ratios come to, and whether both bars are reached."""
     mean, least = statistics.geometric_mean(ratios), min(ratios)
     met = mean >= bars.get("geometric mean", 0) and least >= bars.get("smallest", 0)
-    return f"{number(mean)} of cuBLAS on average, {number(least)} at least: {'both goals met' if met else 'not both goals met'}"
+    word = "both goals met" if met else "not both goals met"
+    return f"{number(mean)} of cuBLAS on average, {number(least)} at least: {word}"
 
 
 def strip(records: Sequence[dict], column: str, what: str, bars: dict[str, float]) -> plt.Figure:
@@ -125,7 +126,8 @@ def roofline(records: Sequence[dict], limits: dict[str, float]) -> plt.Figure:
             [r["intensity"] for r in found], [r["TFLOP/s"] for r in found], s=8, alpha=0.55, color=color, label=name
         )
     share = statistics.median(r["TFLOP/s"] / roof(r) for r in mine)
-    title = f"{len(mine)} measurements below {copy:.2f} TB/s and {most:.0f} TFLOP/s: half of them reach {share:.2f} of the roof or more"
+    said = f"half of {len(mine)} measurements reach {share:.2f} of the roof or more"
+    title = f"{copy:.2f} TB/s, {most:.0f} TFLOP/s: {said}"
     ax.set(xscale="log", yscale="log", xlabel="flops a byte that has to be moved", ylabel="TFLOP/s", title=title)
     ax.legend(edgecolor="none", fontsize=8, loc="lower right")
     figure.tight_layout()

@@ -11,7 +11,7 @@ import bi_kernels
 from bi_kernels.audit import worker
 from bi_kernels.audit.bench import cases
 from bi_kernels.audit.bench.measure import OURS, Bench, Numbers
-from bi_kernels.audit.bench.timing import GPU, DeviceClock, Timing, turns
+from bi_kernels.audit.bench.timing import DeviceClock, Timing, turns
 from bi_kernels.ops.gemm import product
 from bi_kernels.ops.gemm_kernel import tile_for
 from bi_kernels.ops.hopper_cublaslt import fast, serves
@@ -166,14 +166,14 @@ def gradients(bench: Bench) -> None:
 def starved(bench: Bench, shapes: list[tuple[int, int, int]]) -> dict[tuple[int, int, int], Timing]:
     """Returns the timings of F.linear in a process whose cuBLAS has the workspace that vLLM leaves it; none without a
     GPU."""
-    if bench.device.type == "cpu":
+    if not bench.on_gpu:
         return {}
-    torch.cuda.empty_cache()
+    bench.empty()
     how = {k: bench.settings[k] for k in ("rounds", "round_ms", "most_calls")}
     environment = bench.settings["gemm"]["environment"]
     given = shapes, bench.seed, bench.settings["cold_bytes"], how
     try:
-        with GPU.alone():
+        with bench.alone():
             return worker.call(f"{__name__}:linears", *given, environment=environment)
     except worker.Died as died:
         bench.keep({"group": "gemm", "case": STARVED, "errors": {STARVED: str(died)}})

@@ -40,7 +40,7 @@ def _measure(bench: Bench) -> None:
         NOTHING: partial(step, bi_kernels.lm_head_logprob, None),
     }
     peers = {TORCH: partial(step, _plain, None)}
-    if bench.device.type == "cuda":
+    if bench.on_gpu:
         peers[COMPILED] = partial(step, torch.compile(_plain, dynamic=False), None)
         if liger := foreign("lm_head_logprob").get(LIGER):
             peers[LIGER] = partial(step, liger, None)
@@ -57,5 +57,4 @@ def _measure(bench: Bench) -> None:
 def lm_head(bench: Bench) -> None:
     """Measures it with logits kept and with nothing kept, into main_grad and as returned."""
     bench.cell("lm_head", "lm_head_logprob", lambda: _measure(bench))
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+    bench.empty()

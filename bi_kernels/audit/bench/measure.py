@@ -1,5 +1,6 @@
 """Holds what is measured: numbers to compute with, the limits of the device, and a record of each measurement."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class Counter:
                 call(i)
         return counted.operators / count
 
-    wall = device
+    wall = cpu = device
 
     def captured(self, call: Callable[[int], object], count: int) -> Callable[[int], object]:
         return call
@@ -74,13 +75,33 @@ class Bench:
     records: list[dict] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)  # TB/s of a copy, TFLOP/s of a product
 
+    clock: DeviceClock | Counter = field(init=False)
+
     def __post_init__(self):
-        self.clock = DeviceClock() if self.device.type == "cuda" else Counter()
+        self.clock = DeviceClock() if self.on_gpu else Counter()
         self.numbers = Numbers(self.device, self.seed)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def times(self) -> bool:
+        """Tells whether the clock is one, and does not count."""
+        return self.clock.unit == "ms"
+
+    def alone(self) -> contextlib.AbstractContextManager:
+        """Keeps the GPU to this process."""
+        return GPU.alone() if self.on_gpu else contextlib.nullcontext()
+
+    def empty(self) -> None:
+        """Gives back the memory that is kept for later."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def sets(self, size: float) -> int:
         """Returns how many sets of inputs, of so many bytes each, the L2 cache cannot hold."""
-        return max(1, math.ceil(self.settings["cold_bytes"] / size)) if self.device.type == "cuda" else 1
+        return max(1, math.ceil(self.settings["cold_bytes"] / size)) if self.times else 1
 
     def timed(self, calls: dict[str, Callable[[int], object]], **how) -> tuple[dict[str, Timing], dict[str, str]]:
         """Returns timings of the calls that do not raise, and what the others say. Ours, the first, has to work."""
@@ -94,9 +115,9 @@ class Bench:
                     raise
                 errors[name] = sentence(error)
         s = self.settings
-        if self.device.type == "cpu":  # counts do not vary
+        if not self.times:  # counts do not vary
             return turns(possible, self.clock, rounds=1, round_ms=0, most_calls=1, walls=0), errors
-        with GPU.alone():
+        with self.alone():
             limits = {k: s[k] for k in ("rounds", "round_ms", "most_calls")}
             return turns(possible, self.clock, **limits | how), errors
 
@@ -122,7 +143,7 @@ class Bench:
             record["wall µs"] = walls
         if errors:
             record["errors"] = errors
-        if self.clock.unit == "ms":
+        if self.times:
             record |= self._derived(timings, against, ours, flops, size)
         return self.keep(record)
 
@@ -159,7 +180,7 @@ class Bench:
 
     def find_limits(self) -> dict[str, float]:
         """Measures the bandwidth of a copy, read and written, and the rate of the fastest product of cuBLAS."""
-        if self.device.type == "cpu":
+        if not self.times:
             return {}
         half = self.settings["copy_bytes"] // 2
         source, target = torch.empty(2, half, dtype=torch.int8, device=self.device)

@@ -16,8 +16,9 @@ Shape = tuple[int, ...]
 
 
 class Op(NamedTuple):
-    """An op of some tensors, which a call must read and write `forward` times in all, and `backward` times; flops: of an
-    element, about, likewise."""
+    """An op of some tensors, which a call must read and write `forward` times in all, and `backward` times.
+
+    flops: of an element, about, forward and backward."""
 
     op: str
     case: str
@@ -49,7 +50,7 @@ def _functions(bench: Bench, op: Op) -> dict[str, Callable]:
     installed."""
     theirs = getattr(stock, op.op)
     found = {OURS: getattr(bi_kernels, op.op), TORCH: theirs}
-    if bench.device.type == "cuda":
+    if bench.on_gpu:
         if op.compiled:
             found[COMPILED] = torch.compile(lambda *given: theirs(*given), dynamic=False)
         if op.op == "rms_norm" and (liger := foreign(op.op).get("Liger")):
@@ -137,8 +138,7 @@ def rows(bench: Bench) -> None:
     s = bench.settings["rows"]
     for op in ops(bench):
         bench.cell("rows", f"{op.op}, {op.case}", lambda: _op(bench, op))
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+        bench.empty()
     table = bench.numbers.take(s["vocab"], s["hidden"])
     share = torch.rand(s["tokens"], generator=torch.Generator().manual_seed(bench.seed)).to(bench.device)
     for name, skew in (("ids drawn evenly", 1), ("ids drawn unevenly", 6)):

@@ -68,13 +68,17 @@ class BenchSession(Session):
             self.add([self._complete(group)])
         return self.bench.records
 
+    def whole(self, group: str) -> int:
+        """Returns how many measurements a group has where the shapes are not tiny."""
+        return cases.counted(group, "", self.parameters["seed"])
+
     def of(self, group: str) -> list[dict]:
         """Returns the measurements of a group."""
         return [r for r in self.bench.records if r["group"] == group and "op" in r]
 
     def shown(self, group: str) -> list[dict]:
         """Returns the measurements of a group where they are times: without a GPU none."""
-        return self.of(group) if self.on_gpu else []
+        return self.of(group) if self.bench.times else []
 
     def goals(self) -> list[dict]:
         """Holds the measurements against the contract's goals; those of tiny shapes against none."""

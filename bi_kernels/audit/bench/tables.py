@@ -126,11 +126,12 @@ def calls(records: Sequence[dict]) -> list[dict]:
     ]
 
 
-def counts(records: Sequence[dict]) -> list[dict]:
-    """Returns, where nothing is timed, how many cells each group has, and what they ran."""
+def counts(records: Sequence[dict], whole: Callable[[str], int]) -> list[dict]:
+    """Returns how many measurements each group has, and has in the whole grid, and what they ran."""
     found = []
     for group, mine in grouped((r for r in records if "op" in r), lambda r: r["group"]).items():
         paths = ", ".join(dict.fromkeys(r["path"] for r in mine if "path" in r))
         ops = ", ".join(dict.fromkeys(r["op"] for r in mine))
-        found.append({"group": group, "ops": ops, "measurements": len(mine), "products by": paths or UNKNOWN})
+        found.append({"group": group, "ops": ops, "measurements": len(mine)})
+        found[-1] |= {"of the whole grid": whole(group), "products by": paths or UNKNOWN}
     return found

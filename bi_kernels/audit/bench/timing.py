@@ -152,6 +152,10 @@ class DeviceClock:
         torch.cuda.synchronize()
         return (time.perf_counter() - begun) / count * 1e6
 
+    def cpu(self, call: Callable[[int], object], first: int, count: int) -> float:
+        """Returns the microseconds of the CPU a call of `count` before it returns; the device must be the faster."""
+        return launch_us(lambda: call(0), count)
+
     def captured(self, call: Callable[[int], object], count: int) -> Callable[[int], object]:
         """Returns what replays `count` calls in one CUDA graph; the call itself where it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
