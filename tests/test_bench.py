@@ -116,7 +116,9 @@ def test_every_goal_is_of_something_that_is_measured():
     found = goals.judged(made.records, BENCH["goals"])
     unknown = [f["what"] for f in found if f["met"] is None]
     sizes = {f"{batch} × {length}" for batch, length in BENCH["attention"]["sizes"]}
-    assert all(what.startswith("attention, ") and what.split(", ")[2] in sizes or "beyond 1 GiB" in what for what in unknown)
+    assert all(
+        what.startswith("attention, ") and what.split(", ")[2] in sizes or "beyond 1 GiB" in what for what in unknown
+    )
     assert len(unknown) == 6, "three sizes forward, two backward, and large caches"
 
 
@@ -280,7 +282,10 @@ GOAL = {"what": "w", "of": {"group": "gemm"}, "value": "ratio"}
 )
 def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
     records = [{"group": "gemm", "op": "linear", "case": f"case {v}", "ratio": v, "M": 1} for v in values]
-    other = [{"group": "drawn", "op": "linear", "case": "x", "ratio": 0.01}, {"group": "gemm", "case": "x", "error": "e"}]
+    other = [
+        {"group": "drawn", "op": "linear", "case": "x", "ratio": 0.01},
+        {"group": "gemm", "case": "x", "error": "e"},
+    ]
     (found,) = goals.judged(records + other, [GOAL | goal])
     assert found["met"] is met and found["reached"] == (reached and pytest.approx(reached, abs=1e-4))
     (line,) = goals.lines([found])
@@ -337,14 +342,18 @@ def test_an_unknown_group_is_one_sentence(bi_audit):
     assert all(re.search(rf"\b{group}\b", bi_audit("bench", "-h").out) for group in cases.GROUPS)
 
 
-@pytest.mark.parametrize("groups, folder", [((), "fake-gpu-qwen3-8b"), (("rows", "calls"), "fake-gpu-qwen3-8b-bench-rows-calls")])
+@pytest.mark.parametrize(
+    "groups, folder", [((), "fake-gpu-qwen3-8b"), (("rows", "calls"), "fake-gpu-qwen3-8b-bench-rows-calls")]
+)
 def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypatch):
     from bi_kernels.audit import commands
 
     ran = []
     monkeypatch.setattr(commands, "choose", lambda device: torch.device("cuda"))
     monkeypatch.setattr(commands, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(commands, "run", lambda names, out, extra, *rest, **options: ran.append((names, out, extra, options)))
+    monkeypatch.setattr(
+        commands, "run", lambda names, out, extra, *rest, **options: ran.append((names, out, extra, options))
+    )
     commands.bench(groups, "auto", 5, False, None)
     ((names, out, extra, options),) = ran
     assert names == ("bench",) and out == Path("audits", folder) and options["seed"] == 5
@@ -372,7 +381,11 @@ def test_the_notebook_draws_what_a_gpu_measures(monkeypatch):
     session = start("bench")
     rates = partial(lambda names, call: 1.0 + hash(str(names)) % 7 / 10, 0)
     session.bench.clock = Clock(rates)
-    session.bench.settings = session.bench.settings | {"copy_bytes": 2**16, "products": [[32, 32, 32]], "cold_bytes": 1e4}
+    session.bench.settings = session.bench.settings | {
+        "copy_bytes": 2**16,
+        "products": [[32, 32, 32]],
+        "cold_bytes": 1e4,
+    }
     shown = []
     scope = {"run": session, "display": shown.append, "seed": 0}
     notebook = nbformat.read(audits()["bench"].notebook, as_version=4)
@@ -387,6 +400,8 @@ def test_the_notebook_draws_what_a_gpu_measures(monkeypatch):
         exec(cell, scope)
         assert len(shown) > before, cell
     titles = [ax.get_title(loc="left") for n in plt.get_fignums() for ax in plt.figure(n).axes]
-    assert any("of cuBLAS on average" in title for title in titles) and any("times as long" in title for title in titles)
+    assert any("of cuBLAS on average" in title for title in titles) and any(
+        "times as long" in title for title in titles
+    )
     assert all(isinstance(x, Markdown) for x in shown)
     plt.close("all")
