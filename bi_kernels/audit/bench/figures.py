@@ -12,6 +12,7 @@ from bi_kernels.audit.evidence.verdicts import grouped
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, "#888888", "#333333")
 LIBRARY, TRITON = "cuBLASLt", "a Triton tile"
+TICKS = (0.25, 0.33, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8)
 PATHS = {LIBRARY: (BLUE, "o"), TRITON: (ORANGE, "^")}
 
 
@@ -25,7 +26,7 @@ def _bars(ax: plt.Axes, bars: dict[str, float]) -> None:
     for text, y in bars.items():
         ax.axhline(y, color=RED, linewidth=0.9, linestyle="--")
         ax.annotate(
-            text,
+            f"goal: {text} {y:g}",
             (1, y),
             xycoords=("axes fraction", "data"),
             xytext=(3, 0),
@@ -60,7 +61,8 @@ def strip(records: Sequence[dict], column: str, what: str, bars: dict[str, float
     )
     _bars(ax, bars)
     ax.set_yscale("log", base=2)
-    ticks = [0.5, 0.75, 1, 1.5, 2, 4]
+    least, most = (bound([*bars.values(), 1, *(r["ratio"] for r in records)]) for bound in (min, max))
+    ticks = [t for t in TICKS if least / 1.1 < t < most * 1.1]
     ax.set_yticks(ticks, [str(t) for t in ticks])
     ax.set_xticks(list(places.values()), [str(x) for x in places])
     ax.set(xlabel=column, ylabel="time of cuBLAS / ours", title=f"{what}: {_said([r['ratio'] for r in records], bars)}")
@@ -154,7 +156,7 @@ def shares(records: Sequence[dict], goal: float) -> plt.Figure:
         xlabel="share of a copy's bandwidth",
         title=f"{reached} of {len(mine)} of ours reach {goal:g} of a copy's bandwidth",
     )
-    ax.legend(edgecolor="none", fontsize=8, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.06))
+    ax.legend(edgecolor="none", fontsize=8, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.9 / len(mine)))
     figure.tight_layout()
     return figure
 

@@ -1,5 +1,6 @@
 """Measures products beside cuBLAS: the families' layers, drawn shapes, and the gradients of a linear layer."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import cache
@@ -92,14 +93,14 @@ def _adds_up(device: torch.device) -> Callable:
         return torch.addmm(buffer, dy.t(), x, out_dtype=torch.float32, out=buffer)
 
     def two(buffer, dy, x):
-        return buffer.add_(dy.t() @ x)
+        return buffer.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
 
     tried = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        one(tried.float(), tried, tried)
-    except (RuntimeError, TypeError):
-        return two
-    return one
+    for way in (one, two):
+        with contextlib.suppress(RuntimeError, TypeError):
+            way(tried.float(), tried, tried)
+            return way
+    return lambda buffer, dy, x: buffer.add_(dy.t() @ x)
 
 
 def _gradients(bench: Bench, layer: cases.Layer, tokens: int) -> None:

@@ -34,15 +34,34 @@ def by_shape(records: Sequence[dict], column: str = "M") -> list[dict]:
 
 
 def summed(records: Sequence[dict], key: Callable[[dict], str], title: str, value: str = "ratio") -> list[dict]:
-    """Returns the geometric mean, the smallest and the number of ratios, by what `key` says of a measurement."""
+    """Returns the geometric mean, the smallest and the number of ratios, by what `key` says of a measurement; and the
+    mean of those of wall times."""
     found = []
     for name, mine in grouped((r for r in records if value in r), key).items():
         values = [r[value] for r in mine]
         mean = number(statistics.geometric_mean(values))
         worst = min(mine, key=lambda r: r[value])
         line = {title: name, "measurements": len(mine), "geometric mean": mean, "smallest": number(min(values))}
+        if walls := [x for x in map(_walls, mine) if x]:
+            line["wall, geometric mean"] = number(statistics.geometric_mean(walls))
         found.append(line | {"where": named(worst)})
     return found
+
+
+def _walls(record: dict) -> float | None:
+    """Returns the ratio of the times that a user sees, where both are known."""
+    walls = record.get("wall µs", {})
+    ours, theirs = walls.get(record["who"]), walls.get(record["against"])
+    return theirs[0] / ours[0] if ours and theirs else None
+
+
+def refused(records: Sequence[dict]) -> list[dict]:
+    """Returns the peers that could not compute something, what they said first, and in how many measurements."""
+    errors = [(r, name, text) for r in records for name, text in r.get("errors", {}).items()]
+    return [
+        {"group": group, "peer": name, "measurements": len(mine), "of": mine[0][0]["case"], "said": mine[0][2]}
+        for (group, name), mine in grouped(errors, lambda e: (e[0]["group"], e[1])).items()
+    ]
 
 
 def by_family(records: Sequence[dict]) -> list[dict]:

@@ -5,6 +5,7 @@ import fcntl
 import statistics
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 FLUSH = 2**30  # bytes, a third of a millisecond
 TURN_MS = 40.0  # that a call is timed before it is the next one's turn
 CYCLES = 2000  # of a multiprocessor in a microsecond, at least
+TRIES, LONGEST_US = 3, 20_000.0  # to queue calls while the device sleeps; how long it may
 
 
 class Turns:
@@ -123,24 +125,27 @@ class DeviceClock:
 
     unit = "ms"
 
+    def __init__(self):
+        self.queued_us = weakref.WeakKeyDictionary()  # of the CPU, by call
+
     def device(self, call: Callable[[int], object], first: int, count: int) -> float:
         """Returns the milliseconds a call of `count` that the device runs one after another, without a gap: it sleeps
         until the CPU has queued them all."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        sleep_us = 200.0
-        for _ in range(4):
-            torch.cuda._sleep(int(CYCLES * sleep_us))
+        for attempt in range(TRIES):
+            sleep_us = 50 + 1.5 * (attempt + 1) * count * self.queued_us.get(call, 100.0)
+            torch.cuda._sleep(int(CYCLES * min(sleep_us, LONGEST_US)))
             start.record()
             begun = time.perf_counter()
             for i in range(first, first + count):
                 call(i)
-            took_us = (time.perf_counter() - begun) * 1e6
+            self.queued_us[call] = (time.perf_counter() - begun) / count * 1e6
             end.record()
-            gaps = start.query()  # the device woke up before; or the call waits for it, as some do
+            woke = start.query()  # before all was queued; or the call waits for the device, as some do
             torch.cuda.synchronize()
-            if not gaps:
+            if not woke:
                 break
-            sleep_us = 2 * max(took_us, sleep_us)
+            first += count  # what was just read lies in the cache
         return start.elapsed_time(end) / count
 
     def wall(self, call: Callable[[int], object], first: int, count: int) -> float:
