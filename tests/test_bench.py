@@ -156,7 +156,7 @@ def test_medians_forget_a_round_that_was_disturbed():
     assert found.device == (1.1, 1.0, 1.2) and found.wall is None
 
 
-@pytest.mark.parametrize("ms, count", [(100.0, 1), (1.0, 3), (1e-6, 24), (0.0, 24)])
+@pytest.mark.parametrize("ms, count", [(100.0, 1), (1.0, 3), (0.001, 24), (0.0, 24)])
 def test_a_short_call_is_repeated_and_a_long_one_is_not(ms, count):
     clock = Clock(lambda call: ms)
     timing.turns({"a": lambda i: None}, clock, **HOW)
@@ -209,14 +209,14 @@ def test_ratios_are_the_peers_time_over_ours_and_rates_are_of_ours():
     found = {"bi_kernels": of(2.0), "slow": of(5.0), "fast": of(1.0)}, {}
     said = made.add("decode", "attention", "paged", "c", found, measure.FASTEST, flops=4e9, size=6e9)
     assert (said["against"], said["ratio"], said["times"]) == ("fast", 0.5, 2.0)
-    assert (said["TFLOP/s"], said["TB/s"], said["of limit"]) == pytest.approx((2.0, 3.0, 0.75))
+    assert (said["TFLOP/s"], said["TB/s"], said["of limit"]) == (2.0, 3.0, 0.75)
 
 
 # What it computes is what is compared
 
 
 def test_ours_and_the_peers_compute_the_same(monkeypatch):
-    """Every call that is timed beside ours gives what ours gives, to the accuracy of bf16."""
+    """Every call that is timed beside ours gives what ours gives, about."""
     compared = []
 
     def timed(self, calls, **how):
@@ -230,7 +230,7 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
         parts = lambda found: [t for t in (found if isinstance(found, tuple | list) else [found]) if t is not None]
         for name, found in results.items():
             for a, b in zip(parts(results[ours]), parts(found)):
-                close = (a.float() - b.float()).abs() <= 0.05 * b.float().abs().max()
+                close = (a.float() - b.float()).abs() <= CONTRACT["any"]["alike"] * b.float().abs().max()
                 assert close.all(), (ours, name, a, b)
                 compared.append(name)
         raise StopIteration
@@ -247,12 +247,12 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
 
 
 def test_a_weight_gradient_that_goes_on_adds_what_torch_adds():
-    """`timed` by a clock that calls everything as often: the buffers that both leave hold the same multiple."""
-    dy, x = (torch.randn(32, 16, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
+    g = torch.Generator().manual_seed(0)
+    dy, x = (torch.randint(-1, 2, (32, 16), generator=g).bfloat16() for _ in range(2))  # whose sums are exact
     ours, theirs = torch.ones(16, 16), torch.ones(16, 16)
     gemm.product(dy.t(), x.t(), ours, ours, torch.float32)
     gemm._adds_up(CPU)(theirs, dy, x)
-    assert torch.allclose(ours, theirs, rtol=0.02, atol=0.1)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones(16, 16))
 
 
 def test_the_starved_process_has_the_environment_that_the_contract_says():
@@ -272,7 +272,7 @@ GOAL = {"what": "w", "of": {"group": "gemm"}, "value": "ratio"}
     "goal, values, reached, met",
     [
         ({"take": "geometric mean", "least": 0.98}, [0.5, 2.0], 1.0, True),
-        ({"take": "geometric mean", "least": 0.98}, [0.9, 1.0], 0.9487, False),
+        ({"take": "geometric mean", "least": 0.98}, [0.25, 1.0], 0.5, False),
         ({"take": "smallest", "least": 0.82}, [0.82, 3.0], 0.82, True),
         ({"take": "smallest", "least": 0.82}, [0.81, 3.0], 0.81, False),
         ({"take": "largest", "most": 1.15}, [1.15, 0.2], 1.15, True),
@@ -287,7 +287,7 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
         {"group": "gemm", "case": "x", "error": "e"},
     ]
     (found,) = goals.judged(records + other, [GOAL | goal])
-    assert found["met"] is met and found["reached"] == (reached and pytest.approx(reached, abs=1e-4))
+    assert found["met"] is met and found["reached"] == reached
     (line,) = goals.lines([found])
     assert line[""] == {True: "✔", False: "✘", None: "–"}[met] and line["measurements"] == len(values)
     if values:
@@ -358,6 +358,23 @@ def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypa
     ((names, out, extra, options),) = ran
     assert names == ("bench",) and out == Path("audits", folder) and options["seed"] == 5
     assert extra == ([("groups", "rows;calls")] if groups else [])
+
+
+def test_the_goals_that_are_missed_are_said_when_the_command_ends(tmp_path, monkeypatch, capsys):
+    from bi_kernels.audit import commands
+
+    def run(names, out, *rest, **options):
+        (out / "bench").mkdir()
+        (out / "bench" / goals.FILE).write_text(json.dumps([{"met": True}, {"met": False}]))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(commands, "choose", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(commands, "device_name", lambda device: "Fake GPU")
+    monkeypatch.setattr(commands, "run", run)
+    with pytest.raises(SystemExit) as end:
+        commands.bench((), "auto", 0, True, tmp_path)
+    assert end.value.code == 0, "a goal that is missed fails nothing"
+    assert capsys.readouterr().out == "✔ 1 of 2 goals met, ✘ **1 missed**.\n"
 
 
 def test_the_session_says_the_command_that_repeats_it():

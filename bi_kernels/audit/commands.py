@@ -1,5 +1,6 @@
 """Does what the commands of bi-audit do. The session module is loaded once a device is chosen: it imports triton."""
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import click
 from rich.console import Console
 
 from bi_kernels.audit import ci, load, runner, worker
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
@@ -96,7 +98,12 @@ def bench(groups, device, seed, tiny, out) -> None:
     shapes, more = "tiny" if tiny else "qwen3-8b", [("groups", named)] if named else []
     label = re.sub(r"[^a-z0-9]+", "-", device_name(found).lower())
     out = out or Path("audits", "-".join([label, shapes, *(("bench", *groups) if groups else ())]))
-    run(("bench",), out, more, 1, None, None, None, "needs-fix", shapes=shapes, device=device, seed=seed)
+    try:
+        run(("bench",), out, more, 1, None, None, None, "needs-fix", shapes=shapes, device=device, seed=seed)
+    except SystemExit:  # with its status
+        if (file := out / "bench" / goals.FILE).is_file():  # not if the notebook stopped before
+            click.echo(goals.sentence(json.loads(file.read_text(encoding="utf-8"))))
+        raise
 
 
 def digest(file, names, extra, check, **options) -> None:

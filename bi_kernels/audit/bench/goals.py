@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+FILE = "goals.json"
 MET, MISSED, UNKNOWN = "✔", "✘", "–"
 TAKES = {"geometric mean": statistics.geometric_mean, "smallest": min, "largest": max}
 

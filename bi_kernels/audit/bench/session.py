@@ -1,5 +1,6 @@
 """The session of the performance notebook: what it measures, what it checks of its own stopwatch, and the goals."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -81,9 +82,13 @@ class BenchSession(Session):
         return self.of(group) if self.bench.times else []
 
     def goals(self) -> list[dict]:
-        """Holds the measurements against the contract's goals; those of tiny shapes against none."""
+        """Holds the measurements against the contract's goals, those of tiny shapes against none; leaves them in a
+        file."""
         records = [] if self.parameters["shapes"] == "tiny" else self.bench.records
-        return goals.judged(records, self.bench.settings["goals"])
+        found = goals.judged(records, self.bench.settings["goals"])
+        if self.out:
+            (self.out / goals.FILE).write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return found
 
     def left_out(self) -> str:
         """Says which cells of decode's grid are left out."""

@@ -192,7 +192,8 @@ def turns(
     for name, call in calls.items():
         call(at)
         clock.device(call, at, 1)  # a second call may compile once more
-        counts[name] = max(1, min(most_calls, int(round_ms / max(clock.device(call, at + 1, 1), 1e-6))))
+        ms = clock.device(call, at + 1, 1)
+        counts[name] = max(1, int(min(most_calls, round_ms / ms))) if ms else most_calls
     timed, size = dict(calls), dict.fromkeys(calls, 1)
     if graphs:
         for name, call in calls.items():
