@@ -117,7 +117,7 @@ def attention(records: Sequence[dict], bars: dict[tuple[str, str], float]) -> pl
 
 def roofline(records: Sequence[dict], limits: dict[str, float]) -> plt.Figure:
     """Draws the rate of every op that computes over the flops that it computes for each byte it has to move."""
-    mine = [r for r in records if r.get("intensity") and r.get("TFLOP/s")]
+    mine = [r for r in records if r.get("intensity")]
     copy, most = limits["TB/s"], limits["TFLOP/s"]
     xs = np.geomspace(min(r["intensity"] for r in mine) / 1.5, max(r["intensity"] for r in mine) * 1.5, 200)
     figure, ax = plt.subplots(figsize=(8.5, 4.4))
