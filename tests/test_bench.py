@@ -4,8 +4,10 @@ import json
 import math
 import os
 import re
+import time
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -173,6 +175,23 @@ def test_a_graph_holds_every_set_of_inputs_and_its_time_is_divided_by_its_calls(
     clock.replays = []
     found = timing.turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
     assert clock.replays == [16] * 5 and found.device.median == 0.5
+
+
+@pytest.mark.parametrize(
+    "woke, given", [([False], [0, 1, 2]), ([True, False], [0, 1, 2, 3, 4, 5]), ([True] * 9, [*range(9)])]
+)
+def test_the_device_sleeps_until_a_round_is_queued(woke, given, monkeypatch):
+    """Where it woke before, the round is queued again, with other inputs and a longer sleep; at most three times."""
+    answers, slept, seen = iter(woke), [], []
+    event = SimpleNamespace(record=lambda: None, query=lambda: next(answers), elapsed_time=lambda end: 6.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = timing.DeviceClock()
+    call = lambda i: (seen.append(i), time.perf_counter())
+    clock.queued_us[call] = 50.0
+    assert clock.device(call, 0, 3) == 2.0 and seen == given
+    assert slept[0] == int(timing.CYCLES * (50 + 1.5 * 3 * 50)) and len(slept) == len(given) / 3
 
 
 def test_a_slower_candidate_is_found_slower_by_the_counter_and_by_the_clock():
@@ -412,7 +431,12 @@ def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
     assert bool(silent) == bool(groups), silent
     titles = [ax.get_title(loc="left") for n in plt.get_fignums() for ax in plt.figure(n).axes]
     plt.close("all")
-    found = {"gemm": "of cuBLAS on average", "decode": "times as long", "rows": "of ours reach", "calls": "than their goal"}
+    found = {
+        "gemm": "of cuBLAS on average",
+        "decode": "times as long",
+        "rows": "of ours reach",
+        "calls": "than their goal",
+    }
     for group, words in found.items():
         assert any(words in title for title in titles) == (
             groups in ("", group) or group == "gemm" and groups in ("drawn", "gradients")
