@@ -11,7 +11,10 @@ import torch
 import triton
 
 from bi_kernels.launch import jit
-from bi_kernels.ops import hopper_cublaslt
+from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
+from bi_kernels.ops.gemm.cost import Tile
+from bi_kernels.ops.gemm.gemm import cheapest
+from bi_kernels.ops.gemm.kernel import FP32_TILE
 
 SCRIPT = Path(__file__).with_name("compiled_launches.py")
 
@@ -37,18 +40,17 @@ def test_a_library_that_was_not_swept_serves_nothing(monkeypatch, version, off, 
     library = MagicMock()
     library.cublasLtGetVersion.return_value = version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(hopper_cublaslt, "OFF", off)
-    monkeypatch.setattr(hopper_cublaslt.ctypes, "CDLL", {"libcublasLt.so.13": library}.get)
-    assert (hopper_cublaslt._library.__wrapped__() is library) == taken
+    monkeypatch.setattr(cublaslt, "OFF", off)
+    monkeypatch.setattr(cublaslt.ctypes, "CDLL", {"libcublasLt.so.13": library}.get)
+    assert (cublaslt._library.__wrapped__() is library) == taken
 
 
 def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "99.0")
-    assert hopper_cublaslt._library.__wrapped__() is None
-    assert not hopper_cublaslt.serves(torch.device("cpu"))
-    assert hopper_cublaslt.launch(torch.zeros(32, 16).bfloat16(), torch.zeros(8, 16).bfloat16()) is None
-
-
-@pytest.mark.parametrize("rows, columns, fast", [(16, 2048, False), (17, 8, True), (1, 2049, True)])
-def test_what_is_narrow_is_computed_by_our_tiles(rows, columns, fast):
-    assert hopper_cublaslt.fast(rows, columns) == fast
+    assert cublaslt._library.__wrapped__() is None
+    assert not cublaslt.serves(torch.device("cpu"))
+    assert cublaslt.launch(torch.zeros(32, 16).bfloat16(), torch.zeros(8, 16).bfloat16()) is None
+    sizes, dtypes, cpu = (32, 8, 16), (torch.bfloat16,) * 2, torch.device("cpu")
+    assert cublaslt.waves(sizes, ((16, 1),) * 2, dtypes, cpu) is None
+    assert isinstance(cheapest(sizes, ((16, 1),) * 2, False, dtypes, cpu)[0], Tile)
+    assert cheapest(sizes, ((16, 1),) * 2, False, (torch.float32,) * 2, cpu) == (FP32_TILE, 0)

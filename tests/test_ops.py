@@ -1,8 +1,10 @@
 """Forward ops: within the contract's bound, the same bits however they are called, one clear sentence on bad input."""
 
+import math
 import os
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.contract import DTYPES
-from bi_kernels.ops.gemm_kernel import launch, tile_for, tiles
+from bi_kernels.ops.gemm.cost import WRITES, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm.kernel import launch, tiles
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 FINITE_KINDS = ("normal", "wide", "cancelling", "signed_zeros", "subnormal")
@@ -195,17 +198,36 @@ def test_every_tile_of_the_table_gives_the_same_bits(m, dtype, out):
         assert backwards.mismatches > expected.numel() // 10, "these inputs hardly show another order of the sum"
 
 
-@EVERY_DTYPE
-def test_the_tile_table_covers_every_row_count_of_the_contract(dtype):
-    for m in contract.rows(max(contract.SWEEP["rows"])):
-        for shapes in contract.SHAPES:
-            for n, k in contract.linears(shapes).values():
-                assert tile_for(m, n, dtype) in tiles(dtype)
+@given(m=st.integers(1, 2**20), n=st.integers(1, 2**20), k=st.integers(1, 2**20), use=st.sampled_from(list(WRITES)))
+def test_every_size_has_a_tile(m, n, k, use):
+    assert tile_for(m, n, k, use) in tiles(torch.bfloat16)
+    for transposed in product((False, True), repeat=2):
+        found = ring_for(m, n, k, use, transposed)
+        if found is not None:
+            ring, us = found
+            assert us > 0 and (ring.rows >= 64 or not transposed[0]) and (ring.columns >= 16 or not transposed[1])
+    assert use != "fold" or ring_for(m, n, k, use, (True, True)), "a fold that goes on always has a ring"
 
 
-@given(m=st.integers(1, 2**40), n=st.integers(1, 2**40), dtype=st.sampled_from(list(DTYPES.values())))
-def test_the_tile_table_covers_every_size(m, n, dtype):
-    assert tile_for(m, n, dtype) in tiles(dtype)
+def test_small_products_get_small_tiles():
+    area = lambda m, n, k: math.prod(tile_for(m, n, k, "rows").size)
+    assert area(1, 1024, 4096) < area(4096, 4096, 4096)
+    wide, narrow = ring_for(4096, 4096, 4096, "fold", (True, True))[0], ring_for(512, 512, 512, "fold", (True, True))[0]
+    assert math.prod(narrow.size) < math.prod(wide.size)
+
+
+@pytest.mark.parametrize(
+    "waves, cut",
+    [
+        (lambda n: n / 2500, 2560),  # whole waves of tiles: 5120 columns fill 2.05
+        (lambda n: n / 2560, 0),  # two whole waves as it stands
+        (lambda n: None, 0),
+        (lambda n: n / 2500 if n == 5120 else None, 0),
+    ],
+)
+def test_a_product_of_the_library_is_cut_where_its_last_wave_would_be_nearly_empty(waves, cut):
+    us, found = library_for(1024, 5120, 8192, "rows", waves)
+    assert found == cut and (us > 0) == (waves(5120) is not None)
 
 
 # Every op: what may not change a bit

@@ -22,7 +22,7 @@ from bi_kernels.audit.static import function
 from bi_kernels.audit.static.finding import CHOOSERS
 from bi_kernels.audit.static.launches import Variant, recorded
 from bi_kernels.audit.static.source import source
-from bi_kernels.ops import gemm_kernel as gemm
+from bi_kernels.ops.gemm import kernel as gemm
 
 MODULES = [
     m.name.removeprefix("bi_kernels.")

@@ -1,7 +1,7 @@
-"""Measures a GEMM's launch configurations on this GPU and fits the model of bi_kernels/ops/gemm_cost.py to them.
+"""Measures a GEMM's launch configurations on this GPU and fits the model of bi_kernels/ops/gemm/cost.py to them.
 
     python tools/fit_gemm.py measure OUT.jsonl [--seconds 120]     # on the GPU; every configuration's bits are compared
-    python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes gemm_cost.toml
+    python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes cost.toml
 
 The second prints what the choice by the model costs beside the best choice of what was measured.
 """
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from bi_kernels.ops import gemm_cost
-from bi_kernels.ops.gemm_cost import Cost, Ring, Tile, library_us, predicted_us
+from bi_kernels.ops.gemm import cost as model
+from bi_kernels.ops.gemm.cost import Cost, Ring, Tile, library_us, predicted_us
 
-HERE = Path(gemm_cost.__file__).with_name("gemm_cost.toml")
+HERE = Path(model.__file__).with_name("cost.toml")
 RINGS = [
     *(Ring(rows, columns, 256, 5, 1) for rows in (8, 16, 32, 64) for columns in (8, 16)),
     *(Ring(rows, 32, 128, 8, 1) for rows in (8, 16, 32, 64)),
@@ -86,9 +86,9 @@ class Bench:
     """Calls configurations on this GPU."""
 
     def __init__(self):
-        from bi_kernels.ops import gemm_kernel, hopper_cublaslt, hopper_gemm
+        from bi_kernels.ops.gemm import hopper, hopper_cublaslt, kernel  # noqa: PLC0415  (needs a GPU)
 
-        self.kernel, self.library, self.rings = gemm_kernel, hopper_cublaslt, hopper_gemm
+        self.kernel, self.library, self.rings = kernel, hopper_cublaslt, hopper
         self.pool = torch.randn(POOL, device="cuda", dtype=torch.bfloat16)
 
     def operands(self, kind: str, M: int, N: int, K: int, at: int):
@@ -98,6 +98,10 @@ class Bench:
         w = b.view(N, K) if kind == "forward" else b.view(K, N).t()
         y = torch.zeros(M, N, device="cuda", dtype=torch.bfloat16 if USES[kind] == "rows" else torch.float32)
         return x, w, y
+
+    def waves(self, x, w, y_dtype):
+        sizes, strides = (len(x), len(w), x.shape[1]), (x.stride(), w.stride())
+        return self.library.waves(sizes, strides, (x.dtype, y_dtype), x.device)
 
     def call(self, way, kind: str, x, w, y):
         start = y if kind == "fold" else None
@@ -159,20 +163,21 @@ def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
     ended = [process.wait() for process in [subprocess.Popen(command) for command in each]]
     if any(ended):
         sys.exit("configurations of other bits are no choice; nothing was measured")
-    bench, begun = Bench(), time.monotonic()
+    bench, begun, done = Bench(), time.monotonic(), 0
     with out.open("a") as file:
-        for done, (kind, M, N, K) in enumerate(drawn(seed)):
+        for kind, M, N, K in drawn(seed):
             if time.monotonic() - begun > seconds:
                 break
+            done += 1
             ways = {"cublas": "cublas", "library": "library"}
             for way in (*RINGS, *TILES):
                 m, n = way.size
                 tiles = math.ceil(M / m) * math.ceil(N / n)
-                if takes(way, kind) and tiles < 5280 and not (m > 8 and m >= 2 * M) and not (m < 64 and M > 8 * m):
+                if takes(way, kind) and tiles < 5280 and not (m > 8 and m >= 2 * M) and not (m < 64 and 8 * m < M):
                     ways[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
             us = bench.times_us(kind, M, N, K, ways)
             x, w, y = bench.operands(kind, M, N, K, 0)
-            line = {"kind": kind, "M": M, "N": N, "K": K, "waves": bench.library.waves(x, w, y), "us": us}
+            line = {"kind": kind, "M": M, "N": N, "K": K, "waves": bench.waves(x, w, y.dtype), "us": us}
             print(json.dumps(line), file=file, flush=True)
         print(f"{done} products in {time.monotonic() - begun:.0f} s")
 
@@ -183,8 +188,8 @@ def _way(name: str) -> Tile | Ring:
 
 def fit(files: list[Path]) -> None:
     """Fits the costs, writes them, and prints what the choice by them costs."""
-    import numpy as np
-    from scipy.optimize import least_squares
+    import numpy as np  # noqa: PLC0415  (scipy is not among the dependencies)
+    from scipy.optimize import least_squares  # noqa: PLC0415
 
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     seen: dict[tuple, list] = {}
@@ -203,15 +208,20 @@ def fit(files: list[Path]) -> None:
             return [math.log(predicted_us(way, cost, *size, use) / us) for *size, us in points]
 
         found = [
-            least_squares(gaps, np.log([2, step, 1]), loss="soft_l1", f_scale=0.1, bounds=np.log([[0.5, 1, 0.02], [8, 2000, 200]]))
+            least_squares(
+                gaps, np.log([2, step, 1]), loss="soft_l1", f_scale=0.1, bounds=np.log([[0.5, 1, 0.02], [8, 2000, 200]])
+            )
             for step in (15, 40, 90)
         ]
         costs.setdefault(name, {})[use] = [float(f"{v:.3g}") for v in np.exp(min(found, key=lambda f: f.cost).x)]
     served = [l for l in lines if "library" in l["us"] and l["kind"] != "fold" and l["waves"]]
 
     def library_gaps(theta):
-        gemm_cost.LIBRARY.update(zip(("start", "rate", "step"), np.exp(theta)))
-        return [math.log(library_us(l["M"], l["N"], l["K"], USES[l["kind"]], l["waves"]) / l["us"]["library"]) for l in served]
+        model.LIBRARY.update(zip(("start", "rate", "step"), np.exp(theta)))
+        return [
+            math.log(library_us(l["M"], l["N"], l["K"], USES[l["kind"]], l["waves"]) / l["us"]["library"])
+            for l in served
+        ]
 
     library = np.exp(least_squares(library_gaps, np.log([3, 5, 20]), loss="soft_l1", f_scale=0.1).x)
     _write(costs, dict(zip(("start", "rate", "step"), (float(f"{v:.3g}") for v in library))))
@@ -220,7 +230,11 @@ def fit(files: list[Path]) -> None:
 
 def _write(costs: dict[str, dict], library: dict) -> None:
     head = HEAD
-    text = [head, "\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k", *(f"{k} = {v}" for k, v in library.items())]
+    text = [
+        head,
+        "\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k",
+        *(f"{k} = {v}" for k, v in library.items()),
+    ]
     for table, ways in (("tile", TILES), ("ring", RINGS)):
         for way in ways:
             found = costs.get(str(tuple(way)) if table == "tile" else str([*way]))
@@ -232,8 +246,8 @@ def _write(costs: dict[str, dict], library: dict) -> None:
     print(f"wrote {HERE.name}")
 
 
-HEAD = """# Written by tools/fit_gemm.py; read by gemm_cost.py. cost.USE = [µs before the first tile, ns for 16 of k, µs for a
-# tile's result], of products whose operands are stored by rows (forward, dX), by columns (dW), or that go on (fold).
+HEAD = """# Written by tools/fit_gemm.py; read by cost.py. cost.USE = [µs before the first tile, ns for 16 of k, µs for
+# a tile's result], of products whose operands are stored by rows (forward, dX), by columns (dW), or that go on (fold).
 [device]
 multiprocessors = 132
 dram = 3.8  # TB/s
@@ -255,7 +269,8 @@ def _say(lines: list[dict], costs: dict[str, dict]) -> None:
                 if ways:
                     shares.append(line["us"][min(ways, key=ways.get)] / min(line["us"][n] for n in ways))
             if shares:
-                print(f"{table:5}{kind:8} {len(shares):4} products: {statistics.geometric_mean(shares):.3f} of the best choice, worst {max(shares):.2f}")
+                mean, worst = statistics.geometric_mean(shares), max(shares)
+                print(f"{table:5}{kind:8} {len(shares):4} products: {mean:.3f} of the best choice, worst {worst:.2f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import apply, check, check_number, check_shape, once
 from bi_kernels.contract import DTYPES
 from bi_kernels.launch import Launch, jit, remembered
-from bi_kernels.ops.gemm import fold_bias
+from bi_kernels.ops.gemm.gemm import fold_bias
 from bi_kernels.tokens import layout_for, main_grad
 
 BLOCK, WARPS = 2048, 8  # eight elements a thread: one 16-byte access in bf16

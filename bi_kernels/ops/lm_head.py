@@ -10,7 +10,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_number
-from bi_kernels.ops.gemm import product
+from bi_kernels.ops.gemm.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.tokens import begins, layout_for, main_grad

@@ -13,27 +13,21 @@ from bi_kernels.audit import worker
 from bi_kernels.audit.bench import cases
 from bi_kernels.audit.bench.measure import OURS, Bench, Numbers
 from bi_kernels.audit.bench.timing import DeviceClock, Timing, turns
-from bi_kernels.ops.gemm import product
-from bi_kernels.ops.gemm_kernel import tile_for
-from bi_kernels.ops.hopper_cublaslt import fast, serves
-from bi_kernels.ops.hopper_cublaslt import launch as launch_library
+from bi_kernels.ops.gemm.cost import Ring
+from bi_kernels.ops.gemm.gemm import cheapest, product
+from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
 
-LIBRARY = "cuBLASLt"
 CUBLAS, STARVED, FP32 = "cuBLAS", "cuBLAS, starved", "cuBLAS, added up in fp32"
 INTO = "dW into main_grad"
 
 
 def path(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None, continues: bool = False) -> str:
-    """Returns what computes x wᵀ: cuBLASLt, or a tile of Triton's kernel."""
-    if (
-        not continues
-        and fast(len(x), len(w))
-        and serves(x.device)
-        and launch_library(x, w, None, out_dtype) is not None
-    ):
-        return LIBRARY
-    tile = tile_for(len(x), len(w), x.dtype)
-    return f"Triton {tile.m}×{tile.n}×{tile.k}"
+    """Returns what computes x wᵀ: cuBLASLt, at once or in two parts, sm_90's kernel, or Triton's, with its tile."""
+    sizes, dtypes = (len(x), len(w), x.shape[1]), (x.dtype, out_dtype or x.dtype)
+    way, cut = cheapest(sizes, (x.stride(), w.stride()), continues, dtypes, x.device)
+    if way is LIBRARY:
+        return f"{LIBRARY}, in two at {cut}" if cut else LIBRARY
+    return ("Gluon " if isinstance(way, Ring) else "Triton ") + "×".join(map(str, (*way.size, way.k)))
 
 
 def _bytes(*sizes: tuple[int, int], itemsize: int = 2) -> int:
@@ -152,7 +146,8 @@ def _gradients(bench: Bench, layer: cases.Layer, tokens: int) -> None:
         direction = "dW" if ours == OURS else ours
         kept = {name: t for name, t in timings.items() if name == ours or name not in paths}
         more = {"flops": flops, "size": size.get(direction, size["dW"]), "path": taken} | said
-        bench.add("gradients", "linear", direction, layer.name, (kept, errors), CUBLAS, ours, **more)
+        peer = FP32 if ours == INTO else CUBLAS
+        bench.add("gradients", "linear", direction, layer.name, (kept, errors), peer, ours, **more)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from bi_kernels.audit.bench.goals import UNKNOWN, named, number
 from bi_kernels.audit.evidence.verdicts import grouped
 
-TRITON = "ᵗ"  # marks a cell that Triton's kernel computed
+MARKS = {"Triton": "ᵗ", "Gluon": "ᵍ"}  # of a cell, by what computed it
 SLOWEST = 12  # cells listed
 
 
@@ -19,11 +19,12 @@ def _ms(spread: Sequence[float]) -> str:
 def _cell(record: dict) -> str:
     if "ratio" not in record:
         return UNKNOWN
-    return f"{record['ratio']:.2f}{TRITON if record['path'].startswith('Triton') else ''}"
+    return f"{record['ratio']:.2f}{MARKS.get(record['path'].partition(' ')[0], '')}"
 
 
 def by_shape(records: Sequence[dict], column: str = "M") -> list[dict]:
-    """Returns ratios to the peer, a line a layer and a column a number of rows; Triton's cells are marked."""
+    """Returns ratios to the peer, a line a layer and a column a number of rows, marked where cuBLASLt is not the
+    path."""
     found = []
     for (case, direction), mine in grouped(records, lambda r: (r["case"], r["direction"])).items():
         first = mine[0]

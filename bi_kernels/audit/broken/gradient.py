@@ -16,7 +16,7 @@ from bi_kernels.audit.broken.forward import Control, at_levels, controls, row_co
 from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
 from bi_kernels.contract import EPS
-from bi_kernels.ops.gemm import fold_weight, product
+from bi_kernels.ops.gemm.gemm import fold_weight, product
 from bi_kernels.tokens import SLAB, TokenLayout
 
 

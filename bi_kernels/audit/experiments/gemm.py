@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import bi_kernels
 from bi_kernels import contract
@@ -15,21 +16,27 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.checks import is_hopper
 from bi_kernels.contract import DTYPES, SWEEP, linears
-from bi_kernels.ops.gemm_kernel import FP32_TILE, Tile, launch, tile_for
-from bi_kernels.ops.gemm_kernel import tiles as table_tiles
-from bi_kernels.ops.hopper_cublaslt import fast, serves
-from bi_kernels.ops.hopper_cublaslt import launch as launch_library
+from bi_kernels.ops.gemm.cost import RINGS, Ring, Tile
+from bi_kernels.ops.gemm.gemm import cheapest
+from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
+from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
+from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
+from bi_kernels.ops.gemm.kernel import tiles as every_tile
 
-LIBRARY = "cuBLASLt"
-FIXED = Tile(128, 128, 64, 8, 3)  # what the table's tiles are held against
+FIXED = Tile(128, 128, 64, 8, 3)  # what every tile is held against
 
 
 def _subject(session, case: str, dtype: str) -> Subject:
     return replace(session.subject("linear", dtype), problem=session.problem("linear", case, dtype))
 
 
-def _name(tile: Tile) -> str:
+def _name(tile: Tile | Ring) -> str:
+    if isinstance(tile, Ring):
+        turns = ", in turns" * (tile.groups == 2)
+        size = "×".join(map(str, (*tile.size, tile.k)))
+        return f"ring of {size}, {tile.stages} stages, {tile.resident} a multiprocessor{turns}"
     width = f"{tile.n}+{tile.extra_n}" if tile.extra_n else str(tile.n)
     return (
         f"{tile.m}×{width}×{tile.k}, {tile.warps} warps, {tile.stages} stages, groups of {tile.group}"
@@ -40,8 +47,8 @@ def _name(tile: Tile) -> str:
 
 
 def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
-    """Returns every tile of the table, and the library's program, at every row count against one fixed tile at the
-    largest; and a split-K for contrast.
+    """Returns every configuration that the cost model may choose, and the library's program, at every row count against
+    one fixed tile at the largest; and a split-K for contrast.
 
     Each runs plain, and with a bias and both operands stored transposed. Returns the rows, and
     {tile: {M: elements that differ}}.
@@ -62,7 +69,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
             for m in _tile_rows(session):
                 found = []
                 for name, (a, v, b) in variants.items():
-                    if (y := computed(a[:m], v, b)) is None:  # the library has no program for it
+                    if (y := computed(a[:m], v, b)) is None:  # not for such operands
                         continue
                     drift = compare(y, whole[name][:m])
                     said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": way + name}
@@ -78,24 +85,33 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
 
 
 def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
-    """Returns what a product may be computed by, of x, w and bias: the library, and each tile of the table."""
-    ways = {_name(t): lambda x, w, bias, tile=t: launch(x, w, bias, tile) for t in table_tiles(DTYPES[dtype])}
+    """Returns what a product may be computed by, of x, w and bias: the library, sm_90's kernel, and each tile."""
+    ways = {_name(t): lambda x, w, bias, tile=t: launch(x, w, bias, tile) for t in every_tile(DTYPES[dtype])}
+    if is_hopper(device) and dtype != "fp32":
+        rings = dict.fromkeys(ring for use in RINGS for ring in RINGS[use])
+        ways = {_name(r): lambda x, w, bias, ring=r: _by_ring(x, w, bias, ring) for r in rings} | ways
     return ({LIBRARY: launch_library} if serves(device) and dtype != "fp32" else {}) | ways
+
+
+def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: Ring) -> Tensor | None:
+    """Computes a product by sm_90's kernel; None where the ring takes no operand that is stored transposed."""
+    from bi_kernels.ops.gemm.hopper import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
+
+    narrow = ring.rows < 64 and x.stride(1) != 1 or ring.columns < 16 and w.stride(1) != 1
+    return None if narrow else launch(x, w, bias, ring)
 
 
 @cache
 def _taken(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns what computes a product of this size."""
-    return LIBRARY if fast(m, n) and _served(m, n, k, dtype, device) else _name(tile_for(m, n, dtype))
+    """Returns what computes a product of this size whose operands are stored by rows."""
+    way, cut = cheapest((m, n, k), ((k, 1), (k, 1)), False, (dtype, dtype), device)
+    return way + f", in two at {cut}" * (cut > 0) if way is LIBRARY else _name(way)
 
 
 @cache
 def _served(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Tells whether the library has a program for a product of this size."""
-    if not serves(device):
-        return False
-    x, w = (torch.empty(rows, k, dtype=dtype, device=device) for rows in (m, n))
-    return launch_library(x, w) is not None
+    return waves((m, n, k), ((k, 1), (k, 1)), (dtype, dtype), device) is not None
 
 
 def _tile_rows(session) -> list[int]:
@@ -146,8 +162,8 @@ def stock_drift(session, dtype: str = "bf16") -> Counts:
 
 
 def captured(session) -> list[Row]:
-    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call. So
-    every tile of the table is met where the library does not serve. GPU only.
+    """Under CUDA graphs and under torch.compile, every linear layer at every row count: the bits of the eager call, by
+    whatever computes a product of its size. GPU only.
 
     With static shapes every M is compiled anew, so there the sweep takes every eighth M.
     """

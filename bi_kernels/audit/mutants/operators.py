@@ -17,7 +17,18 @@ from pathlib import Path
 
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
-    *("Tile", "tile_for", "tiles", "_multiprocessors", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
+    *(
+        "Tile",
+        "Ring",
+        "tiles",
+        "multiprocessors",
+        "cheapest",
+        "part_n",
+        "blocks_of",
+        "grid_of",
+        "_blocks",
+        "most_tiles",
+    ),
     *("room_for", "remind", "_checked", "_checked_both", "check_values", "_check_pages", "check_ids"),
     *("checked_targets", "_integers"),
     *("_Unset", "_"),

@@ -1,4 +1,4 @@
-"""The GEMM of cuBLASLt on sm_90, where it is one left fold over K: the bits of gemm_kernel.py, by another program.
+"""The GEMM of cuBLASLt on sm_90, where it is one left fold over K: the bits of kernel.py, by another program.
 
 A product that may be split over K, or added up by atomics, has other bits: so no reduction scheme and no workspace is
 allowed, and only the family of kernels that the audit has swept is taken, from a version that it has swept. Whatever
@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from bi_kernels.checks import aligned, is_hopper
-from bi_kernels.ops.gemm_kernel import finished, prepared
+from bi_kernels.ops.gemm.kernel import finished, prepared
 
 LIBRARY = "cuBLASLt"
 VERSIONS = (130100,)  # cublasLtGetVersion() of what the audit has swept
@@ -187,7 +187,7 @@ def _bias_at(bias: torch.Tensor | None, device: int, size: int) -> int | None:
 
 def _zeros_at(device: int, size: int) -> int | None:
     """Returns the address of `size` bytes of zeros, which are added as a bias: a sum of products that underflow to -0
-    is +0 then, as `+ 0.0` makes it in gemm_kernel.py. None while a CUDA graph is captured, and none are there."""
+    is +0 then, as `+ 0.0` makes it in kernel.py. None while a CUDA graph is captured, and none are there."""
     there = _zeros.setdefault(device, [])
     if not there or there[-1].numel() < size:
         if torch.cuda.is_current_stream_capturing():
@@ -219,7 +219,7 @@ def launch(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), as `gemm_kernel.launch` has it, on the current device; None where the
+    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index
     kind = x.dtype, out_dtype, x.device, x.shape, w.shape, x.stride(), w.stride(), None if bias is None else bias.dtype

@@ -1,6 +1,6 @@
 """Batch-invariant GEMM: `linear` and `matmul`, bf16, fp16 and fp32, fp32 accumulation.
 
-y is one left fold over K in slabs of 16, whatever the tile (see gemm_kernel.py). Rounding points: the fp32 sum, the
+y is one left fold over K in slabs of 16, whatever the tile (see kernel.py). Rounding points: the fp32 sum, the
 fp32 sum plus bias, then once to the output dtype.
 
 Backward: dX = dY W is the same product, its sum over N. dW = dYᵀ X and dbias = 1ᵀ dY are left folds over slabs of 16
@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape, is_hopper, once
 from bi_kernels.launch import remembered, watched
-from bi_kernels.ops.gemm_cost import SURE, Ring, Tile, library_for, ring_for, tile_for
-from bi_kernels.ops.gemm_kernel import FP32_TILE, launch
-from bi_kernels.ops.hopper_cublaslt import LIBRARY, serves, waves
-from bi_kernels.ops.hopper_cublaslt import launch as launch_library
+from bi_kernels.ops.gemm.cost import SURE, Ring, Tile, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
+from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
+from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
 
 
@@ -52,7 +52,7 @@ def _launch(
     start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches the program that is the cheapest for a product; see gemm_kernel.launch."""
+    """Launches the program that is the cheapest for a product; see kernel.launch."""
     (M, K), N = x.shape, w.shape[0]
     given = x, w, bias
     try:
@@ -74,7 +74,7 @@ def _launch(
 
 
 def _in_two(x, w, bias, out_dtype: torch.dtype, out: torch.Tensor | None, cut: int) -> torch.Tensor | None:
-    """Computes the columns of y below and from `cut` on by the library, one after the other: whole waves of its tiles."""
+    """Computes the columns of y below and from `cut` on by the library, one after the other."""
     y = x.new_empty(len(x), len(w), dtype=out_dtype) if out is None else out
     parts = (slice(0, cut), slice(cut, None))
     done = [launch_library(x, w[p], None if bias is None else bias[p], out_dtype, y[:, p]) for p in parts]
@@ -82,7 +82,7 @@ def _in_two(x, w, bias, out_dtype: torch.dtype, out: torch.Tensor | None, cut: i
 
 
 def _launch_ring(*given) -> torch.Tensor:
-    from bi_kernels.ops.hopper_gemm import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
+    from bi_kernels.ops.gemm.hopper import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
 
     return launch(*given)
 

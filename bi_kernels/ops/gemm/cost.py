@@ -1,8 +1,8 @@
 """Which launch configuration a GEMM gets: the cheapest by a model of its time, fitted on a GPU.
 
 A tile costs `step` for 16 of k and `leave` for its result; tiles run in waves over the multiprocessors; what all of
-them read shares the L2 cache, and what must be read and written the memory. The configurations and their numbers stand in
-gemm_cost.toml, written by tools/fit_gemm.py. None of them changes a bit, so a wrong guess costs time alone.
+them read shares the L2 cache, and what must be read and written the memory. The configurations and their numbers stand
+in cost.toml, written by tools/fit_gemm.py. None of them changes a bit, so a wrong guess costs time alone.
 """
 
 import tomllib
@@ -12,7 +12,7 @@ from importlib.resources import files
 from math import ceil
 from typing import NamedTuple
 
-FITTED: dict = tomllib.loads(files(__package__).joinpath("gemm_cost.toml").read_text(encoding="utf-8"))
+FITTED: dict = tomllib.loads(files(__package__).joinpath("cost.toml").read_text(encoding="utf-8"))
 DEVICE: dict = FITTED["device"]
 WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
 SURE = 1.05  # by how much a ring must be the faster, to be preferred to the library
@@ -21,7 +21,7 @@ SHARP = 6  # how abruptly the slower of two limits takes over
 
 
 class Tile(NamedTuple):
-    """A configuration of Triton's kernel in gemm_kernel.py."""
+    """A configuration of Triton's kernel in kernel.py."""
 
     m: int
     n: int
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A configuration of sm_90's kernel in hopper_gemm.py."""
+    """A configuration of sm_90's kernel in gemm/hopper.py."""
 
     rows: int  # of a tile: 64 or 128, or fewer of x that is stored by rows, beside which the tensor core adds nothing
     columns: int

@@ -2,7 +2,7 @@
 
 The sum over K is a left fold over slabs of 16 in ascending order, in one accumulator that starts at +0: no split-K,
 no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend on the tile, the grid, the number of
-warps or the operand that sits on the tensor core's M side, so gemm_cost.py picks them for speed alone.
+warps or the operand that sits on the tensor core's M side, so cost.py picks them for speed alone.
 """
 
 from functools import cache
@@ -14,8 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
 from bi_kernels.launch import Launch, descriptor, jit, remembered
-from bi_kernels.ops.gemm_cost import TILES, Tile
-
+from bi_kernels.ops.gemm.cost import TILES, Tile
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
 FP32_TILE = Tile(64, 64, 32, 4, 3)

@@ -1,9 +1,9 @@
-"""The GEMM on sm_90 in Gluon: the fold of gemm_kernel.py, by another program, for what waits for memory or for itself.
+"""The GEMM on sm_90 in Gluon: the fold of kernel.py, by another program, for what waits for memory or for itself.
 
 Four warps bring x and w through a ring of TMA stages; one or two more groups of four compute a tile each. Two take
-turns: while the products of one tile are added, the other's result leaves, and what its next one goes on from (a weight's
-`main_grad`) arrives where the tensor core adds. Narrow tiles are for products of few rows and columns: their sum over K
-is one chain of instructions, which takes the longer the wider they are.
+turns: while the products of one tile are added, the other's result leaves, and what its next one goes on from (a
+weight's `main_grad`) arrives where the tensor core adds. Narrow tiles are for products of few rows and columns: their
+sum over K is one chain of instructions, which takes the longer the wider they are.
 """
 
 import torch
@@ -21,8 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bi_kernels.checks import described
 from bi_kernels.launch import Launch, descriptor, remembered
-from bi_kernels.ops.gemm_cost import Ring
-from bi_kernels.ops.gemm_kernel import check_out, multiprocessors, tma_ready
+from bi_kernels.ops.gemm.cost import Ring
+from bi_kernels.ops.gemm.kernel import check_out, multiprocessors, tma_ready
 
 
 @gluon.jit
@@ -110,7 +110,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index((taken - 1) % STAGES))
         taken += (GROUPS - 1) * slabs
-        acc += 0.0  # +0, as gemm_kernel.py has it
+        acc += 0.0  # +0, as kernel.py has it
         if bias is not None:
             acc += gl.load(bias + col, mask=col < N, other=0.0).to(gl.float32)[None, :]
         gl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
@@ -182,9 +182,7 @@ def _descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @remembered
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(
-        [rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
 @remembered
@@ -220,7 +218,7 @@ def launch(
     start: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), as `gemm_kernel.launch` has it, of x and w in 16 bits;
+    """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, of x and w in 16 bits;
     the columns of `out` are contiguous, and start, fp32, has its stride."""
     x, w, bias = tma_ready(x), tma_ready(w), None if bias is None else bias.contiguous()
     (M, K), N = x.shape, w.shape[0]
