@@ -27,22 +27,25 @@ def _launch(
     start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches the library's program where it has one for the product, else ours with the table's tile."""
-    M, N = x.shape[0], w.shape[0]
+    """Launches the library's program where it has one for the product, else ours with the table's tile; x (…, K)."""
+    (N, K), two = w.shape, x.dim() == 2
+    M = x.shape[0] if two else x.numel() // K
     y = launch_library(x, w, bias, out_dtype, out) if start is None and fast(M, N) else None
-    if y is None:
-        return launch(x, w, bias, tile_for(M, N, x.dtype), out_dtype, start, out)
-    if watched():  # the static audit reads no library, but ours
-        launch(x, w, bias, tile_for(M, N, x.dtype), out_dtype)
-    return y
+    if y is not None and not watched():
+        return y
+    rows = x if two else x.reshape(M, K)
+    ours = launch(rows, w, bias, tile_for(M, N, x.dtype), out_dtype, start, out if y is None else None)
+    if y is not None:  # the static audit reads no library, but ours
+        return y
+    return ours if two else ours.view(*x.shape[:-1], N)
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    (M, K), N = x.shape, w.shape[0]
-    if M == 0 or N == 0:
-        return x.new_empty(M, N)
+    (N, K), lead = w.shape, x.shape[:-1]
+    if 0 in lead or N == 0:
+        return x.new_empty(*lead, N)
     if K == 0:  # an empty sum is +0
-        return x.new_zeros(M, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(M, 1)
+        return x.new_zeros(*lead, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(*lead, 1)
     return _launch(x, w, bias)
 
 
@@ -51,7 +54,7 @@ _opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
 
 @_opaque.register_fake
 def _(x, w, bias):
-    return x.new_empty(x.shape[0], w.shape[0])
+    return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
 def product(
@@ -124,18 +127,15 @@ class _Linear(torch.autograd.Function):
 def _apply(
     op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool
 ) -> torch.Tensor:
-    lead = x.shape[:-1]
+    def differentiable(x, weight, bias):
+        lead, trains = x.shape[:-1], weight.requires_grad or bias is not None and bias.requires_grad
+        rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
+        y = _Linear.apply(op, name, layout_for(op, lead, trains), across, rows, weight, bias)
+        return y if x.dim() == 2 else y.view(*lead, y.shape[-1])
 
-    def differentiable(*args):
-        trains = weight.requires_grad or bias is not None and bias.requires_grad
-        return _Linear.apply(op, name, layout_for(op, lead, trains), across, *args)
-
-    call = _gemm if not across else lambda x, weight, bias: _gemm(x, weight.t(), bias)
-    opaque = _opaque if not across else lambda x, weight, bias: _opaque(x, weight.t(), bias)
-    if len(lead) == 1:
-        return apply(call, opaque, differentiable, x, weight, bias)
-    y = apply(call, opaque, differentiable, x.reshape(lead.numel(), x.shape[-1]), weight, bias)
-    return y.view(*lead, y.shape[-1])
+    call = lambda x, weight, bias: _gemm(x, weight.t(), bias)
+    opaque = lambda x, weight, bias: _opaque(x, weight.t(), bias)
+    return apply(call if across else _gemm, opaque if across else _opaque, differentiable, x, weight, bias)
 
 
 @once
