@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 
 import torch
 
@@ -86,6 +86,12 @@ def check_integer(op: str, name: str, value: int, expected: str = "an integer") 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Returns whether the device is an sm_90."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def integers(t: torch.Tensor) -> bool:

@@ -123,17 +123,20 @@ def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
 _blocks: dict[tuple, dict] = {}
 
 
-def descriptor(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """Returns a TMA descriptor of t, whose base is a multiple of 16 bytes; Triton checks the rest once of each kind."""
-    key = t.dtype, *shape, *strides, *block
+def descriptor(
+    t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], kind=TensorDescriptor, *layout
+) -> TensorDescriptor:
+    """Returns a TMA descriptor of t, whose base is a multiple of 16 bytes; Triton checks the rest once of each kind:
+    its own, or Gluon's with a layout."""
+    key = t.dtype, kind, *shape, *strides, *block
     fields = _blocks.get(key)
     if fields is None:
-        made = TensorDescriptor(t, [*shape], [*strides], [*block])
+        made = kind(t, [*shape], [*strides], [*block], *layout)
         if len(_blocks) >= 4096:
             _blocks.clear()
         _blocks[key] = {**vars(made), "base": None}
         return made
-    made = TensorDescriptor.__new__(TensorDescriptor)
+    made = kind.__new__(kind)
     vars(made).update(fields, base=t)
     return made
 
@@ -143,7 +146,7 @@ class Launch:
     is the current one, its grid, the parameters that follow, and Triton's options. Calls of one have tensors of the
     same dtypes, and None in the same places."""
 
-    def __init__(self, kernel: Kernel, device: int, grid: tuple[int, ...], *numbers, **named):
+    def __init__(self, kernel: JITFunction, device: int, grid: tuple[int, ...], *numbers, **named):
         self._kernel, self._grid, self._numbers, self._named = kernel, grid, numbers, named
         self._device, self._whole_grid = device, (*grid, 1, 1)[:3]
         self._tail = *numbers, *[named[n] for n in kernel.arg_names if n in named]

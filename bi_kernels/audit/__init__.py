@@ -14,6 +14,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "callable": "bi_kernels.audit.callables.session",
     "model": "bi_kernels.audit.chain.session",
     "integration": "bi_kernels.audit.models.session",
+    "bench": "bi_kernels.audit.bench.session",
 }
 
 

@@ -1,4 +1,4 @@
-"""Names the commands of bi-audit and their options: list | run | locate | mutate | digest | report."""
+"""Names the commands of bi-audit and their options: list | run | bench | locate | mutate | digest | report."""
 
 import importlib
 import os
@@ -87,6 +87,23 @@ def run() -> None:
 
     They run in the order named; if none is, and several at a time, the longest start first. Exit status: 0 all verdicts
     pass, 1 something needs a fix (see --fail-on), 2 the command was wrong.
+    """
+
+
+@cli.command(cls=Loaded)
+@click.argument("groups", nargs=-1, metavar="[GROUP]...")
+@click.option("--device", default="auto", show_default=True, help="auto or cuda.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the shapes that are drawn, and of the numbers."
+)
+@click.option("--tiny", is_flag=True, help="A few small cells of each group, to try it out.")
+@click.option("--out", type=PATH, help="Folder of the document; audits/DEVICE-qwen3-8b unless given.")
+def bench() -> None:
+    """Times the ops beside their peers and the device's limits, and writes a document.
+
+    GROUP is gemm, drawn, gradients, attention, decode, rows, lm_head or calls; all of them unless named. Needs a CUDA
+    GPU that does nothing else. A goal that is missed is shown and does not fail the command. Exit status: 0 every cell
+    was measured, 1 one was not, or the stopwatch is wrong, 2 the command was wrong.
     """
 
 

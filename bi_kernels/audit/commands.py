@@ -1,5 +1,6 @@
 """Does what the commands of bi-audit do. The session module is loaded once a device is chosen: it imports triton."""
 
+import json
 import os
 import re
 import shlex
@@ -11,10 +12,11 @@ import click
 from rich.console import Console
 
 from bi_kernels.audit import ci, load, runner, worker
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
-from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
+from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, groups_of, read
 from bi_kernels.audit.summary import summary as job_summary
 
 AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention")  # whose ops mutants are judged by
@@ -34,7 +36,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
         parts = [re.sub(r"[^a-z0-9]+", "-", device_name(choose(told["device"])).lower()), told.get("shapes", "any")]
         parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
         usual = defaults(names[0])
-        parts += [told[k] for k in ("op", "dtype") if told.get(k) != usual.get(k)]
+        parts += [re.sub(r"\W+", "-", told[k]) for k in ("op", "dtype", "groups") if told.get(k) != usual.get(k)]
         out = Path("audits", "-".join(parts))
     for option, file in (("--out", out / ".writable"), ("--junit", junit), ("--summary", summary)):
         if file:
@@ -83,6 +85,25 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
             f"`bi-audit run backward{other}{op}` asks"
         )
     sys.exit(ci.fails(rows, warnings or [], level))
+
+
+def bench(groups, device, seed, tiny, out) -> None:
+    """Times groups of ops by the notebook `bench`; ends the process as `run` does."""
+    try:
+        groups_of(named := ";".join(groups))
+        if (found := choose(device)).type == "cpu":
+            raise ValueError("bench: no CUDA GPU is there, and nothing else is timed")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    shapes, more = "tiny" if tiny else "qwen3-8b", [("groups", named)] if named else []
+    label = re.sub(r"[^a-z0-9]+", "-", device_name(found).lower())
+    out = out or Path("audits", "-".join([label, shapes, *(("bench", *groups) if groups else ())]))
+    try:
+        run(("bench",), out, more, 1, None, None, None, "needs-fix", shapes=shapes, device=device, seed=seed)
+    except SystemExit:  # with its status
+        if (file := out / "bench" / goals.FILE).is_file():  # not if the notebook stopped before
+            click.echo(goals.sentence(json.loads(file.read_text(encoding="utf-8"))))
+        raise
 
 
 def digest(file, names, extra, check, **options) -> None:

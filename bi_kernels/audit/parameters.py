@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from bi_kernels.audit.bench.cases import GROUPS
 from bi_kernels.contract import DTYPES, SHAPES
 
 # `bi-audit run --dtype`; others: `-p NAME VALUE`
@@ -30,8 +31,12 @@ def _integers(parameters: "Parameters", *names: str, least: int | None = None) -
 def _dtype_and_shapes(parameters: "Parameters") -> None:
     if parameters.dtype not in ("all", *DTYPES):
         raise ValueError(f"dtype is {parameters.dtype!r}, expected all, {', '.join(DTYPES)}")
-    if parameters.shapes not in list(SHAPES):
-        raise ValueError(f"shapes is {parameters.shapes!r}, expected one of {', '.join(SHAPES)}")
+    _shapes(parameters.shapes)
+
+
+def _shapes(shapes: str) -> None:
+    if shapes not in list(SHAPES):
+        raise ValueError(f"shapes is {shapes!r}, expected one of {', '.join(SHAPES)}")
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,32 @@ class ZooParameters:
         _integers(self, "seconds", "seed")
 
 
-Parameters = RegistryParameters | ModelParameters | AnyParameters | ZooParameters
+@dataclass(frozen=True)
+class BenchParameters:
+    """Parameters of `bench`, which times."""
+
+    kind: ClassVar[str] = "bench"
+    shapes: str = "tiny"  # a few small cells; else the whole grid, which has shapes of its own
+    groups: str = ""  # all; or some names, with ";" between
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self):
+        groups_of(self.groups)
+        _shapes(self.shapes)
+        _integers(self, "seed", least=0)
+
+
+def groups_of(text: str) -> list[str]:
+    """Returns the groups of measurements that a parameter names, all where it names none. Raises ValueError."""
+    names = [name.strip() for name in str(text).split(";") if name.strip()]
+    for name in names:
+        if name not in GROUPS:
+            raise ValueError(f"unknown group {name!r}, expected {', '.join(GROUPS)}")
+    return list(dict.fromkeys(names)) or list(GROUPS)
+
+
+Parameters = RegistryParameters | ModelParameters | AnyParameters | ZooParameters | BenchParameters
 OTHERS = {  # every other audit is of the registry's ops, at shapes that somebody chose
     "random": RandomParameters,
     "any": AnyParameters,
@@ -134,6 +164,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "chain": ModelParameters,
     "training": ModelParameters,
     "transformers": IntegrationParameters,
+    "bench": BenchParameters,
 }
 
 

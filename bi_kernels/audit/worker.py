@@ -11,8 +11,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 class Died(RuntimeError):
@@ -29,15 +30,19 @@ class Died(RuntimeError):
 class Worker:
     """A process that calls `package.module:function` with arguments that pickle takes; it starts at once.
 
-    interpreter: False takes TRITON_INTERPRET out of its environment, which is otherwise this process's.
+    interpreter: False takes TRITON_INTERPRET out of its environment, which is otherwise this process's and what
+    `environment` adds to it.
     """
 
-    def __init__(self, function: str, *arguments, interpreter: bool = True):
+    def __init__(
+        self, function: str, *arguments, interpreter: bool = True, environment: Mapping[str, str] = MappingProxyType({})
+    ):
         self.function, self.folder = function, tempfile.TemporaryDirectory()
         request = Path(self.folder.name, "request")
         request.write_bytes(pickle.dumps((sys.path, function, pickle.dumps(arguments))))
         # through env: a debugger makes a Python that Python starts wait for it, and JupyterLab's never comes
-        command = ["env", *([] if interpreter else ["-u", "TRITON_INTERPRET"]), sys.executable, "-P", __file__]
+        changed = [*([] if interpreter else ["-u", "TRITON_INTERPRET"]), *(f"{k}={v}" for k, v in environment.items())]
+        command = ["env", *changed, sys.executable, "-P", __file__]
         with Path(self.folder.name, "stderr").open("wb") as errors:
             self.process = subprocess.Popen(
                 [*command, self.folder.name], stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
@@ -77,9 +82,9 @@ def wait_at(gate: str) -> None:
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
-def call(function: str, *arguments, interpreter: bool = True):
-    """Returns what `package.module:function` returns in a process of its own. Raises Died."""
-    return Worker(function, *arguments, interpreter=interpreter).result()
+def call(function: str, *arguments, **how):
+    """Returns what `package.module:function` returns in a process of its own. how: as Worker has it. Raises Died."""
+    return Worker(function, *arguments, **how).result()
 
 
 def _serve(folder: Path) -> None:

@@ -11,12 +11,37 @@ one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_shape, once
-from bi_kernels.launch import watched
-from bi_kernels.ops.gemm_kernel import launch, tile_for
-from bi_kernels.ops.hopper_cublaslt import fast
+from bi_kernels.checks import apply, check, check_shape, is_hopper, once
+from bi_kernels.launch import remembered, watched
+from bi_kernels.ops.gemm_cost import SURE, Ring, Tile, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm_kernel import FP32_TILE, launch
+from bi_kernels.ops.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.hopper_cublaslt import launch as launch_library
 from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
+
+
+@remembered
+def cheapest(
+    sizes: tuple[int, int, int],
+    strides: tuple[tuple[int, int], tuple[int, int]],
+    continues: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> tuple[Tile | Ring | str, int]:
+    """Returns what computes a product x wᵀ of (M, N, K) with the strides of x and w, dtypes of x and y, and the column
+    at which the library's product is cut in two (0: it is not); no choice changes a bit. Raises LookupError where the
+    library cannot be asked now."""
+    (M, N, K), transposed = sizes, (strides[0][1] != 1, strides[1][1] != 1)
+    if dtypes[0] == torch.float32:
+        return FP32_TILE, 0
+    use = "fold" if continues else "columns" if all(transposed) else "rows"
+    ring = ring_for(M, N, K, use, transposed) if is_hopper(device) else None
+    if not continues and serves(device):
+        asked = lambda columns: waves((M, columns, K), strides, dtypes, device)
+        us, cut = library_for(M, N, K, use, asked)
+        if us and (ring is None or us < ring[1] * SURE):
+            return LIBRARY, cut
+    return (ring[0] if ring else tile_for(M, N, K, use)), 0
 
 
 def _launch(
@@ -27,17 +52,44 @@ def _launch(
     start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches the library's program where it has one for the product, else ours with the table's tile; x (…, K)."""
-    (N, K), two = w.shape, x.dim() == 2
-    M = x.shape[0] if two else x.numel() // K
-    y = launch_library(x, w, bias, out_dtype, out) if start is None and fast(M, N) else None
-    if y is not None and not watched():
-        return y
-    rows = x if two else x.reshape(M, K)
-    ours = launch(rows, w, bias, tile_for(M, N, x.dtype), out_dtype, start, out if y is None else None)
-    if y is not None:  # the static audit reads no library, but ours
-        return y
-    return ours if two else ours.view(*x.shape[:-1], N)
+    """Launches the program that is the cheapest for a product; see gemm_kernel.launch. x (…, K): of more than two
+    dimensions only where it is contiguous, without `start` and `out`."""
+    (N, K), flat = w.shape, x.dim() == 2
+    M, strides = (x.shape[0], x.stride()) if flat else (x.numel() // K, (K, 1))
+    dtypes = x.dtype, out_dtype or x.dtype
+    try:
+        way, cut = cheapest((M, N, K), (strides, w.stride()), start is not None, dtypes, x.device)
+    except LookupError:
+        way, cut = tile_for(M, N, K, "rows"), 0
+    if not flat:
+        y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not watched() else None
+        return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
+    given = x, w, bias
+    if way is LIBRARY:
+        y = launch_library(*given, out_dtype, out) if not cut else _in_two(*given, dtypes[1], out, cut)
+        if y is not None and not watched():  # the static audit reads no library, but ours
+            return y
+        way = tile_for(M, N, K, "rows")
+        if y is not None:
+            launch(*given, way, out_dtype)
+            return y
+    if isinstance(way, Ring) and (start is None or out is None or out.stride() == start.stride()):
+        return _launch_ring(*given, way, out_dtype, start, out)
+    return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
+
+
+def _in_two(x, w, bias, out_dtype: torch.dtype, out: torch.Tensor | None, cut: int) -> torch.Tensor | None:
+    """Computes the columns of y below and from `cut` on by the library, one after the other: whole waves of its tiles."""
+    y = x.new_empty(len(x), len(w), dtype=out_dtype) if out is None else out
+    parts = (slice(0, cut), slice(cut, None))
+    done = [launch_library(x, w[p], None if bias is None else bias[p], out_dtype, y[:, p]) for p in parts]
+    return y if all(part is not None for part in done) else None
+
+
+def _launch_ring(*given) -> torch.Tensor:
+    from bi_kernels.ops.hopper_gemm import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
+
+    return launch(*given)
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -46,7 +98,7 @@ def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.
         return x.new_empty(*lead, N)
     if K == 0:  # an empty sum is +0
         return x.new_zeros(*lead, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(*lead, 1)
-    return _launch(x, w, bias)
+    return _launch(x if x.dim() == 2 else x.contiguous(), w, bias)
 
 
 _opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())

@@ -1,12 +1,11 @@
-"""The kernel of a GEMM, its launch, and the tiles that a launch may have.
+"""The kernel of a GEMM, and its launch.
 
 The sum over K is a left fold over slabs of 16 in ascending order, in one accumulator that starts at +0: no split-K,
 no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend on the tile, the grid, the number of
-warps or the operand that sits on the tensor core's M side, so `TILES` picks them by M for speed alone.
+warps or the operand that sits on the tensor core's M side, so gemm_cost.py picks them for speed alone.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,47 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
 from bi_kernels.launch import Launch, descriptor, jit, remembered
-
-
-class Tile(NamedTuple):
-    """One launch configuration; every field is free, none changes a bit."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    extra_n: int = 0  # a second accumulator of n/2 columns: widths 96 and 192 fill 132 SMs where 128 and 256 do not
-    swap: bool = False  # the weight on the tensor core's M side
-    group: int = 8  # row tiles that share one column of W before the next column
-    persistent: int = 0  # programs that stay on a multiprocessor; 0: one program a tile
-    halves: bool = False  # store the tile in two halves: less shared memory, one more stage
+from bi_kernels.ops.gemm_cost import TILES, Tile
 
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
 FP32_TILE = Tile(64, 64, 32, 4, 3)
-
-# Found by tools/tune_gemm.py on an H200. (M at most, ((N at most, tile), ...)): a narrow product needs small tiles to
-# reach every multiprocessor, a wide one large tiles to stay off the L2 cache.
-ANY = 2**63
-# fmt: off
-TILES = (
-    (16, ((ANY, Tile(16, 64, 256, 4, 4, swap=True)), )),
-    (64, ((4096, Tile(64, 32, 256, 4, 4)), (40960, Tile(64, 64, 128, 4, 6, swap=True)),
-          (ANY, Tile(64, 128, 128, 4, 4)))),
-    (128, ((4096, Tile(64, 64, 128, 4, 5)), (8192, Tile(128, 64, 64, 4, 8)),
-           (40960, Tile(128, 128, 64, 8, 4, extra_n=64, group=2)),
-           (ANY, Tile(128, 128, 64, 8, 5, persistent=1, group=2)))),
-    (256, ((4096, Tile(128, 64, 64, 4, 8)), (40960, Tile(128, 128, 64, 8, 6, persistent=1, group=2)),
-           (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=2)))),
-    (512, ((4096, Tile(128, 128, 64, 8, 5, persistent=1)), (8192, Tile(128, 128, 64, 8, 4, extra_n=64)),
-           (ANY, Tile(128, 256, 64, 8, 3, persistent=1, group=16)))),
-    (1024, ((4096, Tile(128, 256, 64, 8, 4, persistent=1, halves=True, group=16)),
-            (8192, Tile(128, 128, 64, 4, 4, persistent=1)),
-            (ANY, Tile(128, 256, 64, 8, 4, persistent=1, halves=True)))),
-    (ANY, ((ANY, Tile(128, 256, 64, 8, 3, persistent=1, halves=True)), )),
-)
-# fmt: on
 
 
 @triton.jit
@@ -162,7 +125,7 @@ def _gemm_kernel(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -178,7 +141,7 @@ def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False)
     return descriptor(described(t), shape, stride, block)
 
 
-def _tma_ready(t: torch.Tensor) -> torch.Tensor:
+def tma_ready(t: torch.Tensor) -> torch.Tensor:
     """`t` itself, or a copy, such that one stride is 1, the other a multiple of 16 bytes, the base 16-byte aligned."""
     unit = 16 // t.element_size()
     (rows, cols), (slow, fast) = t.shape, t.stride()
@@ -189,20 +152,25 @@ def _tma_ready(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
 
 
+def check_out(out: torch.Tensor | None, M: int, N: int) -> None:
+    """Raises ValueError where y does not have the shape of `out`: a descriptor would clip what does not fit."""
+    if out is not None and out.shape != (M, N):
+        raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
+
+
 def prepared(
     x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns x and w such that blocks of them can be copied, and where y goes: `out`, or rows that begin at multiples
     of 16 bytes."""
     M, N = len(x), len(w)
-    if out is not None and out.shape != (M, N):  # a descriptor would clip what does not fit
-        raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
+    check_out(out, M, N)
     unit = 16 // out_dtype.itemsize
     if out is not None and out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0:
         y = out
     else:
         y = x.new_empty((M, _ceil(N, unit) * unit), dtype=out_dtype)
-    return _tma_ready(x), _tma_ready(w), y
+    return tma_ready(x), tma_ready(w), y
 
 
 def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
@@ -233,7 +201,7 @@ def _launch_for(
     grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
     persistent = 0 if continues else tile.persistent  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
-        grid = min(grid, tile.persistent * _multiprocessors(device))
+        grid = min(grid, tile.persistent * multiprocessors(device))
     fold = Launch(
         _gemm_kernel,
         device.index,
@@ -287,14 +255,6 @@ def launch(
     return finished(y, N, out)
 
 
-def tile_for(M: int, N: int, dtype: torch.dtype) -> Tile:
-    """Returns the table's tile for a product of this size."""
-    if dtype == torch.float32:
-        return FP32_TILE
-    row = next(row for rows, row in TILES if rows >= M)
-    return next(tile for columns, tile in row if columns >= N)
-
-
 def tiles(dtype: torch.dtype) -> list[Tile]:
-    """Returns every tile that the table holds for a dtype."""
-    return [FP32_TILE] if dtype == torch.float32 else list(dict.fromkeys(tile for _, row in TILES for _, tile in row))
+    """Returns every tile that a product of a dtype may have."""
+    return [FP32_TILE] if dtype == torch.float32 else list(dict.fromkeys(tile for use in TILES for tile in TILES[use]))

@@ -16,9 +16,10 @@ from functools import cache
 
 import torch
 
-from bi_kernels.checks import aligned
+from bi_kernels.checks import aligned, is_hopper
 from bi_kernels.ops.gemm_kernel import finished, prepared
 
+LIBRARY = "cuBLASLt"
 VERSIONS = (130100,)  # cublasLtGetVersion() of what the audit has swept
 FAMILY = 66  # its kernels for wgmma, "nvjet"; an algorithm's CUBLASLT_ALGO_CONFIG_ID
 OFF = os.environ.get("BI_KERNELS_CUBLASLT") == "0"
@@ -28,7 +29,6 @@ TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # of a product, cublasLtMat
 EPILOGUE_BIAS = 4
 REDUCTIONS_ALLOWED, ALIGNMENTS = 3, (5, 6, 7, 8)  # of a preference; no workspace is its default
 CONFIG_ID, CONFIG_SPLIT, CONFIG_REDUCTION = 0, 2, 3  # of an algorithm
-NARROW = 16, 2048  # rows and columns of y at most for which our own tiles are the faster
 PLANS = 4096  # kept by a thread
 ZEROS = 2**20  # bytes
 _ONE, _ZERO = c_float(1.0), c_float(0.0)  # what the product, and what stands where y goes, are scaled by
@@ -66,13 +66,7 @@ def _library() -> ctypes.CDLL | None:
 @cache
 def serves(device: torch.device) -> bool:
     """Tells whether a GPU's products may go to the library."""
-    return device.type == "cuda" and _library() is not None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def fast(rows: int, columns: int) -> bool:
-    """Tells whether a product is so large that the library is as fast as our own tiles: a small one would have to be
-    split over K."""
-    return rows > NARROW[0] or columns > NARROW[1]
+    return _library() is not None and is_hopper(device)
 
 
 class _Thread(threading.local):
@@ -129,6 +123,7 @@ class _Plan:
             or config not in ([FAMILY, 0, 0], [FAMILY, 1, 0])
         ):
             raise LookupError
+        self.waves = found.waves  # of the GPU's multiprocessors, by the library's reckoning
         return found.algorithm
 
     def _config(self, found: _Found, what: int) -> int:
@@ -200,6 +195,21 @@ def _zeros_at(device: int, size: int) -> int | None:
         there.append(torch.zeros(max(size, ZEROS), dtype=torch.int8, device=device))
         torch.cuda.current_stream().synchronize()  # other streams will read them
     return there[-1].data_ptr()
+
+
+def waves(sizes: tuple[int, int, int], strides: tuple, dtypes: tuple, device: torch.device) -> float | None:
+    """Returns how often the tiles of the library's program for a product x wᵀ of (M, N, K) fill the multiprocessors,
+    None where it has none; strides of x and w, dtypes of x and y. Raises LookupError where it cannot be asked now, as
+    in the first call of a device within a CUDA graph."""
+    if not serves(device) or dtypes[0] == torch.float32:
+        return None
+    if device.index not in _thread.handles and torch.cuda.is_current_stream_capturing():
+        raise LookupError
+    transposed = strides[0][1] != 1, strides[1][1] != 1
+    slow = [s[1 if t else 0] for s, t in zip(strides, transposed)]
+    ready = [-(-n // 8) * 8 for n in (*slow, sizes[1])]  # as `prepared` leaves them
+    plan = _plan(device.index, dtypes, sizes, tuple(ready), transposed)
+    return None if plan is None else plan.waves
 
 
 def launch(

@@ -1,1 +1,1 @@
-"""How calls are timed on a GPU, and what a launch costs the CPU."""
+"""How fast the ops are on a GPU, beside their peers and the measured limits, and how calls are timed"""

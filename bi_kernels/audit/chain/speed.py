@@ -105,7 +105,7 @@ def steps(session) -> list[dict]:
     return lines
 
 
-class _Exact(Cache):
+class Exact(Cache):
     """A cache whose rows all hold as many keys, so that stock attention needs no mask, which is its best."""
 
     def put(self, layer, k, v, rows):
@@ -123,7 +123,7 @@ def decodes(session) -> list[dict]:
     for batch, keys in DECODES:
         graphs = {}
         for name, model in models.items():
-            cache = _Exact(model.config, batch, keys, model.lm_head)
+            cache = Exact(model.config, batch, keys, model.lm_head)
             graphs[name] = _captured(model, cache, told=name == "ours")
         ms = dict(zip(graphs, times_ms(*graphs.values())))
         said = {"batch": batch, "keys": keys, "layers": models["ours"].config.layers}
@@ -132,18 +132,24 @@ def decodes(session) -> list[dict]:
     return lines
 
 
-@torch.no_grad()
-def _captured(model: Decoder, cache: Cache, told: bool) -> Callable[[], None]:
-    """Returns what replays the last step that the cache has room for, captured; told: attention is told the lengths."""
+def decode_step(model: Decoder, cache: Cache, told: bool) -> Callable[[], None]:
+    """Returns what computes the last token that the cache has room for; told: attention is told the lengths."""
     cache.lengths += cache.capacity - 1
     ids = torch.zeros_like(cache.lengths)
     counts, numbers = torch.ones_like(ids), torch.arange(len(ids), device=ids.device)
 
+    @torch.no_grad()
     def step() -> None:
         rows = cache.rows(1, counts)
         hidden = model(ids[:, None], rows if told else rows._replace(attend={}), cache)[:, 0]
         ids.copy_(sample(model.ops.linear(hidden, model.lm_head), 0, numbers, cache.lengths))
 
+    return step
+
+
+def _captured(model: Decoder, cache: Cache, told: bool) -> Callable[[], None]:
+    """Returns what replays a decode step, captured."""
+    step = decode_step(model, cache, told)
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+from bi_kernels.checks import is_hopper  # (checks mends the interpreter before a kernel is defined)
 
 LOG2E = math.log2(math.e)
 
@@ -159,12 +158,6 @@ def shape_of(q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v
 def tma_ready(t: Tensor) -> bool:
     """Returns whether a TMA descriptor can name blocks of t (rows, heads, D)."""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == t.shape[2]
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Returns whether the device is an sm_90."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:

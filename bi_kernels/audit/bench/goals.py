@@ -1,0 +1,67 @@
+"""Holds measurements against the contract's goals, and says what came of it."""
+
+import statistics
+from collections.abc import Sequence
+
+FILE = "goals.json"
+MET, MISSED, UNKNOWN = "✔", "✘", "–"
+TAKES = {"geometric mean": statistics.geometric_mean, "smallest": min, "largest": max}
+
+
+def judged(records: Sequence[dict], goals: Sequence[dict]) -> list[dict]:
+    """Returns each goal with what was reached, of how many measurements, which is the worst, and whether the goal is
+    met: None where nothing was measured."""
+    found = []
+    for goal in goals:
+        mine = [r for r in records if goal["of"].items() <= r.items() and r.get(goal["value"]) is not None]
+        line = {"what": goal["what"], "goal": goal, "count": len(mine), "reached": None, "met": None, "worst": ""}
+        if mine:
+            reached = TAKES[goal["take"]]([r[goal["value"]] for r in mine])
+            least = "least" in goal
+            worst = (min if least else max)(mine, key=lambda r: r[goal["value"]])
+            met = reached >= goal["least"] if least else reached <= goal["most"]
+            line |= {"reached": reached, "met": met, "worst": named(worst)}
+        found.append(line)
+    return found
+
+
+def named(record: dict) -> str:
+    """Names a measurement as a table does."""
+    sizes = "".join(f", {k} {record[k]}" for k in ("M", "tokens") if k in record and k not in record["case"])
+    return f"{record['op']}, {record['case']}{sizes}"
+
+
+def number(value: float) -> str:
+    """Returns a number as people read it: 0.981, 23.4, 655."""
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def bar(goal: dict) -> str:
+    sign, value = ("≥", goal["least"]) if "least" in goal else ("≤", goal["most"])
+    return f"{sign} {value:g}" + (f" (aim {goal['aim']:g})" if "aim" in goal else "")
+
+
+def lines(found: Sequence[dict]) -> list[dict]:
+    """Returns the lines of a table of goals."""
+    mark = {True: MET, False: MISSED, None: UNKNOWN}
+    return [
+        {
+            "": mark[f["met"]],
+            "what": f["what"],
+            "goal": bar(f["goal"]),
+            "reached": UNKNOWN if f["reached"] is None else number(f["reached"]),
+            "measurements": f["count"],
+            "the worst of them": f["worst"] or UNKNOWN,
+        }
+        for f in found
+    ]
+
+
+def sentence(found: Sequence[dict]) -> str:
+    """Says how many goals are met, how many are not, and how many are not known."""
+    met, missed, unknown = ([f for f in found if f["met"] is word] for word in (True, False, None))
+    if len(unknown) == len(found):
+        return f"None of {len(found)} goals was measured: that needs a CUDA GPU, and shapes that are not tiny."
+    said = f"{MET} {len(met)} of {len(found)} goals met"
+    said += f", {MISSED} **{len(missed)} missed**" if missed else ", none missed"
+    return said + (f", {len(unknown)} not measured in this run." if unknown else ".")

@@ -1,0 +1,153 @@
+"""Which launch configuration a GEMM gets: the cheapest by a model of its time, fitted on a GPU.
+
+A tile costs `step` for 16 of k and `leave` for its result; tiles run in waves over the multiprocessors; what all of
+them read shares the L2 cache, and what must be read and written the memory. The configurations and their numbers stand in
+gemm_cost.toml, written by tools/fit_gemm.py. None of them changes a bit, so a wrong guess costs time alone.
+"""
+
+import tomllib
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.resources import files
+from math import ceil
+from typing import NamedTuple
+
+FITTED: dict = tomllib.loads(files(__package__).joinpath("gemm_cost.toml").read_text(encoding="utf-8"))
+DEVICE: dict = FITTED["device"]
+WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
+SURE = 1.05  # by how much a ring must be the faster, to be preferred to the library
+WORTH = 25  # µs of a product that may be cut in two
+SHARP = 6  # how abruptly the slower of two limits takes over
+
+
+class Tile(NamedTuple):
+    """A configuration of Triton's kernel in gemm_kernel.py."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    extra_n: int = 0  # a second accumulator of n/2 columns: widths 96 and 192 fill 132 SMs where 128 and 256 do not
+    swap: bool = False  # the weight on the tensor core's M side
+    group: int = 8  # row tiles that share one column of W before the next column
+    persistent: int = 0  # programs that stay on a multiprocessor; 0: one program a tile
+    halves: bool = False  # store the tile in two halves: less shared memory, one more stage
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.m, self.n + self.extra_n
+
+    @property
+    def resident(self) -> int:
+        """Tells how many programs fit a multiprocessor, by its shared memory, registers and threads."""
+        threads, pipeline = 32 * self.warps, 2 * self.stages * sum(self.size) * self.k + 2048
+        registers = min(255, self.size[0] * self.size[1] // threads + 64) * threads
+        return self.persistent or max(1, min(230_000 // pipeline, 65536 // registers, 2048 // threads))
+
+
+class Ring(NamedTuple):
+    """A configuration of sm_90's kernel in hopper_gemm.py."""
+
+    rows: int  # of a tile: 64 or 128, or fewer of x that is stored by rows, beside which the tensor core adds nothing
+    columns: int
+    k: int  # of a stage
+    stages: int
+    groups: int  # that compute, in turns where there are two
+    resident: int = 1  # programs on a multiprocessor
+    group: int = 8  # row tiles that share one column of w before the next column
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+
+class Cost(NamedTuple):
+    start: float  # µs
+    step: float  # ns for 16 of k
+    leave: float  # µs for 8 bytes an element
+
+
+def _read(kind: type, table: str) -> dict[str, dict]:
+    """Returns {use: {configuration: cost}}."""
+    found: dict[str, dict] = {use: {} for use in WRITES}
+    for entry in FITTED[table]:
+        costs = entry["cost"]
+        for use, numbers in costs.items():
+            found[use][kind(**{k: v for k, v in entry.items() if k != "cost"})] = Cost(*numbers)
+    return found
+
+
+TILES, RINGS = _read(Tile, "tile"), _read(Ring, "ring")
+LIBRARY = FITTED["library"]
+
+
+def memory_us(M: int, N: int, K: int, use: str) -> float:
+    """Returns the microseconds that a 16-bit product's operands and result take in memory."""
+    return (2 * K * (M + N) + M * N * WRITES[use]) / (DEVICE["dram"] * 1e6)
+
+
+def _slower(a: float, b: float) -> float:
+    return (a**SHARP + b**SHARP) ** (1 / SHARP)
+
+
+def predicted_us(way: Tile | Ring, cost: Cost, M: int, N: int, K: int, use: str) -> float:
+    """Returns the microseconds that a product takes by the model, on the GPU that it was fitted on."""
+    m, n = way.size
+    tiles, room = ceil(M / m) * ceil(N / n), DEVICE["multiprocessors"] * way.resident
+    read = min(tiles, room) * (m + n) * 32 / (DEVICE["l2"] * 1e6)  # of 16 of k, by all that run
+    fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read)
+    leave = cost.leave * WRITES[use] / 8
+    waves = ceil(tiles / room)
+    turns = isinstance(way, Ring) and way.groups == 2  # one result leaves while the other is added up
+    busy = waves * max(fold, leave) + leave if turns else waves * (fold + leave)
+    return cost.start + _slower(busy, memory_us(M, N, K, use))
+
+
+@lru_cache(maxsize=4096)
+def tile_for(M: int, N: int, K: int, use: str) -> Tile:
+    """Returns the cheapest tile of Triton's kernel for a 16-bit product."""
+    ways = TILES[use]
+    return min(ways, key=lambda way: predicted_us(way, ways[way], M, N, K, use))
+
+
+@lru_cache(maxsize=4096)
+def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) -> tuple[Ring, float] | None:
+    """Returns the cheapest ring for a 16-bit product, and its microseconds; None where no ring is for it.
+
+    A result that neither goes on nor fills one wave is left to what writes it in wider pieces.
+    """
+    costs = RINGS[use]
+    room = lambda way: DEVICE["multiprocessors"] * way.resident
+    ways = [
+        way
+        for way in costs
+        if (way.rows >= 64 or not transposed[0] and (way.rows == 8 or way.rows < 2 * M))
+        and (way.columns >= 16 or not transposed[1])
+        and (use == "fold" or way.groups == 1 and ceil(M / way.rows) * ceil(N / way.columns) <= room(way))
+    ]
+    if not ways:
+        return None
+    best = min(ways, key=lambda way: predicted_us(way, costs[way], M, N, K, use))
+    return best, predicted_us(best, costs[best], M, N, K, use)
+
+
+def library_us(M: int, N: int, K: int, use: str, waves: float) -> float:
+    """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves."""
+    tile = M * N / (waves * DEVICE["multiprocessors"])
+    fold = max(2 * tile * K / (LIBRARY["rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
+    return LIBRARY["start"] + _slower(ceil(waves - 1e-3) * fold, memory_us(M, N, K, use))
+
+
+def library_for(M: int, N: int, K: int, use: str, waves: Callable[[int], float | None]) -> tuple[float, int]:
+    """Returns the microseconds of cuBLASLt's program, 0 where it has none, and where its product is best cut in two, so
+    that each part fills whole waves; 0 for nowhere. waves: of the product with the first so many columns."""
+    us = lambda columns: library_us(M, columns, K, use, filled) if (filled := waves(columns)) else 0
+    whole = us(N)
+    if whole < WORTH or waves(N) < 1:
+        return whole, 0
+    step = max(256, N // 16 // 256 * 256)
+    parts = {cut: (us(cut), us(N - cut)) for cut in range(step * -(-N // 2 // step), N, step)}
+    cuts = {cut: sum(both) for cut, both in parts.items() if all(both)}
+    cut = min(cuts, key=cuts.get, default=0)
+    return (cuts[cut], cut) if cut and cuts[cut] * SURE < whole else (whole, 0)

@@ -1,0 +1,233 @@
+"""The GEMM on sm_90 in Gluon: the fold of gemm_kernel.py, by another program, for what waits for memory or for itself.
+
+Four warps bring x and w through a ring of TMA stages; one or two more groups of four compute a tile each. Two take
+turns: while the products of one tile are added, the other's result leaves, and what its next one goes on from (a weight's
+`main_grad`) arrives where the tensor core adds. Narrow tiles are for products of few rows and columns: their sum over K
+is one chain of instructions, which takes the longer the wider they are.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from bi_kernels.checks import described
+from bi_kernels.launch import Launch, descriptor, remembered
+from bi_kernels.ops.gemm_cost import Ring
+from bi_kernels.ops.gemm_kernel import check_out, multiprocessors, tma_ready
+
+
+@gluon.jit
+def _place(tile, M, N, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP_M: gl.constexpr):
+    """Returns the first row and column of a tile."""
+    tiles_m, tiles_n = gl.cdiv(M, ROWS), gl.cdiv(N, COLS)
+    width = GROUP_M * tiles_n
+    first_m = tile // width * GROUP_M
+    rows = gl.minimum(tiles_m - first_m, GROUP_M)
+    return (first_m + tile % width % rows) * ROWS, tile % width // rows * COLS
+
+
+@gluon.jit
+def _produce(x, w, ring, M, N, K, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP_M: gl.constexpr, T: gl.constexpr):
+    """Copies blocks of x and w into the ring, slab after slab, tile after tile."""
+    xs, ws, full, free, turns = ring
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK: gl.constexpr = x.block_shape[0] if T[0] else x.block_shape[1]
+    copied = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
+        m, n = _place(tile, M, N, ROWS, COLS, GROUP_M)
+        for k in range(0, K, BLOCK):
+            stage = copied % STAGES
+            mbarrier.wait(free.index(stage), copied // STAGES - 1 & 1, pred=copied >= STAGES)
+            bar = full.index(stage)
+            mbarrier.expect(bar, x.block_type.nbytes + w.block_type.nbytes)
+            x_to = xs.index(stage)
+            if ROWS < 64:
+                x_to = x_to.slice(0, ROWS)
+            tma.async_copy_global_to_shared(x, [k, m] if T[0] else [m, k], bar, x_to)
+            tma.async_copy_global_to_shared(w, [k, n] if T[1] else [n, k], bar, ws.index(stage))
+            copied += 1
+
+
+@gluon.jit
+def _consume(
+    given,
+    ring,
+    M,
+    N,
+    K,
+    stride,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    GROUPS: gl.constexpr,
+    T: gl.constexpr,
+    ME: gl.constexpr,
+):
+    """Computes every tile of the program, or every other one."""
+    start, bias, out = given
+    xs, ws, full, free, turns = ring
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK: gl.constexpr = xs.shape[1] if T[0] else xs.shape[2]
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    HELD: gl.constexpr = xs.shape[2] if T[0] else xs.shape[1]  # rows, those of nobody among them
+    step, slabs = gl.num_programs(0), gl.cdiv(K, BLOCK)
+    taken, turn = ME * slabs, 0
+    for tile in range(gl.program_id(0) + ME * step, gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), GROUPS * step):
+        m, n = _place(tile, M, N, ROWS, COLS, GROUP_M)
+        row, col = m + gl.arange(0, HELD, gl.SliceLayout(1, O)), n + gl.arange(0, COLS, gl.SliceLayout(0, O))
+        inside = (row < gl.minimum(M, m + ROWS))[:, None] & (col < N)[None, :]
+        at = row.to(gl.int64)[:, None] * stride + col[None, :]
+        if start is not None:
+            acc = gl.load(start + at, mask=inside, other=0.0)
+        else:
+            acc = gl.zeros([HELD, COLS], gl.float32, O)
+        if GROUPS == 2:  # a wait may be one round ahead of a barrier, not two
+            mbarrier.wait(turns.index(ME), turn + ME - 1 & 1, pred=turn + ME > 0)
+            turn += 1
+        for i in range(slabs):
+            stage = taken % STAGES
+            mbarrier.wait(full.index(stage), taken // STAGES & 1)
+            xt, wt = xs.index(stage), ws.index(stage)
+            if T[0]:
+                xt = xt.permute((1, 0))
+            if not T[1]:
+                wt = wt.permute((1, 0))
+            acc = warpgroup_mma(xt, wt, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(free.index((taken - 1) % STAGES), pred=i > 0)
+            taken += 1
+        if GROUPS == 2:
+            mbarrier.arrive(turns.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index((taken - 1) % STAGES))
+        taken += (GROUPS - 1) * slabs
+        acc += 0.0  # +0, as gemm_kernel.py has it
+        if bias is not None:
+            acc += gl.load(bias + col, mask=col < N, other=0.0).to(gl.float32)[None, :]
+        gl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["M", "K"])
+def _hopper_gemm_kernel(
+    x,
+    w,
+    start,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    GROUPS: gl.constexpr,
+    X_T: gl.constexpr,
+    W_T: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Computes tiles of start + x wᵀ + bias."""
+    ROWS: gl.constexpr = x.block_shape[1] if X_T else x.block_shape[0]
+    COLS: gl.constexpr = w.block_shape[1] if W_T else w.block_shape[0]
+    T: gl.constexpr = (X_T, W_T)
+    HELD: gl.constexpr = x.block_shape[0] if X_T or ROWS > 64 else 64
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, HELD, x.block_shape[1]], x.layout)
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(free.index(i), 1)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), 1)
+    fence_async_shared()
+    ring, given = (xs, ws, full, free, turns), (start, bias, out)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (x, w, ring, M, N, K, ROWS, COLS, GROUP_M, T)),
+                (_consume, (given, ring, M, N, K, stride, ROWS, COLS, GROUP_M, GROUPS, T, 0)),
+                (_consume, (given, ring, M, N, K, stride, ROWS, COLS, GROUP_M, GROUPS, T, 1)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (x, w, ring, M, N, K, ROWS, COLS, GROUP_M, T)),
+                (_consume, (given, ring, M, N, K, stride, ROWS, COLS, GROUP_M, GROUPS, T, 0)),
+            ],
+            [4],
+            [REGISTERS],
+        )
+
+
+def _descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Returns blocks of t (rows, columns), or of its transpose where it is stored transposed."""
+    shape, strides, block = t.shape, t.stride(), [rows, columns]
+    if strides[1] != 1:
+        shape, strides, block = shape[::-1], strides[::-1], block[::-1]
+    return descriptor(described(t), shape, strides, block, TensorDescriptor, _layout(*block, t.dtype))
+
+
+@remembered
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(
+        [rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
+
+
+@remembered
+def _launch_for(
+    sizes: tuple[int, int, int], stride: int, ring: Ring, device: torch.device, transposed: tuple[bool, bool]
+) -> Launch:
+    M, N, K = sizes
+    tiles = -(-M // ring.rows) * -(-N // ring.columns)
+    held = 65536 // ((1 + ring.groups) * 128 * ring.resident) // 8 * 8  # registers of a thread, if all have as many
+    more = {"maxnreg": held} if ring.resident > 1 else {}
+    return Launch(
+        _hopper_gemm_kernel,
+        device.index,
+        (min(tiles, multiprocessors(device) * ring.resident),),
+        *(M, N, K, stride),
+        STAGES=ring.stages,
+        GROUP_M=ring.group,
+        GROUPS=ring.groups,
+        X_T=transposed[0],
+        W_T=transposed[1],
+        REGISTERS=min(240, held + (held - 24) // ring.groups // 8 * 8),
+        num_warps=4,
+        **more,
+    )
+
+
+def launch(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    ring: Ring,
+    out_dtype: torch.dtype | None = None,
+    start: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), as `gemm_kernel.launch` has it, of x and w in 16 bits;
+    the columns of `out` are contiguous, and start, fp32, has its stride."""
+    x, w, bias = tma_ready(x), tma_ready(w), None if bias is None else bias.contiguous()
+    (M, K), N = x.shape, w.shape[0]
+    check_out(out, M, N)
+    y = x.new_empty((M, N), dtype=out_dtype or x.dtype) if out is None else out
+    transposed = x.stride(1) != 1, w.stride(1) != 1
+    _launch_for((M, N, K), y.stride(0), ring, x.device, transposed)(
+        _descriptor(x, ring.rows, ring.k), _descriptor(w, ring.columns, ring.k), start, bias, y
+    )
+    return y

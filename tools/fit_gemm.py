@@ -1,0 +1,274 @@
+"""Measures a GEMM's launch configurations on this GPU and fits the model of bi_kernels/ops/gemm_cost.py to them.
+
+    python tools/fit_gemm.py measure OUT.jsonl [--seconds 120]     # on the GPU; every configuration's bits are compared
+    python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes gemm_cost.toml
+
+The second prints what the choice by the model costs beside the best choice of what was measured.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bi_kernels.ops import gemm_cost
+from bi_kernels.ops.gemm_cost import Cost, Ring, Tile, library_us, predicted_us
+
+HERE = Path(gemm_cost.__file__).with_name("gemm_cost.toml")
+RINGS = [
+    *(Ring(rows, columns, 256, 5, 1) for rows in (8, 16, 32, 64) for columns in (8, 16)),
+    *(Ring(rows, 32, 128, 8, 1) for rows in (8, 16, 32, 64)),
+    Ring(64, 64, 128, 6, 1),
+    Ring(64, 64, 64, 6, 1, 2),
+    Ring(64, 64, 64, 4, 1, 3),
+    Ring(64, 64, 64, 12, 2),
+    Ring(64, 128, 128, 4, 1),
+    Ring(64, 128, 64, 4, 1, 2),
+    Ring(64, 128, 64, 8, 2),
+    Ring(64, 256, 64, 5, 2),
+    Ring(128, 64, 64, 8, 2),
+    Ring(128, 128, 64, 6, 2),
+]
+TILES = [
+    Tile(16, 64, 256, 4, 4, swap=True),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 64, 4, 4),
+    Tile(64, 64, 128, 4, 5),
+    Tile(64, 64, 128, 4, 6, swap=True),
+    Tile(64, 128, 64, 4, 3),
+    Tile(64, 128, 128, 4, 3),
+    Tile(64, 128, 128, 4, 4),
+    Tile(128, 64, 64, 4, 8),
+    Tile(128, 128, 32, 4, 4),
+    Tile(128, 128, 64, 4, 3),
+    Tile(128, 128, 64, 8, 4, extra_n=64, group=2),
+    Tile(128, 128, 64, 8, 5, persistent=1),
+    Tile(128, 256, 64, 8, 3),
+    Tile(128, 256, 64, 8, 4, persistent=1, halves=True),
+]
+USES = {"forward": "rows", "dx": "rows", "dw": "columns", "fold": "fold"}  # how a product is used in a step
+LAYERS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 4096), (2048, 4096), (1024, 8192)]
+LAYERS += [(2560, 9728), (5120, 5120), (5120, 25600), (512, 12288), (3072, 1024), (768, 2048), (8192, 28672)]
+FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
+POOL = 2**30  # 16-bit numbers from which operands are cut
+
+
+def takes(way, kind: str) -> bool:
+    """Tells whether a configuration is for a kind of product: its operands' strides."""
+    if isinstance(way, Tile):
+        return not (way.swap and kind in ("dw", "fold"))
+    return (way.rows >= 64 or kind in ("forward", "dx")) and (way.columns >= 16 or kind == "forward")
+
+
+def drawn(seed: int) -> list[tuple[str, int, int, int]]:
+    """Returns products (kind, M, N, K) in random order: layers of models, and others drawn log-uniformly."""
+    rng = random.Random(seed)
+    size = lambda low, high, by=8: max(by, int(math.exp(rng.uniform(math.log(low), math.log(high)))) // by * by)
+    found = [("forward", m, *layer) for layer in LAYERS for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)]
+    found += [("forward", size(1, 8192, 1), size(256, 32768), size(128, 28672)) for _ in range(80)]
+    found += [("dx", m, k, n) for n, k in LAYERS for m in (128, 256, 1024, 4096)]
+    found += [(kind, *layer, t) for layer in LAYERS for t in (256, 512, 1024, 4096, 16384) for kind in ("dw", "fold")]
+    for _ in range(25):
+        found.append(("dx", size(64, 8192, 1), size(256, 16384), size(256, 16384)))
+        found += [(kind, size(256, 16384), size(256, 16384), size(16, 16384, 1)) for kind in ("dw", "fold")]
+    rng.shuffle(found)
+    return [f for f in found if f[1] * f[2] * f[3] < 10**12]
+
+
+class Bench:
+    """Calls configurations on this GPU."""
+
+    def __init__(self):
+        from bi_kernels.ops import gemm_kernel, hopper_cublaslt, hopper_gemm
+
+        self.kernel, self.library, self.rings = gemm_kernel, hopper_cublaslt, hopper_gemm
+        self.pool = torch.randn(POOL, device="cuda", dtype=torch.bfloat16)
+
+    def operands(self, kind: str, M: int, N: int, K: int, at: int):
+        """Returns x, w and y of a product, cut from the pool at a multiple of 8."""
+        a, b = self.pool[at : at + M * K], self.pool[at + M * K // 8 * 8 + 8 :][: N * K]
+        x = a.view(K, M).t() if USES[kind] != "rows" else a.view(M, K)
+        w = b.view(N, K) if kind == "forward" else b.view(K, N).t()
+        y = torch.zeros(M, N, device="cuda", dtype=torch.bfloat16 if USES[kind] == "rows" else torch.float32)
+        return x, w, y
+
+    def call(self, way, kind: str, x, w, y):
+        start = y if kind == "fold" else None
+        if isinstance(way, Ring):
+            return self.rings.launch(x, w, None, way, y.dtype, start, y)
+        if isinstance(way, Tile):
+            return self.kernel.launch(x, w, None, way, y.dtype, start, y)
+        if way == "library":
+            return self.library.launch(x, w, None, y.dtype, y)
+        if kind == "fold":
+            return torch.addmm(y, x, w.t(), out_dtype=torch.float32, out=y)
+        return torch.mm(x, w.t(), out_dtype=y.dtype, out=y) if y.dtype != x.dtype else torch.mm(x, w.t(), out=y)
+
+    def same(self, way, kind: str) -> bool:
+        """Tells whether a configuration has the bits of FIXED; also compiles it."""
+        x, w, y = self.operands(kind, 520, 264, 200, 0)
+        y.normal_()
+        expected = y.clone()
+        self.call(FIXED, kind, x, w, expected)
+        self.call(way, kind, x, w, y)
+        return torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+
+    def times_us(self, kind: str, M: int, N: int, K: int, ways: dict) -> dict[str, float]:
+        """Returns the median µs of each way on the device, in turns, over operands that the L2 cache does not hold."""
+        room = 2 * (M * K + N * K) + 4 * M * N
+        sets = max(1, min(6, int(1.5e8 / room)))
+        step = min(M * K + N * K, (POOL - M * K - N * K - 64) // sets) // 8 * 8
+        given = [self.operands(kind, M, N, K, i * step) for i in range(sets)]
+        graphs = {}
+        for name, way in ways.items():
+            if self.call(way, kind, *given[0]) is None:  # the library has no program for it
+                continue
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], stream=torch.cuda.current_stream()):
+                for one in given * max(1, 3 // sets):
+                    self.call(way, kind, *one)
+        calls, found = sets * max(1, 3 // sets), {name: [] for name in graphs}
+        for _ in range(4):
+            for name, graph in graphs.items():
+                begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begun.record()
+                for _ in range(3):
+                    graph.replay()
+                ended.record()
+                ended.synchronize()
+                found[name].append(begun.elapsed_time(ended) * 1000 / calls / 3)
+        return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
+    """Writes {kind, M, N, K, waves, us: {way: µs}} a line, until the time is over."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    jobs = [(kind, way) for kind in USES for way in (*RINGS, *TILES) if takes(way, kind)]
+    if part is not None:  # a process of many that compile
+        bench, (mine, of) = Bench(), map(int, part.split("/"))
+        wrong = [(kind, way) for kind, way in jobs[mine::of] if not bench.same(way, kind)]
+        sys.exit("other bits: " + "; ".join(map(str, wrong)) if wrong else 0)
+    each = [[sys.executable, __file__, "measure", str(out), "--part", f"{i}/12"] for i in range(12)]
+    ended = [process.wait() for process in [subprocess.Popen(command) for command in each]]
+    if any(ended):
+        sys.exit("configurations of other bits are no choice; nothing was measured")
+    bench, begun = Bench(), time.monotonic()
+    with out.open("a") as file:
+        for done, (kind, M, N, K) in enumerate(drawn(seed)):
+            if time.monotonic() - begun > seconds:
+                break
+            ways = {"cublas": "cublas", "library": "library"}
+            for way in (*RINGS, *TILES):
+                m, n = way.size
+                tiles = math.ceil(M / m) * math.ceil(N / n)
+                if takes(way, kind) and tiles < 5280 and not (m > 8 and m >= 2 * M) and not (m < 64 and M > 8 * m):
+                    ways[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
+            us = bench.times_us(kind, M, N, K, ways)
+            x, w, y = bench.operands(kind, M, N, K, 0)
+            line = {"kind": kind, "M": M, "N": N, "K": K, "waves": bench.library.waves(x, w, y), "us": us}
+            print(json.dumps(line), file=file, flush=True)
+        print(f"{done} products in {time.monotonic() - begun:.0f} s")
+
+
+def _way(name: str) -> Tile | Ring:
+    return Ring(*json.loads(name)) if name.startswith("[") else Tile(*eval(name, {}))
+
+
+def fit(files: list[Path]) -> None:
+    """Fits the costs, writes them, and prints what the choice by them costs."""
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    seen: dict[tuple, list] = {}
+    for line in lines:
+        for name, us in line["us"].items():
+            if name not in ("cublas", "library"):
+                seen.setdefault((name, USES[line["kind"]]), []).append((line["M"], line["N"], line["K"], us))
+    costs: dict[str, dict] = {}
+    for (name, use), points in seen.items():
+        if len(points) < 5:
+            continue
+        way = _way(name)
+
+        def gaps(theta, way=way, use=use, points=points):
+            cost = Cost(*np.exp(theta))
+            return [math.log(predicted_us(way, cost, *size, use) / us) for *size, us in points]
+
+        found = [
+            least_squares(gaps, np.log([2, step, 1]), loss="soft_l1", f_scale=0.1, bounds=np.log([[0.5, 1, 0.02], [8, 2000, 200]]))
+            for step in (15, 40, 90)
+        ]
+        costs.setdefault(name, {})[use] = [float(f"{v:.3g}") for v in np.exp(min(found, key=lambda f: f.cost).x)]
+    served = [l for l in lines if "library" in l["us"] and l["kind"] != "fold" and l["waves"]]
+
+    def library_gaps(theta):
+        gemm_cost.LIBRARY.update(zip(("start", "rate", "step"), np.exp(theta)))
+        return [math.log(library_us(l["M"], l["N"], l["K"], USES[l["kind"]], l["waves"]) / l["us"]["library"]) for l in served]
+
+    library = np.exp(least_squares(library_gaps, np.log([3, 5, 20]), loss="soft_l1", f_scale=0.1).x)
+    _write(costs, dict(zip(("start", "rate", "step"), (float(f"{v:.3g}") for v in library))))
+    _say(lines, costs)
+
+
+def _write(costs: dict[str, dict], library: dict) -> None:
+    head = HEAD
+    text = [head, "\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k", *(f"{k} = {v}" for k, v in library.items())]
+    for table, ways in (("tile", TILES), ("ring", RINGS)):
+        for way in ways:
+            found = costs.get(str(tuple(way)) if table == "tile" else str([*way]))
+            if found:
+                usual = way._field_defaults
+                fields = [f"{k} = {str(v).lower()}" for k, v in way._asdict().items() if usual.get(k) != v]
+                text += [f"\n[[{table}]]", *fields, *(f"cost.{use} = {numbers}" for use, numbers in found.items())]
+    HERE.write_text("\n".join(text) + "\n", encoding="utf-8")
+    print(f"wrote {HERE.name}")
+
+
+HEAD = """# Written by tools/fit_gemm.py; read by gemm_cost.py. cost.USE = [µs before the first tile, ns for 16 of k, µs for a
+# tile's result], of products whose operands are stored by rows (forward, dX), by columns (dW), or that go on (fold).
+[device]
+multiprocessors = 132
+dram = 3.8  # TB/s
+l2 = 12.0"""
+
+
+def _say(lines: list[dict], costs: dict[str, dict]) -> None:
+    """Prints, by kind, the time of the choice over that of the best configuration measured."""
+    for table in ("tile", "ring"):
+        for kind, use in USES.items():
+            shares = []
+            for line in (l for l in lines if l["kind"] == kind):
+                size = line["M"], line["N"], line["K"]
+                ways = {
+                    n: predicted_us(_way(n), Cost(*costs[n][use]), *size, use)
+                    for n in line["us"]
+                    if use in costs.get(n, {}) and n.startswith("(" if table == "tile" else "[")
+                }
+                if ways:
+                    shares.append(line["us"][min(ways, key=ways.get)] / min(line["us"][n] for n in ways))
+            if shares:
+                print(f"{table:5}{kind:8} {len(shares):4} products: {statistics.geometric_mean(shares):.3f} of the best choice, worst {max(shares):.2f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("measure")
+    one.add_argument("out", type=Path)
+    one.add_argument("--seconds", type=float, default=120)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--part")
+    commands.add_parser("fit").add_argument("files", type=Path, nargs="+")
+    given = parser.parse_args()
+    if given.command == "measure":
+        measure(given.out, given.seconds, given.seed, given.part)
+    else:
+        fit(given.files)
