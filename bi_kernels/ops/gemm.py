@@ -98,7 +98,8 @@ def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.
         return x.new_empty(*lead, N)
     if K == 0:  # an empty sum is +0
         return x.new_zeros(*lead, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(*lead, 1)
-    return _launch(x if x.dim() == 2 else x.contiguous(), w, bias)
+    x = x if x.dim() == 2 else x.contiguous()
+    return _launch(x, w, bias)
 
 
 _opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
