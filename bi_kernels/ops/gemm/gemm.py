@@ -52,14 +52,19 @@ def _launch(
     start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches the program that is the cheapest for a product; see kernel.launch."""
-    (M, K), N = x.shape, w.shape[0]
-    given = x, w, bias
+    """Launches the program that is the cheapest for a product; see kernel.launch. x (…, K): of more than two
+    dimensions only where it is contiguous, without `start` and `out`."""
+    (N, K), flat = w.shape, x.dim() == 2
+    M, strides = (x.shape[0], x.stride()) if flat else (x.numel() // K, (K, 1))
+    dtypes = x.dtype, out_dtype or x.dtype
     try:
-        dtypes = x.dtype, out_dtype or x.dtype
-        way, cut = cheapest((M, N, K), (x.stride(), w.stride()), start is not None, dtypes, x.device)
+        way, cut = cheapest((M, N, K), (strides, w.stride()), start is not None, dtypes, x.device)
     except LookupError:
         way, cut = tile_for(M, N, K, "rows"), 0
+    if not flat:
+        y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not watched() else None
+        return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
+    given = x, w, bias
     if way is LIBRARY:
         y = launch_library(*given, out_dtype, out) if not cut else _in_two(*given, dtypes[1], out, cut)
         if y is not None and not watched():  # the static audit reads no library, but ours
@@ -88,11 +93,12 @@ def _launch_ring(*given) -> torch.Tensor:
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    (M, K), N = x.shape, w.shape[0]
-    if M == 0 or N == 0:
-        return x.new_empty(M, N)
+    (N, K), lead = w.shape, x.shape[:-1]
+    if 0 in lead or N == 0:
+        return x.new_empty(*lead, N)
     if K == 0:  # an empty sum is +0
-        return x.new_zeros(M, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(M, 1)
+        return x.new_zeros(*lead, N) if bias is None else (bias + torch.zeros_like(bias)).repeat(*lead, 1)
+    x = x if x.dim() == 2 else x.contiguous()
     return _launch(x, w, bias)
 
 
@@ -101,7 +107,7 @@ _opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
 
 @_opaque.register_fake
 def _(x, w, bias):
-    return x.new_empty(x.shape[0], w.shape[0])
+    return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
 def product(
@@ -174,18 +180,15 @@ class _Linear(torch.autograd.Function):
 def _apply(
     op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool
 ) -> torch.Tensor:
-    lead = x.shape[:-1]
+    def differentiable(x, weight, bias):
+        lead, trains = x.shape[:-1], weight.requires_grad or bias is not None and bias.requires_grad
+        rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
+        y = _Linear.apply(op, name, layout_for(op, lead, trains), across, rows, weight, bias)
+        return y if x.dim() == 2 else y.view(*lead, y.shape[-1])
 
-    def differentiable(*args):
-        trains = weight.requires_grad or bias is not None and bias.requires_grad
-        return _Linear.apply(op, name, layout_for(op, lead, trains), across, *args)
-
-    call = _gemm if not across else lambda x, weight, bias: _gemm(x, weight.t(), bias)
-    opaque = _opaque if not across else lambda x, weight, bias: _opaque(x, weight.t(), bias)
-    if len(lead) == 1:
-        return apply(call, opaque, differentiable, x, weight, bias)
-    y = apply(call, opaque, differentiable, x.reshape(lead.numel(), x.shape[-1]), weight, bias)
-    return y.view(*lead, y.shape[-1])
+    call = lambda x, weight, bias: _gemm(x, weight.t(), bias)
+    opaque = lambda x, weight, bias: _opaque(x, weight.t(), bias)
+    return apply(call if across else _gemm, opaque if across else _opaque, differentiable, x, weight, bias)
 
 
 @once

@@ -219,22 +219,23 @@ def launch(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """y (M, N) = x (M, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
+    """y (…, N) = x (…, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index
     kind = x.dtype, out_dtype, x.device, x.shape, w.shape, x.stride(), w.stride(), None if bias is None else bias.dtype
     low = x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())
     plan = _thread.straight.get(kind) if out is None and low % 16 == 0 else None
     if plan is not None and (bias is None or bias.is_contiguous()):
-        y = x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+        y = x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
         stream = torch._C._cuda_getCurrentRawStream(device)
         return y if plan.run(x, w, _bias_at(bias, device, plan.row), y, stream) else None
     if not serves(x.device) or x.dtype == torch.float32:
         return None
     if out_dtype not in (x.dtype, torch.float32) or bias is not None and bias.dtype != out_dtype:
         return None
-    given_x, given_w, (M, K), N = x, w, x.shape, w.shape[0]
-    x, w, y = prepared(x, w, out_dtype, out)
+    (N, K), lead, given = w.shape, x.shape[:-1], (x.data_ptr(), w.data_ptr())
+    x, w, y = prepared(x if x.dim() == 2 else x.reshape(-1, K), w, out_dtype, out)
+    M = len(x)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
     strides = x.stride(1 if x_t else 0), w.stride(1 if w_t else 0), y.stride(0)
     plan = _plan(device, (x.dtype, out_dtype), (M, N, K), strides, (x_t, w_t))
@@ -243,6 +244,7 @@ def launch(
     stream = torch._C._cuda_getCurrentRawStream(device)
     if plan is None or at is None or not plan.run(x, w, at, y, stream):
         return None
-    if out is None and x is given_x and w is given_w and y.shape[1] == N:
+    if out is None and given == (x.data_ptr(), w.data_ptr()) and y.shape[1] == N:
         _thread.straight[kind] = plan
-    return finished(y, N, out)
+    y = finished(y, N, out)
+    return y if len(lead) == 1 else y.view(*lead, N)
