@@ -9,7 +9,7 @@ import importlib
 _HOLDS = {
     "ops.elementwise": ("silu", "gelu", "swiglu", "add", "scale", "bias_add", "mask_fill", "cast"),
     "ops.rope": ("rope", "rope_table", "RopeTable", "packed_positions"),
-    "ops.gemm": ("linear", "matmul"),
+    "ops.gemm.gemm": ("linear", "matmul"),
     "ops.norm": ("rms_norm", "qk_norm", "add_rms_norm"),
     "ops.embedding": ("embedding",),
     "ops.lm_head": ("lm_head_logprob",),
