@@ -1,5 +1,6 @@
 """Holds what attention's launchers are told, forward and backward: a schedule, and where a call's sequences lie."""
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
 
 LOG2E = math.log2(math.e)
+PREFILL = "bi_kernels.ops.attention.hopper_forward"  # sm_90's; hopper_persistent has another of the same bits
 
 
 class Tiling(NamedTuple):
@@ -27,9 +29,7 @@ class Tiling(NamedTuple):
 
 def hopper_prefill(*given) -> None:
     """Launches sm_90's prefill; arguments of `hopper_forward.prefill`."""
-    from bi_kernels.ops.attention.hopper_forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
-
-    prefill(*given)
+    importlib.import_module(PREFILL).prefill(*given)  # here, for the interpreter does not know Gluon
 
 
 def hopper_keys(*given) -> None:
@@ -37,6 +37,13 @@ def hopper_keys(*given) -> None:
     from bi_kernels.ops.attention.hopper_backward import keys_backward  # noqa: PLC0415  (as above)
 
     keys_backward(*given)
+
+
+def hopper_queries(*given) -> None:
+    """Launches sm_90's dQ; arguments of `hopper_queries.queries_backward`."""
+    from bi_kernels.ops.attention.hopper_queries import queries_backward  # noqa: PLC0415  (as above)
+
+    queries_backward(*given)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Schedule:
     most: int = 4096  # programs of such a launch
     hopper_prefill: Callable | None = hopper_prefill  # on sm_90, where q, k and v fit; None: never
     hopper_keys: Callable | None = hopper_keys
+    hopper_queries: Callable | None = None  # or `hopper_queries`
     pause: int = 0  # nanoseconds by which some copies of sm_90's kernels are late, for an audit
 
 
