@@ -225,7 +225,7 @@ triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, g
 from bi_kernels.audit.experiments.late_copies import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
-from bi_kernels.ops.attention import hopper_forward, hopper_persistent
+from bi_kernels.ops.attention.hopper_forward import prefill
 from bi_kernels.ops.attention.hopper_backward import keys_backward
 from bi_kernels.ops.attention.hopper_queries import queries_backward
 for (width, group, causal, many), late in zip({cases}, (0, 1000)):
@@ -236,14 +236,13 @@ for (width, group, causal, many), late in zip({cases}, (0, 1000)):
         told = where, causal, 0.1, 0.1, 9, 16, late
         keys_backward(q, k, k, q, fp32, fp32, k, k, *told)
         queries_backward(q, k, k, q, fp32, fp32, q, *told)
-        for module in (hopper_forward, hopper_persistent):
-            module.prefill(*forward, late)
-            if late:
-                without_wait(module.__name__).prefill(*forward, 0)
+        prefill(*forward, late)
+        if late:
+            without_wait().prefill(*forward, 0)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
     for v in launches.variants.values():  # the loop over tiles hands all eight words of a tile on, in both groups
-        if v.src.fn.fn.__name__ in ("_hopper_persistent_kernel", "_hopper_queries_kernel"):
+        if v.src.fn.fn.__name__ in ("_hopper_prefill_kernel", "_hopper_queries_kernel"):
             print(v.asm["ttgir"].count("-> (" + ", ".join(["i32"] * 8)))
 """
 
@@ -254,8 +253,8 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     done = subprocess.run(
         [sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    kernels = ["keys", "queries", "prefill", "persistent"]
-    late = kernels[:2] + ["prefill"] * 2 + ["persistent"] * 2
+    kernels = ["keys", "queries", "prefill"]
+    late = kernels + ["prefill"]
     lines = lambda names: [f"_hopper_{name}_kernel sm_90 True True []" for name in names]
     expected = lines(kernels) + ["2"] * 2 + lines(late) + ["2"] * 3
     assert done.stdout.splitlines() == expected, done.stdout + done.stderr

@@ -18,9 +18,9 @@ from bi_kernels.audit.problem.call_layouts import pack, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
-from bi_kernels.ops.attention.schedule import PREFILL, is_hopper
+from bi_kernels.ops.attention.schedule import is_hopper
 
-LAYOUT = "late copies"
+MODULE, LAYOUT = "bi_kernels.ops.attention.hopper_forward", "late copies"
 NANOSECONDS = 20_000  # some ten times what a block takes
 LENGTHS = (2049, 300)
 
@@ -58,7 +58,7 @@ def _against_late(s: Subject, **schedule) -> list[Row]:
 
 
 @cache
-def without_wait(module: str = PREFILL) -> ModuleType:
+def without_wait(module: str = MODULE) -> ModuleType:
     """Returns a module of sm_90's prefill, made from its source without the wait for K."""
     source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
     edited, found = re.subn(r"wait\(k_full, i \+ 2, [^()]*\)", "wait(k_full, i + 2, i < 0)", source)

@@ -1,7 +1,7 @@
 """dQ of attention on sm_90, in Gluon: the summation order of backward_kernels.py, the product of one block of keys
 under the exponentials of the next.
 
-A program for each multiprocessor goes from tile to tile, as in hopper_persistent.py: four warps bring K and V, two more
+A program for each multiprocessor goes from tile to tile, as in hopper_forward.py: four warps bring K and V, two more
 groups of four have 64 query rows each. The bits are those of `queries_backward_kernel`: the same operations in the same
 order for each row.
 """
@@ -13,9 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, places, release, uniform, wait
-from bi_kernels.ops.attention.hopper_forward import _operand
-from bi_kernels.ops.attention.hopper_persistent import TURNS, _my_turn, _scores, _your_turn
+from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, operand, places, release, uniform, wait
+from bi_kernels.ops.attention.hopper_forward import TURNS, _my_turn, _scores, _your_turn
 from bi_kernels.ops.attention.hopper_tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
@@ -62,7 +61,7 @@ def _step(
     _my_turn(turns, i, ME, TURNS)
     s = _scores(qt, ks, i + 1, S)
     dp = _scores(dot, vs, i + 1, S)
-    acc = warpgroup_mma(_operand(ds, acc, ks.dtype), ks.index(i % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(operand(ds, acc, ks.dtype), ks.index(i % STAGES), acc, is_async=True)
     _your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(2, deps=[s])
     p = gl.exp2(gl.minimum(gl.fma(s, scale, -log_sum[:, None]), 0.0))
@@ -126,7 +125,7 @@ def _consume(
     less = _rows(delta, tile, there, S, ROWS, GROUP, HEADS, ME)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         base, row0, head, queries, length, whole, end, before = tile
-        whole = uniform(whole)  # as in hopper_persistent.py
+        whole = uniform(whole)  # as in hopper_forward.py
         row0 += ME * ROWS
         async_copy.wait_group(0)
         fence_async_shared()
@@ -154,7 +153,7 @@ def _consume(
                 kt.store(gl.where((key < length)[:, None], kt.load(WIDE), 0.0))
                 fence_async_shared()
             _my_turn(turns, before + last, ME, TURNS)
-            acc = warpgroup_mma(_operand(ds, acc, ks.dtype), kt, acc, is_async=True)
+            acc = warpgroup_mma(operand(ds, acc, ks.dtype), kt, acc, is_async=True)
             _your_turn(turns, ME, TURNS)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release(free, before + last)
@@ -243,7 +242,7 @@ def queries_backward(
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
     tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two;
-    late: nanoseconds by which some copies are, for an audit; turns: as in hopper_persistent.py.
+    late: nanoseconds by which some copies are, for an audit; turns: as in hopper_forward.py.
     """
     heads = k.shape[1]
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132

@@ -1,6 +1,5 @@
 """Holds what attention's launchers are told, forward and backward: a schedule, and where a call's sequences lie."""
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch import Tensor
 from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
 
 LOG2E = math.log2(math.e)
-PREFILL = "bi_kernels.ops.attention.hopper_forward"  # sm_90's; hopper_persistent has another of the same bits
 
 
 class Tiling(NamedTuple):
@@ -29,7 +27,9 @@ class Tiling(NamedTuple):
 
 def hopper_prefill(*given) -> None:
     """Launches sm_90's prefill; arguments of `hopper_forward.prefill`."""
-    importlib.import_module(PREFILL).prefill(*given)  # here, for the interpreter does not know Gluon
+    from bi_kernels.ops.attention.hopper_forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
+
+    prefill(*given)
 
 
 def hopper_keys(*given) -> None:
@@ -66,7 +66,7 @@ class Schedule:
     most: int = 4096  # programs of such a launch
     hopper_prefill: Callable | None = hopper_prefill  # on sm_90, where q, k and v fit; None: never
     hopper_keys: Callable | None = hopper_keys
-    hopper_queries: Callable | None = None  # or `hopper_queries`
+    hopper_queries: Callable | None = hopper_queries
     pause: int = 0  # nanoseconds by which some copies of sm_90's kernels are late, for an audit
 
 
