@@ -222,22 +222,28 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-from bi_kernels.ops.attention.hopper_backward import keys_backward
-from bi_kernels.ops.attention.hopper_forward import prefill
 from bi_kernels.audit.experiments.late_copies import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
+from bi_kernels.ops.attention.hopper_forward import prefill
+from bi_kernels.ops.attention.hopper_backward import keys_backward
+from bi_kernels.ops.attention.hopper_queries import queries_backward
 for (width, group, causal, many), late in zip({cases}, (0, 1000)):
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16
+        told = where, causal, 0.1, 0.1, 9, 16, late
+        keys_backward(q, k, k, q, fp32, fp32, k, k, *told)
+        queries_backward(q, k, k, q, fp32, fp32, q, *told)
         prefill(*forward, late)
-        keys_backward(q, k, k, q, fp32, fp32, k, k, where, causal, 0.1, 0.1, 9, 16, late)
         if late:
             without_wait().prefill(*forward, 0)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
+    for v in launches.variants.values():  # the loop over tiles hands all eight words of a tile on, in both groups
+        if v.src.fn.fn.__name__ in ("_hopper_prefill_kernel", "_hopper_queries_kernel"):
+            print(v.asm["ttgir"].count("-> (" + ", ".join(["i32"] * 8)))
 """
 
 
@@ -247,6 +253,8 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     done = subprocess.run(
         [sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.stdout.splitlines() == [
-        f"_hopper_{name}_kernel sm_90 True True []" for name in ("prefill", "keys")
-    ] * len(cases) + ["_hopper_prefill_kernel sm_90 True True []"], done.stdout + done.stderr
+    kernels = ["keys", "queries", "prefill"]
+    late = kernels + ["prefill"]
+    lines = lambda names: [f"_hopper_{name}_kernel sm_90 True True []" for name in names]
+    expected = lines(kernels) + ["2"] * 2 + lines(late) + ["2"] * 3
+    assert done.stdout.splitlines() == expected, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 Some copies are made late, and no bit may change: what is read too early would be of an earlier block."""
 
 import importlib.util
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -57,17 +58,17 @@ def _against_late(s: Subject, **schedule) -> list[Row]:
 
 
 @cache
-def without_wait() -> ModuleType:
-    """Returns the module of sm_90's prefill, made from its source without the wait for K."""
-    source = Path(importlib.util.find_spec(MODULE).origin).read_text(encoding="utf-8")
-    edited = source.replace("wait(k_full, i + 2, i + 2 <= last)", "wait(k_full, i + 2, i < 0)")
-    if edited == source:
-        raise ValueError(f"{MODULE} has no wait for K that this control could leave out")
+def without_wait(module: str = MODULE) -> ModuleType:
+    """Returns a module of sm_90's prefill, made from its source without the wait for K."""
+    source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    edited, found = re.subn(r"wait\(k_full, i \+ 2, [^()]*\)", "wait(k_full, i + 2, i < 0)", source)
+    if not found:
+        raise ValueError(f"{module} has no wait for K that this control could leave out")
     folder = TemporaryDirectory()
-    path = Path(folder.name, "hopper_forward_without_wait.py")
+    path = Path(folder.name, f"{module.rpartition('.')[2]}_without_wait.py")
     path.write_text(edited, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.folder = folder  # there as long as the module is
-    return module
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    made.folder = folder  # there as long as the module is
+    return made

@@ -1,6 +1,6 @@
 """Launches attention's backward: Σ out dout, then dK and dV, and dQ.
 
-On sm_90 hopper_backward.py has a faster dK and dV of the same bits.
+On sm_90 hopper_backward.py has a faster dK and dV of the same bits, and hopper_queries.py a dQ.
 """
 
 import torch
@@ -87,11 +87,16 @@ def attention_backward(
 
     wide = schedule.fp32 if q.dtype == torch.float32 else schedule.wide_backward if shape["D"] > 128 else None
     keys, queries = wide or schedule.keys, wide or schedule.queries
-    if dk is not None and schedule.hopper_keys and not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0:
-        total, room = most_tiles(len(k), count, 128), room_for(count)
-        schedule.hopper_keys(*inputs, dk, dv, where, causal, log2_scale, scale, total, room, schedule.pause)
+    hopper = not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
+    told = where, causal, log2_scale, scale
+    if dk is not None and schedule.hopper_keys and hopper:
+        total = most_tiles(len(k), count, 128)
+        schedule.hopper_keys(*inputs, dk, dv, *told, total, room_for(count), schedule.pause)
     elif dk is not None:
         launch(keys_backward_kernel, keys, len(k), keys.columns, dk, dv)
-    if dq is not None:
+    if dq is not None and schedule.hopper_queries and hopper:
+        total = most_tiles(tokens * shape["GROUP"], count, 128)
+        schedule.hopper_queries(*inputs, dq, *told, total, room_for(count), schedule.pause)
+    elif dq is not None:
         launch(queries_backward_kernel, queries, tokens * shape["GROUP"], queries.rows, dq)
     return [dq, dk, dv]

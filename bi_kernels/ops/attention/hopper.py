@@ -125,6 +125,17 @@ def release(bar, i):
     mbarrier.arrive(bar.index(i % STAGES))
 
 
+@gluon.jit
+def over(x, acc):
+    """Returns a value per row, as a column beside acc."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def operand(p, acc, dtype: gl.constexpr):
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
 def descriptor(t: torch.Tensor) -> TensorDescriptor:
     """Returns blocks of 64 rows of one head, of t (rows, heads, D)."""
     rows, heads, width = t.shape

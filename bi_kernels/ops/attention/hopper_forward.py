@@ -1,24 +1,28 @@
 """Attention's prefill on sm_90, in Gluon: the summation order of forward_kernels.py, the products of one block of keys
 under the softmax of the next.
 
-Four warps bring K and V through a ring of TMA stages; two more groups of four have 64 query rows each. The bits are
-those of `attention_kernel`: the same operations in the same order for each row, and the row sums of the same layout.
+A program for each multiprocessor goes from tile to tile. Four warps bring K and V through a ring of TMA stages, ahead
+into the next tile; two more groups of four have 64 query rows each. The bits are those of `attention_kernel`: the same
+operations in the same order for each row, and the row sums of the same layout.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, pause, places, query_tile, release, wait
+from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, operand, over, places, release, uniform, wait
+from bi_kernels.ops.attention.hopper_tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
+TURNS = False  # they start their products in turns
 
 
 @gluon.jit
@@ -43,18 +47,7 @@ def _merge(m, l, acc, m_next, l_next, acc_next, scale):
     top = gl.maximum(m, m_next)
     base = gl.where(top == -float("inf"), 0.0, top)
     a, b = gl.exp2((m - base) * scale), gl.exp2((m_next - base) * scale)
-    return top, l * a + l_next * b, acc * _over(a, acc) + acc_next * _over(b, acc)
-
-
-@gluon.jit
-def _over(x, acc):
-    """Returns a value per row, as a column beside acc."""
-    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _operand(p, acc, dtype: gl.constexpr):
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    return top, l * a + l_next * b, acc * over(a, acc) + acc_next * over(b, acc)
 
 
 @gluon.jit
@@ -68,23 +61,52 @@ def _scores(qt, ks, i, S: gl.constexpr):
 
 
 @gluon.jit
+def _my_turn(turns, i, ME: gl.constexpr, TURNS: gl.constexpr):
+    """Waits until the other group of warps has started its products: the softmax of one is under those of the other."""
+    if TURNS:
+        mbarrier.wait(turns.index(ME), (i & 1) ^ 1 if ME == 0 else i & 1)
+
+
+@gluon.jit
+def _your_turn(turns, ME: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - ME))
+
+
+@gluon.jit
 def _step(
-    i, last, tiles, bars, state, alpha, p, masks, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
+    j,
+    last,
+    before,
+    tiles,
+    bars,
+    state,
+    masks,
+    scale,
+    CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr,
+    S: gl.constexpr,
+    ME: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
-    """Computes the product with V of block i, under the scores and the softmax of the next one, whose K is there."""
+    """Computes the product with V of a tile's block j, under the scores and the softmax of the next one, whose K is
+    there; before: blocks before the tile's."""
     qt, ks, vs = tiles
-    k_full, v_full, free = bars
-    m, l, acc = state
+    k_full, v_full, free, turns = bars
+    m, l, acc, alpha, p = state
     position, length = masks
     STAGES: gl.constexpr = vs.shape[0]
+    i, start = before + j, (j + 1) * ks.shape[1]
+    _my_turn(turns, i, ME, TURNS)
     s = _scores(qt, ks, i + 1, S)
-    acc = acc * _over(alpha, acc)
+    acc = acc * over(alpha, acc)
     wait(v_full, i)
-    acc = warpgroup_mma(_operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
+    _your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(1, deps=[s])
-    m, l, alpha, p = _softmax(s, m, l, (i + 1) * p.shape[1], position, length, scale, CAUSAL, MASKED)
+    m, l, alpha, p = _softmax(s, m, l, start, position, length, scale, CAUSAL, MASKED)
     # here, for ptxas moves the wait below above the softmax unless a branch is between
-    wait(k_full, i + 2, i + 2 <= last)
+    wait(k_full, i + 2, j + 2 <= last)
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(free, i)
     return m, l, acc, alpha, p
@@ -95,6 +117,7 @@ def _consume(
     results,
     tiles,
     bars,
+    info,
     where,
     scale,
     GROUP: gl.constexpr,
@@ -103,12 +126,13 @@ def _consume(
     SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr,
     MANY: gl.constexpr,
+    TURNS: gl.constexpr,
     ME: gl.constexpr,
 ):
-    """Computes the rows of one group of warps."""
+    """Computes the rows of one group of warps, of tile after tile."""
     q, out, lse = results
     qs, ks, vs = tiles
-    k_full, v_full, free = bars
+    k_full, v_full, free, told, turns = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
@@ -117,90 +141,65 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    qt, head = qs.index(ME), gl.program_id(1)
-    base, row0, row_k, queries, length, whole, end = query_tile(where, GROUP, 2 * ROWS, COUNT, BLOCK, CAUSAL)
-    row0 += ME * ROWS
-    offset, there = places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
-    offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
-    qt.store(gl.load(q + offset, mask=there[:, None], other=0.0))
-    fence_async_shared()
-    position = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP + length - queries
-    tiles, masks = (qt, ks, vs), (position, length)
-    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-    l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    acc = gl.zeros([ROWS, D], gl.float32, O)
-    for n in range(gl.cdiv(end, SPLIT)):
-        i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
-        middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
-        wait(k_full, i)
-        s = warpgroup_mma_wait(0, deps=[_scores(qt, ks, i, S)])
-        m_own = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        l_own = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        acc_own = gl.zeros([ROWS, D], gl.float32, O)
-        m_own, l_own, alpha, p = _softmax(s, m_own, l_own, i * BLOCK, position, length, scale, CAUSAL, True)
-        wait(k_full, i + 1, i < last)
-        for j in range(i, middle):
-            m_own, l_own, acc_own, alpha, p = _step(
-                j, last, tiles, bars, (m_own, l_own, acc_own), alpha, p, masks, scale, CAUSAL, False, S
-            )
-        for j in range(middle, last):
-            m_own, l_own, acc_own, alpha, p = _step(
-                j, last, tiles, bars, (m_own, l_own, acc_own), alpha, p, masks, scale, CAUSAL, True, S
-            )
-        acc_own = acc_own * _over(alpha, acc_own)
-        vt = vs.index(last % STAGES)
-        wait(v_full, last)
-        if last * BLOCK + BLOCK > length:  # rows of a neighbour
-            key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
-            vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
-            fence_async_shared()
-        acc_own = warpgroup_mma(_operand(p, acc_own, ks.dtype), vt, acc_own)
-        release(free, last)
-        if MANY:
-            m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
-        else:
-            m, l, acc = m_own, l_own, acc_own
-
-    none = (l == 0.0) & (m == -float("inf"))
-    y = (acc + 0.0) / _over(gl.where(none, 1.0, l), acc)
-    # lest the offsets above stay alive
-    row0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1)
-    offset, there = places(base, row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
-    offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
-    gl.store(out + offset, gl.convert_layout(y.to(out.dtype.element_ty), WIDE), mask=there[:, None])
-    at, there = places(base, row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
-    gl.store(lse + at, gl.where(none, -float("inf"), (m * scale + gl.log2(l)) * 0.6931471805599453), mask=there)
-
-
-@gluon.jit
-def _produce(
-    k_tma,
-    v_tma,
-    ks,
-    vs,
-    bars,
-    where,
-    GROUP: gl.constexpr,
-    SIZE: gl.constexpr,
-    COUNT: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    PAUSE: gl.constexpr,
-):
-    """Copies K and V, block after block, into the ring."""
-    k_full, v_full, free = bars
-    STAGES: gl.constexpr = ks.shape[0]
-    BLOCK: gl.constexpr = ks.shape[1]
-    D: gl.constexpr = ks.shape[2]
-    base, row0, row, queries, length, whole, end = query_tile(where, GROUP, SIZE, COUNT, BLOCK, CAUSAL)
-    for i in range(gl.cdiv(end, BLOCK)):
-        at = [row + i * BLOCK, gl.program_id(1) * D]
-        wait(free, i - STAGES, i >= STAGES)
-        pause(i // 2 + 1, PAUSE)
-        mbarrier.expect(k_full.index(i % STAGES), k_tma.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tma, at, k_full.index(i % STAGES), ks.index(i % STAGES))
-        pause(i, PAUSE)
-        mbarrier.expect(v_full.index(i % STAGES), v_tma.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_tma, at, v_full.index(i % STAGES), vs.index(i % STAGES))
+    items = items_of(where, GROUP, HEADS, 2 * ROWS, COUNT)
+    qt, there = qs.index(ME), gl.program_id(0) < items
+    here, bars = (qt, ks, vs), (k_full, v_full, free, turns)
+    tile = tile_of(info, told, 0, there)
+    fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
+    async_copy.commit_group()
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        base, row0, head, queries, length, whole, end, before = tile
+        whole = uniform(whole)  # Triton takes the first tile's where a number only bounds loops in this loop
+        row0 += ME * ROWS
+        async_copy.wait_group(0)
+        fence_async_shared()
+        position = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP + length - queries
+        masks = position, length
+        lowest = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        zero = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        m, l, acc = lowest, zero, gl.zeros([ROWS, D], gl.float32, O)
+        for n in range(gl.cdiv(end, SPLIT)):
+            i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
+            middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
+            wait(k_full, before + i)
+            s = warpgroup_mma_wait(0, deps=[_scores(qt, ks, before + i, S)])
+            m_own, l_own, alpha, p = _softmax(s, lowest, zero, i * BLOCK, position, length, scale, CAUSAL, True)
+            own = m_own, l_own, gl.zeros([ROWS, D], gl.float32, O), alpha, p
+            wait(k_full, before + i + 1, i < last)
+            for j in range(i, middle):
+                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, False, S, ME, TURNS)
+            for j in range(middle, last):
+                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, True, S, ME, TURNS)
+            m_next, l_next, acc_next, factor, weights = own
+            acc_next = acc_next * over(factor, acc_next)
+            vt = vs.index((before + last) % STAGES)
+            wait(v_full, before + last)
+            if last * BLOCK + BLOCK > length:  # rows of a neighbour
+                key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
+                vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
+                fence_async_shared()
+            _my_turn(turns, before + last, ME, TURNS)
+            acc_next = warpgroup_mma(operand(weights, acc_next, ks.dtype), vt, acc_next, is_async=True)
+            _your_turn(turns, ME, TURNS)
+            acc_next = warpgroup_mma_wait(0, deps=[acc_next])
+            release(free, before + last)
+            if MANY:
+                m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
+            else:
+                m, l, acc = m_next, l_next, acc_next
+        there = item + gl.num_programs(0) < items
+        tile = tile_of(info, told, item // gl.num_programs(0) + 1, there)
+        fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
+        async_copy.commit_group()
+        none = (l == 0.0) & (m == -float("inf"))
+        y = (acc + 0.0) / over(gl.where(none, 1.0, l), acc)
+        # lest the offsets above stay alive
+        row0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1)
+        offset, inside = places(base.to(gl.int64), row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
+        offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+        gl.store(out + offset, gl.convert_layout(y.to(out.dtype.element_ty), WIDE), mask=inside[:, None])
+        at, inside = places(base.to(gl.int64), row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
+        gl.store(lse + at, gl.where(none, -float("inf"), (m * scale + gl.log2(l)) * 0.6931471805599453), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["sequences"])
@@ -225,29 +224,24 @@ def _hopper_prefill_kernel(
     MANY: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    WORDS: gl.constexpr,
+    TURNS: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
-    """Computes a tile of queries of one key head's group against all of their keys."""
+    """Computes tiles of queries of one key head's group against all of their keys."""
     BLOCK: gl.constexpr = k_tma.block_shape[0]
     D: gl.constexpr = k_tma.block_shape[1]
     ks = gl.allocate_shared_memory(k_tma.dtype, [STAGES, BLOCK, D], k_tma.layout)
     vs = gl.allocate_shared_memory(k_tma.dtype, [STAGES, BLOCK, D], k_tma.layout)
     qs = gl.allocate_shared_memory(k_tma.dtype, [2, ROWS, D], k_tma.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), 1)
-        mbarrier.init(v_full.index(i), 1)
-        mbarrier.init(free.index(i), 2)
-    fence_async_shared()
-    bars, where = (k_full, v_full, free), (first_q, length_q, first_k, length_k, sequences)
+    info = gl.allocate_shared_memory(gl.int32, [WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars, where = barriers(STAGES), (first_q, length_q, first_k, length_k, sequences)
     tiles, results = (qs, ks, vs), (q, out, lse)
     gl.warp_specialize(
         [
-            (_produce, (k_tma, v_tma, ks, vs, bars, where, GROUP, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
-            (_consume, (results, tiles, bars, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
-            (_consume, (results, tiles, bars, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
+            (produce, (k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, TURNS, 0)),
+            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, TURNS, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -268,15 +262,19 @@ def prefill(
     tiles: int,
     room: int,
     late: int,
+    turns: bool = TURNS,
+    stages: int = STAGES,
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
     where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a
     sequence; tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power
-    of two; late: nanoseconds by which some copies are, for an audit.
+    of two; late: nanoseconds by which some copies are, for an audit; turns: the groups of warps start their products in
+    turns.
     """
     heads = k.shape[1]
-    _hopper_prefill_kernel[(tiles, heads)](
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
+    _hopper_prefill_kernel[(min(programs, tiles * heads),)](
         q,
         descriptor(k),
         descriptor(v),
@@ -292,8 +290,10 @@ def prefill(
         SPLIT=split,
         CAUSAL=causal,
         MANY=many,
-        STAGES=STAGES,
+        STAGES=stages,
         REGISTERS=REGISTERS,
+        WORDS=WORDS,
+        TURNS=turns,
         PAUSE=late,
         num_warps=4,
         enable_fp_fusion=False,

@@ -38,6 +38,13 @@ def hopper_keys(*given) -> None:
     keys_backward(*given)
 
 
+def hopper_queries(*given) -> None:
+    """Launches sm_90's dQ; arguments of `hopper_queries.queries_backward`."""
+    from bi_kernels.ops.attention.hopper_queries import queries_backward  # noqa: PLC0415  (as above)
+
+    queries_backward(*given)
+
+
 @dataclass(frozen=True, eq=False)  # by identity: a launch looks one up
 class Schedule:
     """Says where the sums are cut, and which program computes what. `block` and `split` are the summation order;
@@ -58,6 +65,7 @@ class Schedule:
     most: int = 4096  # programs of such a launch
     hopper_prefill: Callable | None = hopper_prefill  # on sm_90, where q, k and v fit; None: never
     hopper_keys: Callable | None = hopper_keys
+    hopper_queries: Callable | None = hopper_queries
     pause: int = 0  # nanoseconds by which some copies of sm_90's kernels are late, for an audit
 
 
