@@ -162,7 +162,7 @@ def _gemm_kernel(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -235,7 +235,7 @@ def launch(
     grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
     persistent = tile.persistent if start is None else 0  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
-        grid = min(grid, tile.persistent * _multiprocessors(x.device))
+        grid = min(grid, tile.persistent * multiprocessors(x.device))
     _gemm_kernel[(grid,)](
         _descriptor(x, tile.m, tile.k, x_t),
         _descriptor(w, tile.n, tile.k, w_t),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
-    *("Tile", "tile_for", "tiles", "_multiprocessors", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
+    *("Tile", "tile_for", "tiles", "multiprocessors", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
     *("room_for", "_remind", "remind", "_checked", "check_ids", "checked_targets", "_integers", "_Unset", "_"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
