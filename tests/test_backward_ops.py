@@ -267,7 +267,7 @@ def test_dw_is_the_tensor_cores_fold_over_slabs_of_16_tokens(dtype):
     assert_same_bits(parameters["bias"].main_grad, torch.from_numpy(bias[:, 0].copy()), "dbias")
 
 
-@pytest.mark.parametrize("many", [1, 64, 10**6], ids=lambda many: f"heavy from {2 * many}")
+@pytest.mark.parametrize("many", [1, 64, 2**12], ids=lambda many: f"heavy from {2 * many}")
 @EVERY_DTYPE
 def test_a_row_of_the_table_is_folded_token_by_token(dtype, many, monkeypatch):
     """Runs of 1, 2, 127, 128 and 150 tokens of an id, whichever of the two kernels folds them."""

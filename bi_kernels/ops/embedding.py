@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_integer, integers, once, seen, unseen
 from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.ops.fold import add_rows
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
-ELEMENTS, WARPS = 1024, 4  # that one program copies
-MANY = 64
+ELEMENTS, WARPS = 2048, 4  # that one program copies
+MANY = 256
 LIGHT = {"BLOCK": 2048, "TOKENS": 4, "STAGES": 1, "num_warps": 4}
 HEAVY = {"BLOCK": 32, "TOKENS": 64, "STAGES": 6, "num_warps": 1}
 
@@ -31,22 +32,10 @@ def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, 
     tl.store(y + token.to(tl.int64)[:, None] * width + col[None, :], row, mask=inside)
 
 
-@triton.jit
-def _add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """total + rows[:, 0] + rows[:, 1] + …, from the left; rows is (BLOCK, COUNT)."""
-    if COUNT == 1:
-        total += tl.reshape(rows, (BLOCK,)).to(tl.float32)
-    else:
-        before, after = tl.split(tl.permute(tl.reshape(rows, (BLOCK, 2, COUNT // 2)), (0, 2, 1)))
-        total = _add_rows(_add_rows(total, before, BLOCK, COUNT // 2), after, BLOCK, COUNT // 2)
-    return total
-
-
 @jit
 def _embedding_backward_kernel(
     dy,
     rows,
-    starts,
     ends,
     ids,
     out,
@@ -61,35 +50,45 @@ def _embedding_backward_kernel(
     EVEN: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """The tokens' rows of dy, sorted by id, with the first and the last of the same id: one program folds all of an
-    id's.
+    """The tokens' rows of dy, sorted by id, and the last of the same id: one program folds all of an id's.
 
     An id of at least 2 · MANY tokens has a launch of its own (HEAVY), with narrower blocks and more loads in flight.
     Its run holds a multiple of MANY, and the first of those is its program's.
     """
     blocks = tl.cdiv(width, BLOCK)
     at = tl.program_id(0) // blocks * (MANY if HEAVY else 1)
-    first = tl.load(starts + at)
+    index = tl.load(ids + at)
+    before = tl.load(ids + at - (MANY if HEAVY else 1), mask=at > 0, other=-2)
+    line = tl.load(rows + at).to(tl.int64)
     end = tl.load(ends + at)
+    first = at
     if HEAVY:
-        mine = (end - first >= 2 * MANY) & (at - first < MANY)
-    else:
-        mine = (at == first) & (end - first < 2 * MANY)
-    index = tl.load(ids + at).to(tl.int64)
+        near = at - MANY + tl.arange(0, MANY)
+        first -= tl.sum((tl.load(ids + near, mask=near >= 0, other=-2) == index).to(tl.int32), 0)
+    mine = (before != index) & ((end - first >= 2 * MANY) == HEAVY)
     if mine & (index >= 0) & (index < vocab) & (index != padding_id):
         col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = (col < width) | EVEN
+        place = index.to(tl.int64) * width + col
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         if CONTINUES:
-            total = tl.load(out + index * width + col, mask=inside, other=0.0)
-        for token in tl.range(first, end, TOKENS, num_stages=STAGES):
-            some = token + tl.arange(0, TOKENS)
-            row = tl.load(rows + some, mask=some < end, other=0).to(tl.int64)
-            values = tl.load(
-                dy + row[:, None] * width + col[None, :], mask=(some < end)[:, None] & inside[None, :], other=0.0
-            )
-            total = _add_rows(total, tl.trans(values), BLOCK, TOKENS)
-        tl.store(out + index * width + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)
+            total = tl.load(out + place, mask=inside, other=0.0)
+        if HEAVY:
+            for token in tl.range(first, end, TOKENS, num_stages=STAGES):
+                some = token + tl.arange(0, TOKENS)
+                row = tl.load(rows + some, mask=some < end, other=0).to(tl.int64)
+                values = tl.load(
+                    dy + row[:, None] * width + col[None, :], mask=(some < end)[:, None] & inside[None, :], other=0.0
+                )
+                total = add_rows(total, tl.trans(values), BLOCK, TOKENS)
+        else:
+            total += tl.load(dy + line * width + col, mask=inside, other=0.0).to(tl.float32)
+            for token in tl.range(first + 1, end, TOKENS):
+                for i in tl.static_range(TOKENS):  # the loads are all on their way before the first is added
+                    line = tl.load(rows + token + i, mask=token + i < end, other=0).to(tl.int64)
+                    value = tl.load(dy + line * width + col, mask=inside & (token + i < end), other=0.0)
+                    total += value.to(tl.float32)
+        tl.store(out + place, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
 @remembered
@@ -118,11 +117,14 @@ def _fold_rows(
     padding_id: int | None,
 ) -> torch.Tensor | None:
     dy, width = dy.contiguous(), dy.shape[-1]
-    rows = layout.rows_on(ids.device)
-    ids = ids.reshape(-1)[rows].long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
+    ids = ids.reshape(-1)
+    if not layout.identity:
+        rows = layout.rows_on(ids.device)
+        ids = ids[rows]
+    ids = ids.long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
     ids, order = torch.sort(ids.to(torch.int32) if len(weight) < 2**31 else ids, stable=True)
-    rows = rows[order]
-    starts, ends = (torch.searchsorted(ids, ids, right=right, out_int32=True) for right in (False, True))
+    rows = order if layout.identity else rows[order]
+    ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
     out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
     padding_id = -1 if padding_id is None else padding_id
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
@@ -132,7 +134,6 @@ def _fold_rows(
             _embedding_backward_kernel[(programs * triton.cdiv(width, block),)](
                 dy,
                 rows,
-                starts,
                 ends,
                 ids,
                 out,

@@ -14,13 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned, apply, check, check_number, check_shape, once
 from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.ops.fold import fold_partials
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
 BLOCKS = ((1024, 2048, 4), (4096, 4096, 8), (32768, 0, 16))
 WIDEST = BLOCKS[-1][0]  # a row is held in registers
-STAGES = 3
-FOLD_COLUMNS, FOLD_UNROLL, FOLD_STAGES = 32, 16, 6
+STAGES = 4  # rounds of a backward whose rows are on their way, at most
+SHARED = 160 * 1024  # bytes of shared memory that they may take
 
 
 @jit(do_not_specialize=["rows"])
@@ -55,7 +56,7 @@ def _rms_norm_kernel(
     tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _rms_norm_backward_kernel(
     x,
     weight,
@@ -65,9 +66,10 @@ def _rms_norm_backward_kernel(
     slots,
     dx,
     partial,
-    heads,
+    tokens,
     width,
     count,
+    HEADS: tl.constexpr,
     HAS_DH: tl.constexpr,
     NEEDS_DX: tl.constexpr,
     NEEDS_DW: tl.constexpr,
@@ -76,15 +78,19 @@ def _rms_norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
+    """One slab of 16 tokens, each of HEADS rows: their dx, and the slab's partial sum of dweight."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
     w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
-    for first in tl.range(0, SLAB * heads, BLOCK_R, num_stages=STAGES):
+    for first in tl.range(0, SLAB * HEADS, BLOCK_R, num_stages=STAGES):
         at_row = first + tl.arange(0, BLOCK_R)
-        token = tl.load(slots + slab * SLAB + at_row // heads, mask=at_row < SLAB * heads, other=-1)
-        row = token.to(tl.int64) * heads + at_row % heads
+        token = slab * SLAB + at_row // HEADS
+        if slots is None:
+            token = tl.where((at_row < SLAB * HEADS) & (token < tokens), token, -1)
+        else:
+            token = tl.load(slots + token, mask=at_row < SLAB * HEADS, other=-1)
+        row = token.to(tl.int64) * HEADS + at_row % HEADS
         at = row[:, None] * width + col[None, :]
         inside = (token >= 0)[:, None] & (col < width)[None, :]
         scale = tl.load(rstd + row, mask=token >= 0, other=0.0)[:, None]
@@ -103,35 +109,16 @@ def _rms_norm_backward_kernel(
         tl.store(partial + slab.to(tl.int64) * width + col, tl.sum(total, 0), mask=col < width)
 
 
-@jit
-def _fold_partials_kernel(
-    partial,
-    start,
-    out,
-    slabs,
-    width,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
-    CONTINUES: tl.constexpr,
-):
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < width
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    if CONTINUES:
-        total = tl.load(start + col, mask=inside, other=0.0)
-    at = col.to(tl.int64)
-    for first in tl.range(0, slabs, UNROLL, num_stages=STAGES):
-        for i in tl.static_range(UNROLL):  # the loads of a round are all on their way before the first is added
-            total += tl.load(partial + at, mask=inside & (first + i < slabs), other=0.0)
-            at += width
-    tl.store(out + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)  # a zero sum is +0, however many zeros
-
-
 def _blocks(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     elements, warps = next((elements, warps) for most, elements, warps in BLOCKS if width <= most)
     return {"BLOCK_R": max(1, elements // columns), "BLOCK_H": columns, "num_warps": warps}
+
+
+def _stages(blocks: dict[str, int], *loaded: torch.Tensor | None) -> int:
+    """Returns as many stages of a loop as shared memory holds, whose rounds load a block of each tensor."""
+    size = sum(x.element_size() for x in loaded if x is not None) * blocks["BLOCK_R"] * blocks["BLOCK_H"]
+    return max(1, min(STAGES, SHARED // size + 1))
 
 
 @remembered
@@ -177,6 +164,7 @@ def _backward(
     if needs_dx:
         dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
+    blocks = _blocks(width)
     if slabs and width:
         _rms_norm_backward_kernel[(slabs,)](
             x,
@@ -184,35 +172,24 @@ def _backward(
             rstd,
             aligned(dy),
             None if dh is None else aligned(dh),
-            layout.slots_on(x.device),
+            None if layout.identity else layout.slots_on(x.device),
             dx,
             partial,
-            heads,
+            layout.rows,
             width,
             float(width),
+            HEADS=heads,
             HAS_DH=dh is not None,
             NEEDS_DX=needs_dx,
             NEEDS_DW=needs_dw,
             SLAB=SLAB,
-            STAGES=STAGES,
+            STAGES=_stages(blocks, x, dy, dh),
             enable_fp_fusion=False,
-            **_blocks(width),
+            **blocks,
         )
     if needs_dw:
         out = torch.empty_like(weight) if buffer is None else buffer
-        _fold_partials_kernel[(triton.cdiv(width, FOLD_COLUMNS),)](
-            partial,
-            buffer,
-            out,
-            slabs,
-            width,
-            BLOCK=FOLD_COLUMNS,
-            UNROLL=FOLD_UNROLL,
-            STAGES=FOLD_STAGES,
-            CONTINUES=buffer is not None,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        fold_partials(partial, buffer, out)
         dw = out if buffer is None else None
     return dx, dw
 

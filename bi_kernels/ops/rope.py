@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import apply, check, check_shape, integers, once
 from bi_kernels.launch import Launch, jit, remembered
 
-BLOCK_R, WARPS = 32, 4
+BLOCK_R, WARPS = 16, 4
 
 
 class RopeTable(NamedTuple):
@@ -32,9 +32,9 @@ def _rope_kernel(
     positions,
     y,
     rows,
-    heads,
     half,
     table_rows,
+    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -43,7 +43,15 @@ def _rope_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (i < half)[None, :]
-    position = tl.load(positions + row // heads, mask=row < rows, other=0)
+    if INTERLEAVED:  # one contiguous access to both halves of every pair
+        at = row[:, None] * (2 * half) + tl.arange(0, 2 * BLOCK_D)[None, :]
+        held = (row < rows)[:, None] & (tl.arange(0, 2 * BLOCK_D) < 2 * half)[None, :]
+        pairs = tl.load(x + at, mask=held, other=0.0)
+    else:
+        at = row[:, None] * (2 * half) + i[None, :]
+        first = tl.load(x + at, mask=inside, other=0.0)
+        second = tl.load(x + at + half, mask=inside, other=0.0)
+    position = tl.load(positions + row // HEADS, mask=row < rows, other=0)
     # a position outside the table gives NaN, not the angle of a neighbour
     known = inside & ((position >= 0) & (position < table_rows))[:, None]
     angle = position[:, None] * half + i[None, :]
@@ -51,16 +59,12 @@ def _rope_kernel(
     s = tl.load(sin + angle, mask=known, other=float("nan"))
     if BACKWARD:
         s = -s
-    if INTERLEAVED:  # one contiguous access to both halves of every pair
-        both = row[:, None] * (2 * half) + tl.arange(0, 2 * BLOCK_D)[None, :]
-        pairs = (row < rows)[:, None] & (tl.arange(0, 2 * BLOCK_D) < 2 * half)[None, :]
-        x1, x2 = tl.load(x + both, mask=pairs, other=0.0).to(tl.float32).reshape(BLOCK_R, BLOCK_D, 2).split()
+    if INTERLEAVED:
+        x1, x2 = pairs.to(tl.float32).reshape(BLOCK_R, BLOCK_D, 2).split()
         z = tl.join(x1 * c - x2 * s, x2 * c + x1 * s).reshape(BLOCK_R, 2 * BLOCK_D)
-        tl.store(y + both, z.to(y.dtype.element_ty), mask=pairs)
+        tl.store(y + at, z.to(y.dtype.element_ty), mask=held)
     else:
-        at = row[:, None] * (2 * half) + i[None, :]
-        x1 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+        x1, x2 = first.to(tl.float32), second.to(tl.float32)
         tl.store(y + at, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
         tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
@@ -74,9 +78,9 @@ def _launch_for(
         device,
         (triton.cdiv(rows, BLOCK_R),),
         rows,
-        heads,
         dim // 2,
         table_rows,
+        HEADS=heads,
         INTERLEAVED=interleaved,
         BACKWARD=backward,
         BLOCK_R=BLOCK_R,
