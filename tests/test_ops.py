@@ -219,10 +219,10 @@ def test_small_products_get_small_tiles():
 @pytest.mark.parametrize(
     "waves, cut",
     [
-        (lambda n: n / 2500, 2560),  # whole waves of tiles: 5120 columns fill 2.05
+        (lambda n: n / 2400 if n > 2048 else n / 600, 4608),  # 2.13 waves, or 1.92 and one of smaller tiles
         (lambda n: n / 2560, 0),  # two whole waves as it stands
         (lambda n: None, 0),
-        (lambda n: n / 2500 if n == 5120 else None, 0),
+        (lambda n: n / 2400 if n == 5120 else None, 0),
     ],
 )
 def test_a_product_of_the_library_is_cut_where_its_last_wave_would_be_nearly_empty(waves, cut):

@@ -164,7 +164,7 @@ def _backward(
     if needs_dx:
         dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
-    blocks = _blocks(width)
+    shape = _blocks(width)
     if slabs and width:
         _rms_norm_backward_kernel[(slabs,)](
             x,
@@ -183,9 +183,9 @@ def _backward(
             NEEDS_DX=needs_dx,
             NEEDS_DW=needs_dw,
             SLAB=SLAB,
-            STAGES=_stages(blocks, x, dy, dh),
+            STAGES=_stages(shape, x, dy, dh),
             enable_fp_fusion=False,
-            **blocks,
+            **shape,
         )
     if needs_dw:
         out = torch.empty_like(weight) if buffer is None else buffer

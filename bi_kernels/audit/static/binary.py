@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit import worker
-from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, Finding
+from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, SHARED, TOO_LARGE, Finding
 from bi_kernels.audit.static.launches import Launches, Request, Variant
 from bi_kernels.audit.static.source import source
 
@@ -90,6 +90,8 @@ def _read(kernel: CompiledKernel, sass: str) -> Variant:
     usage = _told("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
     used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     level, spills = f"sm_{options.target.arch}", used["STACK"] + used["LOCAL"]
+    if options.shared > SHARED:
+        found[Finding(TOO_LARGE, name, 0, f"{options.shared} bytes, {SHARED} are there", "size")] = None
     return Variant(name, ", ".join(words), level, used["REG"], spills, options.shared, list(found))
 
 

@@ -8,6 +8,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 ATOMIC, SCATTER, RUN_TIME, UNREADABLE = "atomic", "unordered scatter", "run-time choice", "source not readable"
+TOO_LARGE, SHARED = "more shared memory than there is", 227 * 1024  # bytes that a program on sm_90 may have
 GRID_STRIDE, BY_DEVICE, BY_ROWS = REDUCTIONS = (
     "grid-stride reduction",
     "reduction cut by multiprocessors",
@@ -32,7 +33,7 @@ class Finding:
     function: str
     line: int  # in the function's source file; 0 where the level does not know
     code: str
-    level: str  # AST, PTX or SASS; torch: seen when dispatched; launch: when launched
+    level: str  # AST, PTX or SASS; torch: seen when dispatched; launch: when launched; size: what it asks for
 
     def __str__(self) -> str:
         return f"{self.kind} in {self.function}{f', line {self.line}' if self.line else ''} ({self.level}): {self.code}"

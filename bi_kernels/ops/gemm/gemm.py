@@ -87,9 +87,9 @@ def _in_two(x, w, bias, out_dtype: torch.dtype, out: torch.Tensor | None, cut: i
 
 
 def _launch_ring(*given) -> torch.Tensor:
-    from bi_kernels.ops.gemm.hopper import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
+    from bi_kernels.ops.gemm.hopper import launch as launch_hopper  # noqa: PLC0415  (the interpreter knows no Gluon)
 
-    return launch(*given)
+    return launch_hopper(*given)
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,107 @@
+"""Run by tests/test_fits.py without the interpreter: launches are compiled for sm_90 and not run.
+
+Prints a JSON line of each variant: its kernel, what it is of, its bytes of shared memory, or why it was not compiled.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from triton.runtime.jit import JITFunction
+
+TRITON_RUN, asked = JITFunction.run, []
+
+
+def noted(self, *args, grid, warmup, **options):
+    asked.append((self, args, grid, options))
+
+
+JITFunction.run = noted
+
+from bi_kernels import checks
+from bi_kernels.audit.static.binary import without_gpu
+from bi_kernels.contract import DTYPES
+from bi_kernels.ops import norm
+from bi_kernels.ops.attention.arguments import arguments
+from bi_kernels.ops.attention.backward import attention_backward
+from bi_kernels.ops.attention.forward import attention_forward
+from bi_kernels.ops.attention.padded import located
+from bi_kernels.ops.gemm import hopper
+from bi_kernels.ops.gemm.cost import RINGS, TILES
+from bi_kernels.ops.gemm.kernel import launch, tiles
+from bi_kernels.tokens import TokenLayout
+
+FULL = 150 * 1024  # bytes of a ring from which on it is compiled
+
+
+def products() -> None:
+    """Every tile, of one token and of an odd width; the stored operands' strides decide least, so fewest of them."""
+    for dtype in DTYPES.values():
+        for tile in tiles(dtype):
+            for rows, tokens in ((1024, 1), (1000, 33)):
+                dy, x = torch.zeros(tokens, rows, dtype=dtype), torch.zeros(tokens, 1032, dtype=dtype)
+                if dtype == torch.bfloat16 and tile in TILES["fold"] or dtype == torch.float32:
+                    buffer = torch.zeros(rows, 1032)
+                    launch(dy.t(), x.t(), None, tile, torch.float32, buffer, buffer)
+            launch(torch.zeros(7, 64, dtype=dtype), torch.zeros(72, 64, dtype=dtype), x[0, :72], tile, torch.float32)
+
+
+def rings() -> None:
+    for use, found in RINGS.items():
+        for ring in found:
+            stored = use == "rows"
+            size = ring.stages * (max(64, ring.rows) + ring.columns) * ring.k * 2
+            if size * ring.resident > FULL:
+                x, w = (torch.zeros(32, 128 if n else 32, dtype=torch.bfloat16) for n in (not stored, not stored))
+                out = torch.zeros(*(len(t if stored else t.t()) for t in (x, w)))
+                x, w = (x, w) if stored else (x.t(), w.t())
+                hopper.launch(x, w, None, ring, torch.float32, out if use == "fold" else None, out)
+
+
+def rows() -> None:
+    layout = TokenLayout.packed([0, 33])
+    for dtype in DTYPES.values():
+        for width in (1, 1024, 1025, 4096, 5120, 32768):
+            x = torch.zeros(33, width, dtype=dtype)
+            norm._backward("rms_norm", x, x[0], torch.zeros(33), x, x, layout, 1, True, True)
+
+
+def heads() -> None:
+    for dtype in DTYPES.values():
+        for width in (16, 96, 128, 256):
+            q = torch.zeros(1, 2100, 4, width, dtype=dtype)
+            call = arguments(q, q[:, :, :2], q[:, :, :2])
+            out, lse = attention_forward(*call[:7])
+            out, lse, *qkv = (t.flatten(0, 1) for t in (out, lse, *call[:3]))
+            where = located(call.sequences, q.device)
+            attention_backward(out, None, *qkv, out, lse, where, *call[4:7], True, True)
+
+
+def constants(kernel, args: tuple) -> dict:
+    return {p.name: a for p, a in zip(kernel.params, args) if p.is_constexpr and isinstance(a, (int, bool))}
+
+
+def compiled(one) -> dict:
+    kernel, args, grid, options = one
+    words = constants(kernel, args) | options
+    try:
+        shared = TRITON_RUN(kernel, *args, grid=grid, warmup=True, **options).metadata.shared
+    except Exception as error:
+        return {"kernel": kernel.fn.__name__, "of": words, "error": str(error)[-300:]}
+    return {"kernel": kernel.fn.__name__, "of": words, "shared": shared}
+
+
+if __name__ == "__main__":
+    without_gpu()
+    checks.INTERPRETED = True  # from here on a CPU is let through
+    torch.cuda.current_device = lambda: 0
+    for part in (products, rings, rows, heads):
+        part()
+    kinds = {}
+    for one in asked:
+        kernel, args, _, options = one
+        kind = [(getattr(a, "dtype", None), getattr(a, "block_shape", None), a is None) for a in args]
+        kinds.setdefault(str((kernel.fn.__name__, kind, constants(kernel, args), options)), one)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(compiled, kinds.values()):
+            print(json.dumps(found), flush=True)

@@ -1,0 +1,43 @@
+"""No launch asks for more than a program on sm_90 may have, whatever the tile, the width, the dtype and the tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bi_kernels.audit.static.finding import SHARED
+from bi_kernels.ops.gemm.cost import RINGS, TILES
+
+SCRIPT = Path(__file__).with_name("fitting_launches.py")
+
+
+@pytest.fixture(scope="module")
+def variants() -> list[dict]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_every_variant_is_compiled_and_fits(variants):
+    assert not [v for v in variants if v.get("error")]
+    assert not [v for v in variants if v["shared"] > SHARED]
+    assert max(v["shared"] for v in variants) > SHARED * 0.9, "nothing that comes near the limit was compiled"
+
+
+def test_every_kernel_with_a_pipeline_is_among_them(variants):
+    names = {v["kernel"] for v in variants}
+    assert names >= {"_gemm_kernel", "_hopper_gemm_kernel", "_rms_norm_backward_kernel", "attention_kernel"}
+    assert names >= {"keys_backward_kernel", "queries_backward_kernel"}
+    tiles = {(v["of"]["BLOCK_M"], v["of"]["BLOCK_N"], v["of"]["BLOCK_K"]) for v in variants if "EXTRA_N" in v["of"]}
+    assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
+
+
+def test_rings_fit():
+    """What a ring allocates is written in it: its stages, and a few barriers."""
+    for ring in {ring for found in RINGS.values() for ring in found}:
+        size = ring.stages * (max(64, ring.rows) + ring.columns) * ring.k * 2 + 16 * ring.stages + 1024
+        assert size <= SHARED and size * ring.resident <= 228 * 1024, ring
