@@ -122,10 +122,11 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
     ways = [
         way
         for way in costs
-        if (way.rows >= 64 or not transposed[0] and (way.rows == 8 or way.rows < 2 * M))
+        if (way.rows >= 64 or not transposed[0])
         and (way.columns >= 16 or not transposed[1])
         and (use == "fold" or way.groups == 1 and ceil(M / way.rows) * ceil(N / way.columns) <= room(way))
     ]
+    ways = [way for way in ways if way.rows < max(16, 2 * M)] or ways  # copies of rows beyond the last are slow
     if not ways:
         return None
     best = min(ways, key=lambda way: predicted_us(way, costs[way], M, N, K, use))

@@ -212,6 +212,24 @@ def waves(sizes: tuple[int, int, int], strides: tuple, dtypes: tuple, device: to
     return None if plan is None else plan.waves
 
 
+def _kind(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> tuple:
+    """Returns what a product is told apart by, where nothing of it has to be copied."""
+    return x.dtype, out_dtype, x.device, x.shape, w.shape, x.stride(), w.stride(), None if bias is None else bias.dtype
+
+
+def launch_again(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> torch.Tensor | None:
+    """Does what `launch` does, of products of a kind that it has computed; None of others."""
+    plan = _thread.straight.get(_kind(x, w, bias, out_dtype or x.dtype))
+    low = x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())
+    if plan is None or low % 16 or not (bias is None or bias.is_contiguous()):
+        return None
+    device, y = x.device.index, x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return y if plan.run(x, w, _bias_at(bias, device, plan.row), y, stream) else None
+
+
 def launch(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -222,13 +240,7 @@ def launch(
     """y (…, N) = x (…, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index
-    kind = x.dtype, out_dtype, x.device, x.shape, w.shape, x.stride(), w.stride(), None if bias is None else bias.dtype
-    low = x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())
-    plan = _thread.straight.get(kind) if out is None and low % 16 == 0 else None
-    if plan is not None and (bias is None or bias.is_contiguous()):
-        y = x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        return y if plan.run(x, w, _bias_at(bias, device, plan.row), y, stream) else None
+    kind = _kind(x, w, bias, out_dtype)
     if not serves(x.device) or x.dtype == torch.float32:
         return None
     if out_dtype not in (x.dtype, torch.float32) or bias is not None and bias.dtype != out_dtype:
