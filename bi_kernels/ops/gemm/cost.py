@@ -141,11 +141,17 @@ def library_us(M: int, N: int, K: int, use: str, waves: float) -> float:
 
 
 def library_for(M: int, N: int, K: int, use: str, waves: Callable[[int], float | None]) -> tuple[float, int]:
-    """Returns the microseconds of cuBLASLt's program, 0 where it has none, and where its product is best cut in two, so
-    that each part fills whole waves; 0 for nowhere. waves: of the product with the first so many columns."""
+    """Returns the microseconds of cuBLASLt's program, 0 where it has none, and where its product is best cut in two.
+    waves: of the product with the first so many columns."""
     us = lambda columns: library_us(M, columns, K, use, filled) if (filled := waves(columns)) else 0
+    return best_cut(N, us)
+
+
+def best_cut(N: int, us: Callable[[int], float]) -> tuple[float, int]:
+    """Returns the microseconds of a product of N columns, and the column at which it is best cut in two, so that each
+    part fills whole waves: 0 for nowhere. us: of a product of so many columns, 0 where there is no program for it."""
     whole = us(N)
-    if whole < WORTH or waves(N) < 1:
+    if whole < WORTH:
         return whole, 0
     step = max(256, N // 16 // 256 * 256)
     parts = {cut: (us(cut), us(N - cut)) for cut in range(step * -(-N // 2 // step), N, step)}

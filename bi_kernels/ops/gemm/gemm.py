@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape, is_hopper, once
 from bi_kernels.launch import remembered, watched
-from bi_kernels.ops.gemm.cost import SURE, Ring, Tile, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm.cost import SURE, Ring, Tile, best_cut, library_for, ring_for, tile_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, launch_again, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
@@ -29,14 +29,16 @@ def cheapest(
     device: torch.device,
 ) -> tuple[Tile | Ring | str, int]:
     """Returns what computes a product x wᵀ of (M, N, K) with the strides of x and w, dtypes of x and y, and the column
-    at which the library's product is cut in two (0: it is not); no choice changes a bit. Raises LookupError where the
-    library cannot be asked now."""
+    at which it is cut in two products (0: it is not); no choice changes a bit. Raises LookupError where the library
+    cannot be asked now."""
     (M, N, K), transposed = sizes, (strides[0][1] != 1, strides[1][1] != 1)
     if dtypes[0] == torch.float32:
         return FP32_TILE, 0
     use = "fold" if continues else "columns" if all(transposed) else "rows"
     ring = ring_for(M, N, K, use, transposed) if is_hopper(device) else None
-    if not continues and serves(device):
+    if continues and ring:
+        return ring[0], best_cut(N, lambda columns: ring_for(M, columns, K, use, transposed)[1])[1]
+    if serves(device):
         asked = lambda columns: waves((M, columns, K), strides, dtypes, device)
         us, cut = library_for(M, N, K, use, asked)
         if us and (ring is None or us < ring[1] * SURE):
@@ -66,9 +68,11 @@ def _launch(
     if not flat:
         y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not watched() else None
         return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
+    if cut:
+        return _in_two(x, w, bias, dtypes[1], start, out, cut)
     given = x, w, bias
     if way is LIBRARY:
-        y = launch_library(*given, out_dtype, out) if not cut else _in_two(*given, dtypes[1], out, cut)
+        y = launch_library(*given, out_dtype, out)
         if y is not None and not watched():  # the static audit reads no library, but ours
             return y
         way = tile_for(M, N, K, "rows")
@@ -80,12 +84,13 @@ def _launch(
     return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
 
-def _in_two(x, w, bias, out_dtype: torch.dtype, out: torch.Tensor | None, cut: int) -> torch.Tensor | None:
-    """Computes the columns of y below and from `cut` on by the library, one after the other."""
+def _in_two(x, w, bias, out_dtype, start: torch.Tensor | None, out: torch.Tensor | None, cut: int) -> torch.Tensor:
+    """Computes the columns of y below and from `cut` on, one after the other."""
     y = x.new_empty(len(x), len(w), dtype=out_dtype) if out is None else out
-    parts = (slice(0, cut), slice(cut, None))
-    done = [launch_library(x, w[p], None if bias is None else bias[p], out_dtype, y[:, p]) for p in parts]
-    return y if all(part is not None for part in done) else None
+    for part in (slice(0, cut), slice(cut, None)):
+        of_bias, of_start = None if bias is None else bias[part], None if start is None else start[:, part]
+        _launch(x, w[part], of_bias, out_dtype, of_start, y[:, part])
+    return y
 
 
 def _launch_ring(*given) -> torch.Tensor:
