@@ -25,9 +25,9 @@ def path(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None,
     """Returns what computes x wᵀ: cuBLASLt, at once or in two parts, sm_90's kernel, or Triton's, with its tile."""
     sizes, dtypes = (len(x), len(w), x.shape[1]), (x.dtype, out_dtype or x.dtype)
     way, cut = cheapest(sizes, (x.stride(), w.stride()), continues, dtypes, x.device)
-    if way is LIBRARY:
-        return f"{LIBRARY}, in two at {cut}" if cut else LIBRARY
-    return ("Gluon " if isinstance(way, Ring) else "Triton ") + "×".join(map(str, (*way.size, way.k)))
+    kind = "Gluon " if isinstance(way, Ring) else "Triton "
+    name = way if way is LIBRARY else kind + "×".join(map(str, (*way.size, way.k)))
+    return name + (f", in two at {cut}" if cut else "")
 
 
 def _bytes(*sizes: tuple[int, int], itemsize: int = 2) -> int:
