@@ -143,26 +143,31 @@ def descriptor(
 
 class Launch:
     """A launch but for the tensors, and floats, that are the kernel's first parameters: the number of its device, which
-    is the current one, its grid, the parameters that follow, and Triton's options. Calls of one have tensors of the
-    same dtypes, and None in the same places."""
+    is the current one, its grid, the parameters that follow, and Triton's options. What was compiled is told apart by
+    dtypes, alignment, and where None is given."""
 
     def __init__(self, kernel: JITFunction, device: int, grid: tuple[int, ...], *numbers, **named):
         self._kernel, self._grid, self._numbers, self._named = kernel, grid, numbers, named
         self._device, self._whole_grid = device, (*grid, 1, 1)[:3]
         self._tail = *numbers, *[named[n] for n in kernel.arg_names if n in named]
-        self._compiled: dict[bool | tuple[bool, ...], CompiledKernel] = {}  # by the pointers that are aligned, or all
+        self._compiled: dict[tuple, CompiledKernel] = {}
 
     def __call__(self, *given) -> None:
         if not _direct():
             self._kernel[self._grid](*given, *self._numbers, **self._named)
             return
-        values, low = [], 0
+        values, kinds, low = [], [], 0
         for a in given:
             if isinstance(a, torch.Tensor):
+                kinds.append(a.dtype)
                 a = a.data_ptr()
                 low |= a
+            elif type(a) is not float:  # None, or a descriptor
+                kinds.append(a and a.base.dtype)
             values.append(a)
-        key = low % 16 == 0 or tuple([type(a) is int and a % 16 == 0 for a in values])  # by these, Triton compiles
+        if low % 16:
+            kinds += [type(a) is int and a % 16 == 0 for a in values]
+        key = tuple(kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self._kernel[self._grid](*given, *self._numbers, **self._named)

@@ -19,7 +19,7 @@ TRITON_RUN, made, count = JITFunction.run, {}, {"asked": 0, "kept": 0}
 def asked(self, *args, grid, warmup, **options):
     count["asked"] += 1
     kernel = TRITON_RUN(self, *args, grid=grid, warmup=True, **options)
-    made[kernel] = self, options
+    made[kernel] = self, {name: value for name, value in options.items() if name not in self.arg_names}
     return kernel
 
 
@@ -48,6 +48,7 @@ from bi_kernels.audit.static.binary import without_gpu
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.attention import arguments, attend
 from bi_kernels.ops.attention.schedule import SCHEDULE
+from bi_kernels.ops.gemm import gemm
 
 SMALL = replace(SCHEDULE, split=64, block=16)  # splits of programs of their own
 NAMED, given = launch.Launch.__call__, []  # a launch of that is told addresses
@@ -96,6 +97,19 @@ def multiply(rows: int, columns: int) -> None:
     bi_kernels.linear(x, weight).sum().backward()
 
 
+def on_hopper() -> None:
+    """Calls sm_90's GEMM: of one shape with a bias and without, in two dtypes, and a fold that begins and goes on."""
+    gemm.is_hopper = lambda device: True
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight = (torch.randn(rows, 64).to(dtype).requires_grad_() for rows in (1, 64))
+        for bias in (None, weight[0], None):
+            bi_kernels.linear(x, weight, bias)
+        grads = bi_kernels.MainGrads([weight])
+        for _ in range(3):
+            bi_kernels.linear(torch.randn(64, 64).to(dtype), weight).sum().backward()
+        grads.finish()
+
+
 def described() -> None:
     x = torch.zeros(32, 64)
     for block in ([16, 16], [16, 32]):
@@ -121,6 +135,7 @@ def hooked() -> None:
 
 if __name__ == "__main__":
     without_gpu()
+    is_hopper = gemm.is_hopper
     loaded = [getattr(bi_kernels, name) for name in bi_kernels.__all__]  # their kernels are not interpreted ones
     checks.INTERPRETED = True  # from here on a CPU is let through
     for again in range(2):
@@ -132,5 +147,7 @@ if __name__ == "__main__":
             for columns in (1, 24, 40):
                 multiply(rows, columns)
         described()
+        on_hopper()
+        gemm.is_hopper = is_hopper
         print(count["asked"], count["kept"])
     hooked()

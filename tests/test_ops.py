@@ -230,14 +230,17 @@ def test_a_product_of_the_library_is_cut_where_its_last_wave_would_be_nearly_emp
     assert found == cut and (us > 0) == (waves(5120) is not None)
 
 
-@pytest.mark.parametrize("bias, given", [(False, False), (True, False), (True, True)])
-def test_a_product_that_is_cut_in_two_has_the_bits_of_the_whole(bias, given, monkeypatch):
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_product_that_is_cut_in_two_has_the_bits_of_the_whole(bias, start, given, monkeypatch):
     from bi_kernels.ops.gemm import gemm
 
-    g = generator("cpu", 0)
+    g, dtype = generator("cpu", 0), torch.float32 if start or given else None
     x, w = (draw("normal", shape, torch.bfloat16, g) for shape in ((33, 48), (72, 48)))
-    added, out = w[:, 0].clone() if bias else None, torch.full((33, 72), float("nan")) if given else None
-    expected = gemm._launch(x, w, added, torch.float32 if given else None)
+    added, begun = w[:, 0].clone() if bias else None, torch.randn(33, 72, generator=g) if start else None
+    expected = gemm._launch(x, w, added, dtype, begun)
+    out = (begun if start else torch.full((33, 72), float("nan"))) if given else None
     whole, asked = gemm.cheapest, []
 
     def cut(sizes, *rest):
@@ -245,7 +248,7 @@ def test_a_product_that_is_cut_in_two_has_the_bits_of_the_whole(bias, given, mon
         return whole(sizes, *rest)[0], 24 if sizes[1] == 72 else 0
 
     monkeypatch.setattr(gemm, "cheapest", cut)
-    found = gemm._launch(x, w, added, torch.float32 if given else None, None, out)
+    found = gemm._launch(x, w, added, dtype, begun, out)
     assert asked == [72, 24, 48] and (found is out or not given)
     assert_same_bits(found, expected)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bi_kernels
+from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.checks import once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,7 +53,7 @@ def flat(out) -> list[torch.Tensor]:
 
 def same(a, b) -> bool:
     pairs = zip(flat(a), flat(b), strict=True)
-    return all(s.dtype == t.dtype and torch.equal(s.float(), t.float()) for s, t in pairs)
+    return all(s.dtype == t.dtype and not compare(s, t).mismatches for s, t in pairs)
 
 
 @EACH
@@ -208,3 +209,20 @@ def test_a_check_is_asked_once_of_each_kind_and_of_all_that_it_refused():
         with pytest.raises(ValueError, match="c"):
             check("c", a, -1)
     assert len(asked) == 9 and check("d", [1], 1) == 10 and check("d", [1], 1) == 11  # a list has no hash
+
+
+@pytest.mark.parametrize("wrong", [9, -1, 2**40])
+def test_a_target_or_id_that_was_written_behind_pytorchs_back_gives_nan_and_no_number(wrong):
+    logits, hidden, weight = made(3, 9), made(3, 16), made(9, 16)
+    targets = torch.tensor([0, -100, 8])
+    calls = (
+        lambda: bi_kernels.token_logprob(logits, targets)[0],
+        lambda: bi_kernels.lm_head_logprob(hidden, weight, targets)[0],
+    )
+    assert all(call().isfinite().all() for call in calls)
+    ids = targets[[0, 2]]
+    assert bi_kernels.embedding(ids, weight).isfinite().all()
+    targets.data[0] = ids.data[0] = wrong
+    for call in calls:
+        assert call().isnan().tolist() == [True, False, False] and call()[1] == 0
+    assert bi_kernels.embedding(ids, weight).isnan().all(1).tolist() == [True, False]

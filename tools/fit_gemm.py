@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from bi_kernels.checks import is_hopper
 from bi_kernels.ops.gemm import cost as model
 from bi_kernels.ops.gemm.cost import Cost, Ring, Tile, library_us, predicted_us
 
@@ -58,6 +59,8 @@ LAYERS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 4096)
 LAYERS += [(2560, 9728), (5120, 5120), (5120, 25600), (512, 12288), (3072, 1024), (768, 2048), (8192, 28672)]
 FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
 POOL = 2**30  # 16-bit numbers from which operands are cut
+REACHED = 0.9  # of a copy's bandwidth, by products
+L2 = (6, 8, 10, 12, 15, 20)  # TB/s that are tried
 
 
 def takes(way, kind: str) -> bool:
@@ -90,6 +93,21 @@ class Bench:
 
         self.kernel, self.library, self.rings = kernel, hopper_cublaslt, hopper
         self.pool = torch.randn(POOL, device="cuda", dtype=torch.bfloat16)
+
+    def device(self) -> dict:
+        """Returns what the model asks of a GPU: its multiprocessors, and what a copy reaches, in TB/s."""
+        a, b = self.pool.chunk(2)
+        calls = [lambda: torch.add(a, 1, out=b) for _ in range(4)]
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        calls[0]()
+        begun.record()
+        for call in calls:
+            call()
+        ended.record()
+        ended.synchronize()
+        copied = 2 * a.numel() * a.element_size() * len(calls) / begun.elapsed_time(ended) / 1e9
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+        return {"multiprocessors": count, "dram": float(f"{REACHED * copied:.3g}")}
 
     def operands(self, kind: str, M: int, N: int, K: int, at: int):
         """Returns x, w and y of a product, cut from the pool at a multiple of 8."""
@@ -154,7 +172,8 @@ class Bench:
 def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
     """Writes {kind, M, N, K, waves, us: {way: µs}} a line, until the time is over."""
     torch.cuda.set_stream(torch.cuda.Stream())
-    jobs = [(kind, way) for kind in USES for way in (*RINGS, *TILES) if takes(way, kind)]
+    ways = (*(RINGS if is_hopper(torch.device("cuda", 0)) else ()), *TILES)
+    jobs = [(kind, way) for kind in USES for way in ways if takes(way, kind)]
     if part is not None:  # a process of many that compile
         bench, (mine, of) = Bench(), map(int, part.split("/"))
         wrong = [(kind, way) for kind, way in jobs[mine::of] if not bench.same(way, kind)]
@@ -165,17 +184,18 @@ def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
         sys.exit("configurations of other bits are no choice; nothing was measured")
     bench, begun, done = Bench(), time.monotonic(), 0
     with out.open("a") as file:
+        print(json.dumps({"device": bench.device()}), file=file)
         for kind, M, N, K in drawn(seed):
             if time.monotonic() - begun > seconds:
                 break
             done += 1
-            ways = {"cublas": "cublas", "library": "library"}
-            for way in (*RINGS, *TILES):
+            tried = {"cublas": "cublas", "library": "library"}
+            for way in ways:
                 m, n = way.size
                 tiles = math.ceil(M / m) * math.ceil(N / n)
                 if takes(way, kind) and tiles < 5280 and not (m > 8 and m >= 2 * M) and not (m < 64 and 8 * m < M):
-                    ways[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
-            us = bench.times_us(kind, M, N, K, ways)
+                    tried[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
+            us = bench.times_us(kind, M, N, K, tried)
             x, w, y = bench.operands(kind, M, N, K, 0)
             line = {"kind": kind, "M": M, "N": N, "K": K, "waves": bench.waves(x, w, y.dtype), "us": us}
             print(json.dumps(line), file=file, flush=True)
@@ -191,50 +211,61 @@ def fit(files: list[Path]) -> None:
     import numpy as np  # noqa: PLC0415  (scipy is not among the dependencies)
     from scipy.optimize import least_squares  # noqa: PLC0415
 
+    robust, bounds = {"loss": "soft_l1", "f_scale": 0.1}, np.log([[0.5, 1, 0.02], [8, 2000, 200]])
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    model.DEVICE.update(next((line["device"] for line in lines if "device" in line), {}))
+    lines = [line for line in lines if "us" in line]
     seen: dict[tuple, list] = {}
     for line in lines:
         for name, us in line["us"].items():
             if name not in ("cublas", "library"):
                 seen.setdefault((name, USES[line["kind"]]), []).append((line["M"], line["N"], line["K"], us))
-    costs: dict[str, dict] = {}
-    for (name, use), points in seen.items():
-        if len(points) < 5:
-            continue
-        way = _way(name)
 
-        def gaps(theta, way=way, use=use, points=points):
-            cost = Cost(*np.exp(theta))
-            return [math.log(predicted_us(way, cost, *size, use) / us) for *size, us in points]
+    def fitted() -> dict[str, dict]:
+        """Returns the costs, of the L2 cache that is tried."""
+        costs = {}
+        for (name, use), points in seen.items():
+            if len(points) < 5:
+                continue
+            way = _way(name)
 
-        found = [
-            least_squares(
-                gaps, np.log([2, step, 1]), loss="soft_l1", f_scale=0.1, bounds=np.log([[0.5, 1, 0.02], [8, 2000, 200]])
-            )
-            for step in (15, 40, 90)
-        ]
-        costs.setdefault(name, {})[use] = [float(f"{v:.3g}") for v in np.exp(min(found, key=lambda f: f.cost).x)]
-    served = [l for l in lines if "library" in l["us"] and l["kind"] != "fold" and l["waves"]]
+            def gaps(theta, way=way, use=use, points=points):
+                cost = Cost(*np.exp(theta))
+                return [math.log(predicted_us(way, cost, *size, use) / us) for *size, us in points]
+
+            tried = [least_squares(gaps, np.log([2, step, 1]), bounds=bounds, **robust) for step in (15, 40, 90)]
+            best = min(tried, key=lambda one: one.cost)
+            costs.setdefault(name, {})[use] = [float(f"{v:.3g}") for v in np.exp(best.x)]
+        return costs
+
+    found = {}
+    for l2 in L2:
+        model.DEVICE["l2"] = l2
+        costs = fitted()
+        prices = _prices(lines, costs)
+        found[l2] = statistics.geometric_mean(p for mine in prices.values() for p in mine), costs, prices
+    l2 = model.DEVICE["l2"] = min(found, key=lambda l2: found[l2][0])
+    names, (_, costs, prices) = ("start", "rate", "step"), found[l2]
+    served = [line for line in lines if "library" in line["us"] and line["kind"] != "fold" and line["waves"]]
 
     def library_gaps(theta):
-        model.LIBRARY.update(zip(("start", "rate", "step"), np.exp(theta)))
-        return [
-            math.log(library_us(l["M"], l["N"], l["K"], USES[l["kind"]], l["waves"]) / l["us"]["library"])
-            for l in served
-        ]
+        model.LIBRARY.update(zip(names, np.exp(theta)))
+        us = [library_us(line["M"], line["N"], line["K"], USES[line["kind"]], line["waves"]) for line in served]
+        return [math.log(u / line["us"]["library"]) for u, line in zip(us, served)]
 
-    library = np.exp(least_squares(library_gaps, np.log([3, 5, 20]), loss="soft_l1", f_scale=0.1).x)
-    _write(costs, dict(zip(("start", "rate", "step"), (float(f"{v:.3g}") for v in library))))
-    _say(lines, costs)
+    if served:
+        best = np.exp(least_squares(library_gaps, np.log([3, 5, 20]), **robust).x)
+        model.LIBRARY.update(zip(names, (float(f"{v:.3g}") for v in best)))
+    _write(costs)
+    for (table, kind), mine in sorted(prices.items()):
+        mean, worst = statistics.geometric_mean(mine), max(mine)
+        print(f"{table:5}{kind:8} {len(mine):4} products: {mean:.3f} of the best choice's time, worst {worst:.2f}")
 
 
-def _write(costs: dict[str, dict], library: dict) -> None:
-    head = HEAD
-    text = [
-        head,
-        "\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k",
-        *(f"{k} = {v}" for k, v in library.items()),
-    ]
+def _write(costs: dict[str, dict]) -> None:
+    text = [HEAD, "[device]  # dram and l2: TB/s", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
+    text += ["\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k"]
+    text += [f"{k} = {v}" for k, v in model.LIBRARY.items()]
     for table, ways in (("tile", TILES), ("ring", RINGS)):
         for way in ways:
             found = costs.get(str(tuple(way)) if table == "tile" else str([*way]))
@@ -248,29 +279,22 @@ def _write(costs: dict[str, dict], library: dict) -> None:
 
 HEAD = """# Written by tools/fit_gemm.py; read by cost.py. cost.USE = [µs before the first tile, ns for 16 of k, µs for
 # a tile's result], of products whose operands are stored by rows (forward, dX), by columns (dW), or that go on (fold).
-[device]
-multiprocessors = 132
-dram = 3.8  # TB/s
-l2 = 12.0"""
+"""
 
 
-def _say(lines: list[dict], costs: dict[str, dict]) -> None:
-    """Prints, by kind, the time of the choice over that of the best configuration measured."""
-    for table in ("tile", "ring"):
-        for kind, use in USES.items():
-            shares = []
-            for line in (l for l in lines if l["kind"] == kind):
-                size = line["M"], line["N"], line["K"]
-                ways = {
-                    n: predicted_us(_way(n), Cost(*costs[n][use]), *size, use)
-                    for n in line["us"]
-                    if use in costs.get(n, {}) and n.startswith("(" if table == "tile" else "[")
-                }
-                if ways:
-                    shares.append(line["us"][min(ways, key=ways.get)] / min(line["us"][n] for n in ways))
-            if shares:
-                mean, worst = statistics.geometric_mean(shares), max(shares)
-                print(f"{table:5}{kind:8} {len(shares):4} products: {mean:.3f} of the best choice, worst {worst:.2f}")
+def _prices(lines: list[dict], costs: dict[str, dict]) -> dict[tuple[str, str], list[float]]:
+    """Returns the times of the choice over those of the best configuration measured, by kind of configuration and of
+    product."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in lines:
+        use, size = USES[line["kind"]], (line["M"], line["N"], line["K"])
+        for table, begins in (("tile", "("), ("ring", "[")):
+            names = [n for n in line["us"] if n.startswith(begins) and use in costs.get(n, {})]
+            us = {n: predicted_us(_way(n), Cost(*costs[n][use]), *size, use) for n in names}
+            if us:
+                price = line["us"][min(us, key=us.get)] / min(line["us"][n] for n in us)
+                found.setdefault((table, line["kind"]), []).append(price)
+    return found
 
 
 if __name__ == "__main__":

@@ -213,8 +213,8 @@ def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None) ->
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
     """weight[ids]: ids (...) integers, weight (vocab, hidden); (..., hidden), copied bit for bit.
 
-    The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; in a captured CUDA graph,
-    which cannot raise, such a token gets NaN.
+    The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; where nobody can tell, as
+    in a captured CUDA graph or after a write that PyTorch does not see (`.data`), such a token gets NaN.
     """
     _checked(ids, weight, padding_id)
     check_ids("embedding", "ids", ids, weight.shape[0])

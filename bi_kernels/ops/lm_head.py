@@ -151,7 +151,8 @@ def lm_head_logprob(
 
     hidden (..., H), weight (V, H), targets (...) integers. No (tokens, V) logits are held, but for as many columns of
     them as `keep_bytes` allows the backward, which computes the others again: the same bits either way. Raises
-    ValueError for a target outside the vocabulary, and where a gradient is wanted of nothing but ignored ones.
+    ValueError for a target outside the vocabulary (NaN where nobody can tell, see `embedding`), and where a gradient is
+    wanted of nothing but ignored ones.
     """
     op = "lm_head_logprob"
     check(op, hidden=hidden, weight=weight)

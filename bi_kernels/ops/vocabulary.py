@@ -15,7 +15,7 @@ BLOCK, WARPS = 4096, 4  # of the vocabulary
 MERGE_ROWS = 32
 
 
-@jit(do_not_specialize=["rows", "columns", "first"])
+@jit(do_not_specialize=["rows", "columns", "first", "vocab"])
 def _block_kernel(
     logits,
     targets,
@@ -27,12 +27,14 @@ def _block_kernel(
     columns,
     stride,
     first,
+    vocab,
     inv_temperature,
     HAS_TARGETS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here.
+    """One block of each row: max, Σ exp(z − max), Σ exp(z − max) z, and z of the row's target where it is here; NaN of
+    a target that the vocabulary does not hold.
 
     Whatever `columns` is, the loads reach to a multiple of 16: they are as wide as can be, and the trees always the
     same.
@@ -58,6 +60,8 @@ def _block_kernel(
             tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32) * inv_temperature,
             mask=here,
         )
+        lost = mine & ((target + first < 0) | (target + first >= vocab)) & (first + block == 0)
+        tl.store(selected + row, tl.full((ROWS,), float("nan"), tl.float32), mask=lost)
 
 
 @jit(do_not_specialize=["rows"])
@@ -150,7 +154,7 @@ class Statistics:
         self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float
     ):
         self.rows, self.targets, self.inv_temperature = rows, targets, inv_temperature
-        self.blocks, self.shape = triton.cdiv(vocab, BLOCK), blocks_of(vocab)
+        self.vocab, self.blocks, self.shape = vocab, triton.cdiv(vocab, BLOCK), blocks_of(vocab)
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
         self.parts = [make(self.blocks, rows) for _ in range(3)]
         self.selected, self.lse, self.entropy = make(rows), make(rows), make(rows)
@@ -167,6 +171,7 @@ class Statistics:
             logits.shape[1],
             logits.stride(0),
             first,
+            self.vocab,
             self.inv_temperature,
             HAS_TARGETS=self.targets is not None,
             **self.shape,

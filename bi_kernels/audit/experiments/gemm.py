@@ -50,7 +50,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
     """Returns every configuration that the cost model may choose, and the library's program, at every row count against
     one fixed tile at the largest; and a split-K for contrast.
 
-    Each runs plain, and with a bias and both operands stored transposed. Returns the rows, and
+    Each runs plain, with a bias, and with both operands stored transposed besides. Returns the rows, and
     {tile: {M: elements that differ}}.
     """
     rows, seen = [], {}
@@ -58,10 +58,8 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
         subject = _subject(session, case, dtype)
         x, w = subject.problem.arguments(*subject.inputs(SHARPEST, subject.largest))
         transposed = [t.t().contiguous().t() for t in (x, w)]
-        variants = {
-            "": (x, w, None),
-            ", bias, both operands transposed": (*transposed, x[0, :1] * torch.ones_like(w[:, 0])),
-        }
+        bias = x[0, :1] * torch.ones_like(w[:, 0])
+        variants = {"": (x, w, None), ", bias": (x, w, bias), ", bias, both operands transposed": (*transposed, bias)}
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
         for way, computed in _ways(dtype, x.device).items():

@@ -16,7 +16,7 @@ FITTED: dict = tomllib.loads(files(__package__).joinpath("cost.toml").read_text(
 DEVICE: dict = FITTED["device"]
 WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
 SURE = 1.05  # by how much a ring must be the faster, to be preferred to the library
-WORTH = 25  # µs of a product that may be cut in two
+WORTH = 50  # µs of a product that may be cut in two: a second launch costs the CPU, too
 SHARP = 6  # how abruptly the slower of two limits takes over
 
 
@@ -153,7 +153,7 @@ def best_cut(N: int, us: Callable[[int], float]) -> tuple[float, int]:
     whole = us(N)
     if whole < WORTH:
         return whole, 0
-    step = max(256, N // 16 // 256 * 256)
+    step = max(256, N // 8 // 256 * 256)
     parts = {cut: (us(cut), us(N - cut)) for cut in range(step * -(-N // 2 // step), N, step)}
     cuts = {cut: sum(both) for cut, both in parts.items() if all(both)}
     cut = min(cuts, key=cuts.get, default=0)

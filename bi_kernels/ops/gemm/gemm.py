@@ -39,7 +39,7 @@ def cheapest(
     if continues and ring:
         return ring[0], best_cut(N, lambda columns: ring_for(M, columns, K, use, transposed)[1])[1]
     if serves(device):
-        asked = lambda columns: waves((M, columns, K), strides, dtypes, device)
+        asked = lambda columns: waves((M, columns, K), strides, dtypes, device, kept=columns == N)
         us, cut = library_for(M, N, K, use, asked)
         if us and (ring is None or us < ring[1] * SURE):
             return LIBRARY, cut
@@ -124,7 +124,7 @@ def product(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """start + x (M, K) wᵀ (N, K) with the table's tile: one left fold over K, which may continue an earlier call's."""
+    """start + x (M, K) wᵀ (N, K), by the cheapest program: a left fold over K, which may continue an earlier call's."""
     (M, K), N = x.shape, w.shape[0]
     if M == 0 or N == 0 or K == 0:
         y = x.new_zeros(M, N, dtype=out_dtype or x.dtype) if start is None else start.to(out_dtype or start.dtype)

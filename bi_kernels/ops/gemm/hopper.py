@@ -187,8 +187,14 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @remembered
 def _launch_for(
-    sizes: tuple[int, int, int], stride: int, ring: Ring, device: torch.device, transposed: tuple[bool, bool]
+    sizes: tuple[int, int, int],
+    stride: int,
+    ring: Ring,
+    device: torch.device,
+    transposed: tuple[bool, bool],
+    dtypes: tuple[torch.dtype | None, ...],
 ) -> Launch:
+    """Returns the launch; dtypes: of x, start, bias and y."""
     M, N, K = sizes
     tiles = -(-M // ring.rows) * -(-N // ring.columns)
     held = 65536 // ((1 + ring.groups) * 128 * ring.resident) // 8 * 8  # registers of a thread, if all have as many
@@ -225,7 +231,8 @@ def launch(
     check_out(out, M, N)
     y = x.new_empty((M, N), dtype=out_dtype or x.dtype) if out is None else out
     transposed = x.stride(1) != 1, w.stride(1) != 1
-    _launch_for((M, N, K), y.stride(0), ring, x.device, transposed)(
+    dtypes = x.dtype, None if start is None else start.dtype, None if bias is None else bias.dtype, y.dtype
+    _launch_for((M, N, K), y.stride(0), ring, x.device, transposed, dtypes)(
         _descriptor(x, ring.rows, ring.k), _descriptor(w, ring.columns, ring.k), start, bias, y
     )
     return y

@@ -160,24 +160,28 @@ class _Plan:
         return not self.library.cublasLtMatmul(*self.given)
 
 
-def _plan(device: int, kinds: tuple, sizes: tuple, strides: tuple, transposed: tuple) -> _Plan | None:
-    """Returns how a product is computed, None where the library has no fold for it; remembers either."""
+def _plan(
+    device: int, kinds: tuple, sizes: tuple, strides: tuple, transposed: tuple, kept: bool = True
+) -> _Plan | None:
+    """Returns how a product is computed, None where the library has no fold for it; remembers either, if `kept`."""
     key = device, kinds, sizes, strides, transposed
-    if key not in _thread.plans:
-        if device not in _thread.handles:
-            handle = c_void_p()
-            if torch.cuda.is_current_stream_capturing() or _library().cublasLtCreate(byref(handle)):
-                return None
-            _thread.handles[device] = handle
+    if key in _thread.plans:
+        return _thread.plans[key]
+    if device not in _thread.handles:
+        handle = c_void_p()
+        if torch.cuda.is_current_stream_capturing() or _library().cublasLtCreate(byref(handle)):
+            return None
+        _thread.handles[device] = handle
+    try:
+        plan = _Plan(_thread.handles[device], (TYPES[kinds[0]], TYPES[kinds[1]]), sizes, strides, transposed)
+    except LookupError:
+        plan = None
+    if kept:
         if len(_thread.plans) >= PLANS:
             _thread.plans.clear()
             _thread.straight.clear()
-        try:
-            types = TYPES[kinds[0]], TYPES[kinds[1]]
-            _thread.plans[key] = _Plan(_thread.handles[device], types, sizes, strides, transposed)
-        except LookupError:
-            _thread.plans[key] = None
-    return _thread.plans[key]
+        _thread.plans[key] = plan
+    return plan
 
 
 def _bias_at(bias: torch.Tensor | None, device: int, size: int) -> int | None:
@@ -197,10 +201,12 @@ def _zeros_at(device: int, size: int) -> int | None:
     return there[-1].data_ptr()
 
 
-def waves(sizes: tuple[int, int, int], strides: tuple, dtypes: tuple, device: torch.device) -> float | None:
+def waves(
+    sizes: tuple[int, int, int], strides: tuple, dtypes: tuple, device: torch.device, kept: bool = True
+) -> float | None:
     """Returns how often the tiles of the library's program for a product x wᵀ of (M, N, K) fill the multiprocessors,
-    None where it has none; strides of x and w, dtypes of x and y. Raises LookupError where it cannot be asked now, as
-    in the first call of a device within a CUDA graph."""
+    None where it has none; strides of x and w, dtypes of x and y; kept: for a launch that follows. Raises LookupError
+    where it cannot be asked now, as in the first call of a device within a CUDA graph."""
     if not serves(device) or dtypes[0] == torch.float32:
         return None
     if device.index not in _thread.handles and torch.cuda.is_current_stream_capturing():
@@ -208,7 +214,7 @@ def waves(sizes: tuple[int, int, int], strides: tuple, dtypes: tuple, device: to
     transposed = strides[0][1] != 1, strides[1][1] != 1
     slow = [s[1 if t else 0] for s, t in zip(strides, transposed)]
     ready = [-(-n // 8) * 8 for n in (*slow, sizes[1])]  # as `prepared` leaves them
-    plan = _plan(device.index, dtypes, sizes, tuple(ready), transposed)
+    plan = _plan(device.index, dtypes, sizes, tuple(ready), transposed, kept)
     return None if plan is None else plan.waves
 
 

@@ -236,10 +236,11 @@ def launch(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
-    out_dtype is given, or in `out`. start: fp32 and contiguous; may be `out`."""
+    out_dtype is given, or in `out`. start: fp32; may be `out`."""
     (M, K), N = x.shape, w.shape[0]
     out_dtype = out_dtype or x.dtype
     x, w, y = prepared(x, w, out_dtype, out)
+    start = None if start is None else start.contiguous()
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
     kinds, kind = (x.dtype, out_dtype), None if bias is None else bias.dtype
     fold, part_n = _launch_for((M, N, K), tile, kinds, x.device, (x_t, w_t), kind, start is not None)
