@@ -225,9 +225,9 @@ triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, g
 from bi_kernels.audit.experiments.late_copies import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
-from bi_kernels.ops.attention.hopper_forward import prefill
-from bi_kernels.ops.attention.hopper_backward import keys_backward
-from bi_kernels.ops.attention.hopper_queries import queries_backward
+from bi_kernels.ops.attention.hopper.forward import prefill
+from bi_kernels.ops.attention.hopper.keys import keys_backward
+from bi_kernels.ops.attention.hopper.queries import queries_backward
 for (width, group, causal, many), late in zip({cases}, (0, 1000)):
     q, k = (torch.zeros(300, heads, width, dtype=torch.bfloat16) for heads in (2 * group, 2))
     with recorded(run=False) as launches:

@@ -20,7 +20,7 @@ from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.ops.attention.schedule import is_hopper
 
-MODULE, LAYOUT = "bi_kernels.ops.attention.hopper_forward", "late copies"
+MODULE, LAYOUT = "bi_kernels.ops.attention.hopper.forward", "late copies"
 NANOSECONDS = 20_000  # some ten times what a block takes
 LENGTHS = (2049, 300)
 

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.mutants import document, plan
 from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.reach import on_hopper
 from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
 
@@ -22,7 +23,7 @@ def chosen(names: Sequence[str], sample: int, seed: int, on_gpu: bool, equivalen
     entries = plan.equivalents(equivalents)
     for entry in plan.stale(every, entries):
         raise ValueError(f"{equivalents.name}: no mutant of {entry.file}, {entry.function}, has {entry.before!r}")
-    mine = [m for m in every if on_gpu or "hopper" not in m.file]
+    mine = [m for m in every if on_gpu or not on_hopper(m.file)]
     return plan.sampled(plan.of_audits(mine, names), sample, seed), entries
 
 

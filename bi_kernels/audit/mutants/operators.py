@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
@@ -288,13 +287,3 @@ def _compiles(mutant: Mutant, text: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-def sources(package: Path, hopper: bool) -> list[Path]:
-    """Returns the files whose code is mutated, but for what chooses configurations, which are free; those of sm_90
-    alone where there is one."""
-    files = sorted((package / "ops").rglob("*.py"))
-    kept = [
-        f for f in files if f.name not in ("__init__.py", "cost.py") and (hopper or not f.name.startswith("hopper"))
-    ]
-    return [*kept, package / "tokens.py"]

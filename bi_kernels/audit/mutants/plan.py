@@ -8,8 +8,8 @@ from pathlib import Path
 
 import bi_kernels
 from bi_kernels.audit.evidence.verdicts import grouped
-from bi_kernels.audit.mutants.operators import Mutant, mutants, sources
-from bi_kernels.audit.mutants.reach import ops_for, package
+from bi_kernels.audit.mutants.operators import Mutant, mutants
+from bi_kernels.audit.mutants.reach import ops_for, package, sources
 from bi_kernels.audit.problem.registry import OPS
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ class Equivalent:
 def every(hopper: bool) -> list[Mutant]:
     """Returns all mutants that some op of the registry reaches; hopper: those of sm_90's kernels, too."""
     found = []
-    for path in sources(package(), hopper):
+    for path in sources(hopper):
         file = path.relative_to(package()).as_posix()
         found += mutants(file, path.read_text(encoding="utf-8"), frozenset(bi_kernels.__all__))
     return [m for m in [*hand_made(), *found] if ops_for(m.file, m.function)]

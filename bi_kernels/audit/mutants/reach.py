@@ -2,10 +2,9 @@
 
 import ast
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import bi_kernels
-from bi_kernels.audit.mutants.operators import sources
 from bi_kernels.audit.problem.registry import OPS
 
 # An op's own file is judged first; of what many ops reach, these say most and take least.
@@ -17,11 +16,25 @@ def package() -> Path:
     return Path(bi_kernels.__file__).parent
 
 
+def sources(hopper: bool) -> list[Path]:
+    """Returns the files whose code is mutated, but for what chooses configurations, which are free; those of sm_90
+    alone where there is one."""
+    files = [f for f in sorted((package() / "ops").rglob("*.py")) if f.name not in ("__init__.py", "cost.py")]
+    kept = [f for f in files if hopper or not on_hopper(f.relative_to(package()).as_posix())]
+    return [*kept, package() / "tokens.py"]
+
+
+def on_hopper(file: str) -> bool:
+    """Returns whether a file below the package is of kernels that run on sm_90 alone: so its name, or its folder's,
+    begins."""
+    return any(part.startswith("hopper") for part in PurePosixPath(file).parts)
+
+
 @cache
 def graph() -> dict[tuple[str, str], set[tuple[str, str]]]:
     """Returns {(file, name of its top level): those that it mentions}."""
     root, own, mentioned = package(), {}, {}
-    for path in sources(root, hopper=True):
+    for path in sources(hopper=True):
         file = path.relative_to(root).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body:

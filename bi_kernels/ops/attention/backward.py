@@ -1,6 +1,6 @@
 """Launches attention's backward: Σ out dout, then dK and dV, and dQ.
 
-On sm_90 hopper_backward.py has a faster dK and dV of the same bits, and hopper_queries.py a dQ.
+On sm_90 hopper/keys.py has a faster dK and dV of the same bits, and hopper/queries.py a dQ.
 """
 
 import torch

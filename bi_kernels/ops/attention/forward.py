@@ -1,6 +1,6 @@
 """Launches attention's forward: prefill, chunks and decode over a contiguous or paged cache, in one summation order.
 
-On sm_90 hopper_forward.py has a faster prefill of the same bits.
+On sm_90 hopper/forward.py has a faster prefill of the same bits.
 """
 
 import math

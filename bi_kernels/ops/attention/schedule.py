@@ -25,22 +25,22 @@ class Tiling(NamedTuple):
 
 
 def hopper_prefill(*given) -> None:
-    """Launches sm_90's prefill; arguments of `hopper_forward.prefill`."""
-    from bi_kernels.ops.attention.hopper_forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
+    """Launches sm_90's prefill; arguments of `hopper.forward.prefill`."""
+    from bi_kernels.ops.attention.hopper.forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
 
     prefill(*given)
 
 
 def hopper_keys(*given) -> None:
-    """Launches sm_90's dK and dV; arguments of `hopper_backward.keys_backward`."""
-    from bi_kernels.ops.attention.hopper_backward import keys_backward  # noqa: PLC0415  (as above)
+    """Launches sm_90's dK and dV; arguments of `hopper.keys.keys_backward`."""
+    from bi_kernels.ops.attention.hopper.keys import keys_backward  # noqa: PLC0415  (as above)
 
     keys_backward(*given)
 
 
 def hopper_queries(*given) -> None:
-    """Launches sm_90's dQ; arguments of `hopper_queries.queries_backward`."""
-    from bi_kernels.ops.attention.hopper_queries import queries_backward  # noqa: PLC0415  (as above)
+    """Launches sm_90's dQ; arguments of `hopper.queries.queries_backward`."""
+    from bi_kernels.ops.attention.hopper.queries import queries_backward  # noqa: PLC0415  (as above)
 
     queries_backward(*given)
 

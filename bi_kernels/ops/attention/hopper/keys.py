@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, key_tile, pause
+from bi_kernels.ops.attention.hopper.common import REGISTERS, STAGES, descriptor, key_tile, pause
 
 
 @gluon.jit

@@ -11,18 +11,26 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, operand, over, places, release, uniform, wait
-from bi_kernels.ops.attention.hopper_tiles import WORDS, barriers, fetch, items_of, produce, tile_of
+from bi_kernels.ops.attention.hopper.common import (
+    REGISTERS,
+    STAGES,
+    TURNS,
+    descriptor,
+    my_turn,
+    operand,
+    over,
+    places,
+    release,
+    scores,
+    uniform,
+    wait,
+    your_turn,
+)
+from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
-TURNS = False  # they start their products in turns
 
 
 @gluon.jit
@@ -51,29 +59,6 @@ def _merge(m, l, acc, m_next, l_next, acc_next, scale):
 
 
 @gluon.jit
-def _scores(qt, ks, i, S: gl.constexpr):
-    """Starts q kᵀ of block i."""
-    STAGES: gl.constexpr = ks.shape[0]
-    ROWS: gl.constexpr = qt.shape[0]
-    BLOCK: gl.constexpr = ks.shape[1]
-    none = gl.zeros([ROWS, BLOCK], gl.float32, S)
-    return warpgroup_mma(qt, ks.index(i % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _my_turn(turns, i, ME: gl.constexpr, TURNS: gl.constexpr):
-    """Waits until the other group of warps has started its products: the softmax of one is under those of the other."""
-    if TURNS:
-        mbarrier.wait(turns.index(ME), (i & 1) ^ 1 if ME == 0 else i & 1)
-
-
-@gluon.jit
-def _your_turn(turns, ME: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - ME))
-
-
-@gluon.jit
 def _step(
     j,
     last,
@@ -97,12 +82,12 @@ def _step(
     position, length = masks
     STAGES: gl.constexpr = vs.shape[0]
     i, start = before + j, (j + 1) * ks.shape[1]
-    _my_turn(turns, i, ME, TURNS)
-    s = _scores(qt, ks, i + 1, S)
+    my_turn(turns, i, ME, TURNS)
+    s = scores(qt, ks, i + 1, S)
     acc = acc * over(alpha, acc)
     wait(v_full, i)
     acc = warpgroup_mma(operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
-    _your_turn(turns, ME, TURNS)
+    your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(1, deps=[s])
     m, l, alpha, p = _softmax(s, m, l, start, position, length, scale, CAUSAL, MASKED)
     # here, for ptxas moves the wait below above the softmax unless a branch is between
@@ -162,7 +147,7 @@ def _consume(
             i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
             middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
             wait(k_full, before + i)
-            s = warpgroup_mma_wait(0, deps=[_scores(qt, ks, before + i, S)])
+            s = warpgroup_mma_wait(0, deps=[scores(qt, ks, before + i, S)])
             m_own, l_own, alpha, p = _softmax(s, lowest, zero, i * BLOCK, position, length, scale, CAUSAL, True)
             own = m_own, l_own, gl.zeros([ROWS, D], gl.float32, O), alpha, p
             wait(k_full, before + i + 1, i < last)
@@ -178,9 +163,9 @@ def _consume(
                 key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
                 vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
                 fence_async_shared()
-            _my_turn(turns, before + last, ME, TURNS)
+            my_turn(turns, before + last, ME, TURNS)
             acc_next = warpgroup_mma(operand(weights, acc_next, ks.dtype), vt, acc_next, is_async=True)
-            _your_turn(turns, ME, TURNS)
+            your_turn(turns, ME, TURNS)
             acc_next = warpgroup_mma_wait(0, deps=[acc_next])
             release(free, before + last)
             if MANY:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from bi_kernels.ops.attention.hopper import _plus, pause, places, uniform
+from bi_kernels.ops.attention.hopper.common import _plus, pause, places, uniform
 
 WORDS = 8  # that are told of a tile
 

@@ -1,7 +1,7 @@
 """dQ of attention on sm_90, in Gluon: the summation order of backward_kernels.py, the product of one block of keys
 under the exponentials of the next.
 
-A program for each multiprocessor goes from tile to tile, as in hopper_forward.py: four warps bring K and V, two more
+A program for each multiprocessor goes from tile to tile, as in forward.py: four warps bring K and V, two more
 groups of four have 64 query rows each. The bits are those of `queries_backward_kernel`: the same operations in the same
 order for each row.
 """
@@ -13,9 +13,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from bi_kernels.ops.attention.hopper import REGISTERS, STAGES, descriptor, operand, places, release, uniform, wait
-from bi_kernels.ops.attention.hopper_forward import TURNS, _my_turn, _scores, _your_turn
-from bi_kernels.ops.attention.hopper_tiles import WORDS, barriers, fetch, items_of, produce, tile_of
+from bi_kernels.ops.attention.hopper.common import (
+    REGISTERS,
+    STAGES,
+    TURNS,
+    descriptor,
+    my_turn,
+    operand,
+    places,
+    release,
+    scores,
+    uniform,
+    wait,
+    your_turn,
+)
+from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
 
@@ -58,11 +70,11 @@ def _step(
     less, log_sum = rows
     STAGES: gl.constexpr = vs.shape[0]
     i, start, more = before + j, (j + 1) * ks.shape[1], j + 2 <= last
-    _my_turn(turns, i, ME, TURNS)
-    s = _scores(qt, ks, i + 1, S)
-    dp = _scores(dot, vs, i + 1, S)
+    my_turn(turns, i, ME, TURNS)
+    s = scores(qt, ks, i + 1, S)
+    dp = scores(dot, vs, i + 1, S)
     acc = warpgroup_mma(operand(ds, acc, ks.dtype), ks.index(i % STAGES), acc, is_async=True)
-    _your_turn(turns, ME, TURNS)
+    your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(2, deps=[s])
     p = gl.exp2(gl.minimum(gl.fma(s, scale, -log_sum[:, None]), 0.0))
     # here and below, for ptxas moves the next wait above the exponentials unless a branch is between
@@ -125,7 +137,7 @@ def _consume(
     less = _rows(delta, tile, there, S, ROWS, GROUP, HEADS, ME)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         base, row0, head, queries, length, whole, end, before = tile
-        whole = uniform(whole)  # as in hopper_forward.py
+        whole = uniform(whole)  # as in forward.py
         row0 += ME * ROWS
         async_copy.wait_group(0)
         fence_async_shared()
@@ -136,9 +148,9 @@ def _consume(
             last = gl.cdiv(end, BLOCK) - 1
             middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), 0)
             wait(k_full, before)
-            started = _scores(qt, ks, before, S)
+            started = scores(qt, ks, before, S)
             wait(v_full, before)
-            s, dp = warpgroup_mma_wait(0, deps=[started, _scores(dot, vs, before, S)])
+            s, dp = warpgroup_mma_wait(0, deps=[started, scores(dot, vs, before, S)])
             p = gl.exp2(gl.minimum(gl.fma(s, scale, -rows[1][:, None]), 0.0))
             ds = _hidden(p * (dp - rows[0][:, None]), 0, masks, CAUSAL, True)
             wait(k_full, before + 1, last > 0)
@@ -152,9 +164,9 @@ def _consume(
                 key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
                 kt.store(gl.where((key < length)[:, None], kt.load(WIDE), 0.0))
                 fence_async_shared()
-            _my_turn(turns, before + last, ME, TURNS)
+            my_turn(turns, before + last, ME, TURNS)
             acc = warpgroup_mma(operand(ds, acc, ks.dtype), kt, acc, is_async=True)
-            _your_turn(turns, ME, TURNS)
+            your_turn(turns, ME, TURNS)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release(free, before + last)
         there = item + gl.num_programs(0) < items
@@ -242,7 +254,7 @@ def queries_backward(
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
     tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two;
-    late: nanoseconds by which some copies are, for an audit; turns: as in hopper_forward.py.
+    late: nanoseconds by which some copies are, for an audit; turns: as in forward.py.
     """
     heads = k.shape[1]
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132

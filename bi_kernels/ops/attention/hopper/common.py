@@ -3,13 +3,14 @@
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bi_kernels.checks import described
 
 BLOCK = 64  # rows that one copy brings
 STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
+TURNS = False  # the groups of warps that have queries start their products in turns
 
 
 @gluon.jit
@@ -123,6 +124,29 @@ def release(bar, i):
     """Says that one group of warps is done with copy i."""
     STAGES: gl.constexpr = bar.shape[0]
     mbarrier.arrive(bar.index(i % STAGES))
+
+
+@gluon.jit
+def scores(qt, ks, i, S: gl.constexpr):
+    """Starts q kᵀ of block i."""
+    STAGES: gl.constexpr = ks.shape[0]
+    ROWS: gl.constexpr = qt.shape[0]
+    BLOCK: gl.constexpr = ks.shape[1]
+    none = gl.zeros([ROWS, BLOCK], gl.float32, S)
+    return warpgroup_mma(qt, ks.index(i % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def my_turn(turns, i, ME: gl.constexpr, TURNS: gl.constexpr):
+    """Waits until the other group of warps has started its products: the softmax of one is under those of the other."""
+    if TURNS:
+        mbarrier.wait(turns.index(ME), (i & 1) ^ 1 if ME == 0 else i & 1)
+
+
+@gluon.jit
+def your_turn(turns, ME: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - ME))
 
 
 @gluon.jit
