@@ -22,6 +22,7 @@ from bi_kernels import checks
 from bi_kernels.audit.static.binary import without_gpu
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops import norm
+from bi_kernels.ops.attention import decode
 from bi_kernels.ops.attention.arguments import arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
@@ -75,6 +76,10 @@ def heads() -> None:
             out, lse, *qkv = (t.flatten(0, 1) for t in (out, lse, *call[:3]))
             where = located(call.sequences, q.device)
             attention_backward(out, None, *qkv, out, lse, where, *call[4:7], True, True)
+            for cache in (call[1], call[1].new_zeros(1, 5000, 2, width)):
+                decode.INTERPRETED = True  # in steps, which it else is on a GPU alone
+                attention_forward(*arguments(q[:, :1], cache, cache)[:7])
+                decode.INTERPRETED = False
 
 
 def constants(kernel, args: tuple) -> dict:

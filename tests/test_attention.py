@@ -17,17 +17,22 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.audit.problem.subject import poisoned_memory
+from bi_kernels.ops.attention import decode
 from bi_kernels.ops.attention.attention import Arguments, attend
 from bi_kernels.ops.attention.attention import arguments as checked
-from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Tiling
+from bi_kernels.ops.attention.schedule import SCHEDULE, Apart, Schedule, Tiling
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS, SHORT, EDGES = (5, 1, 130, 64, 200), (3, 150, 20), (0, 1, 15, 0, 16, 17, 127, 128, 129, 0)
 LAST = 2  # tokens that are decoded
-SMALL = replace(SCHEDULE, split=128, decode=Tiling(128, 64, 4, 4), merge_rows=256)  # several splits, few programs
+NEVER, ALWAYS = Apart(0), Apart(10**9, 10**9)
+SMALL = replace(
+    SCHEDULE, split=128, decode=Tiling(128, 64, 4, 4), merge_rows=256, apart=NEVER
+)  # several splits, few programs
 SPLITS, WHOLE = (replace(SMALL, few=few) for few in (10**9, 0))  # each split a program of its own; one after another
-EITHER_SCHEDULE = pytest.mark.parametrize("schedule", [SPLITS, WHOLE], ids=["splits", "whole"])
+APART = replace(SMALL, apart=ALWAYS)  # all blocks at once
+EITHER_SCHEDULE = pytest.mark.parametrize("schedule", [SPLITS, WHOLE, APART], ids=["splits", "whole", "apart"])
 
 
 def numbers(name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -166,11 +171,11 @@ def assert_same(found: dict, expected: dict, what: str, rows: slice | list | tor
 
 PLACES = {  # dtype, heads, width, lengths, options, schedules
     "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]),
-    "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS]),
-    "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE]),
-    "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE]),
-    "three splits": (BF16, (1, 1), 20, (3, 270), {"scale": 0.5}, [SPLITS, WHOLE]),
-    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE]),
+    "MHA": (BF16, (2, 2), 64, SHORT, {}, [SPLITS, APART]),
+    "edges": (BF16, (1, 1), 16, EDGES, {}, [SPLITS, WHOLE, APART]),
+    "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE, APART]),
+    "three splits": (BF16, (1, 1), 20, (3, 270), {"scale": 0.5}, [SPLITS, WHOLE, APART]),
+    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE, APART]),
     "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE]),
 }
 
@@ -183,7 +188,7 @@ def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads,
     assert all(t.isfinite().all() for t in expected.values())
     for schedule in schedules:
         for layout, calls in ({"packed": [packed(*spans)]} | whole_layouts(spans) | layouts_in_parts(every)).items():
-            found, what = results(given, calls, schedule=schedule, **options), f"{layout}, few = {schedule.few}"
+            found, what = results(given, calls, schedule=schedule, **options), f"{layout}, {schedule}"
             assert_same(found, expected, what, queries(calls))
 
 
@@ -231,6 +236,76 @@ def test_the_tiling_of_the_forward_changes_no_bit(few, most, rows):
     for options in ({}, {"window": 90}):
         expected = results(given, calls, **options)
         assert_same(results(given, calls, schedule=schedule, **options), expected, f"{options}")
+
+
+TILINGS_APART = [  # keys and run of the scores, columns of v, blocks of a round
+    (64, 64, 16, 1),
+    (128, 1024, 32, 3),
+    (32, 192, 128, 4),
+]
+
+
+@pytest.mark.parametrize("keys, run, columns, together", TILINGS_APART)
+def test_the_tiling_of_decode_apart_changes_no_bit(keys, run, columns, together):
+    given, calls = arguments(sum(SHORT), heads=(3, 1)), [packed(*map(span, sequences(SHORT)))]
+    for rows, options in ((16, {}), (64, {"window": 90}), (16, {"causal": False})):
+        apart = ALWAYS._replace(run=run, together=together)
+        apart = apart._replace(scores=Tiling(rows, keys, 4, 3), values=Tiling(rows, columns, 4, 2))
+        for split in (64, 128, 4096):
+            expected = results(given, calls, schedule=replace(SMALL, split=split), **options)
+            found = results(given, calls, schedule=replace(APART, split=split, apart=apart), **options)
+            assert_same(found, expected, f"{rows}, {split}, {options}")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Grows by a call that is computed in steps apart."""
+    taken, compute = [], decode.Steps.__call__
+    monkeypatch.setattr(decode.Steps, "__call__", lambda *given: (taken.append(True), compute(*given)))
+    return taken
+
+
+def test_decode_is_computed_apart_where_there_are_few_programs_and_few_rows(taken):
+    """By the shapes alone, so that a graph may change the lengths."""
+
+    def apart(batch, queries=1, keys=20, heads=(4, 1), dtype=BF16, **fields):
+        q, k = (
+            numbers("q", batch, queries, heads[0], 16, dtype=dtype),
+            numbers("k", batch, keys, heads[1], 16, dtype=dtype),
+        )
+        taken.clear()
+        attend(checked(q, k, k, lengths_k=torch.ones(batch, dtype=torch.int32)), replace(SCHEDULE, **fields))
+        return bool(taken)
+
+    most = SCHEDULE.apart.programs
+    assert apart(1) and apart(most) and not apart(most + 1) and apart(most // 2, heads=(2, 2))
+    assert not apart(most // 2 + 1, heads=(2, 2)) and not apart(most // 2 + 1, keys=200, split=128)
+    assert apart(1, 4) and not apart(1, 5) and not apart(1, dtype=FP32)
+
+
+def test_on_a_gpu_decode_is_computed_apart_in_a_capture_for_which_its_kernels_are_loaded(monkeypatch, taken):
+    """A capture can load none, and in eager mode one launch is the faster."""
+    capturing, schedule = [False], replace(SCHEDULE)
+    q, k, lengths = numbers("q", 2, 1, 4, 16), numbers("k", 2, 40, 1, 16), torch.tensor([40, 3])
+    shifted = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)  # other kernels load it
+    expected = attend(checked(q, k, k, lengths_k=lengths), replace(SCHEDULE, apart=NEVER))
+    assert attend(checked(q, k, k, lengths_k=lengths), schedule) and taken  # planned where steps run
+    monkeypatch.setattr(decode, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def apart(k, captured=False):
+        taken.clear()
+        capturing[0] = captured
+        found = attend(checked(q, k, k, lengths_k=lengths), schedule)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        return bool(taken)
+
+    assert not apart(k, captured=True)
+    assert apart(k) and not apart(k) and apart(k, captured=True)
+    assert not apart(shifted, captured=True) and not apart(shifted)
+    with monkeypatch.context() as m:
+        m.setattr(decode, "watched", lambda: True)
+        assert apart(k) and apart(k, captured=True)
 
 
 @pytest.mark.parametrize("rows, columns", [(16, 128), (32, 16), (128, 32)])

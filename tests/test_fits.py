@@ -31,7 +31,13 @@ def test_every_variant_is_compiled_and_fits(variants):
 def test_every_kernel_with_a_pipeline_is_among_them(variants):
     names = {v["kernel"] for v in variants}
     assert names >= {"_gemm_kernel", "_hopper_gemm_kernel", "_rms_norm_backward_kernel", "attention_kernel"}
-    assert names >= {"keys_backward_kernel", "queries_backward_kernel"}
+    assert names >= {
+        "keys_backward_kernel",
+        "queries_backward_kernel",
+        "scores_kernel",
+        "weights_kernel",
+        "values_kernel",
+    }
     tiles = {(v["of"]["BLOCK_M"], v["of"]["BLOCK_N"], v["of"]["BLOCK_K"]) for v in variants if "EXTRA_N" in v["of"]}
     assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
 

@@ -14,7 +14,7 @@ from bi_kernels.audit.broken.forward import Control, at_levels
 from bi_kernels.audit.broken.gradient import atomic_sum
 from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
 from bi_kernels.ops.attention.attention import arguments, attend
-from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Tiling, most_tiles
+from bi_kernels.ops.attention.schedule import SCHEDULE, Apart, Schedule, Tiling, most_tiles
 
 SLAB, SMS = 16, 132
 
@@ -69,7 +69,7 @@ def sum_by_tile(q, k, v, lengths_k=None, defect=True, **told):
 
 def sum_across_warps(q, k, v, defect=True, **told):
     """Gives few queries a tile of 16, whose warps lie along the keys."""
-    return (changed(decode=Tiling(16, 64, 4, 4)) if defect else bi_kernels.attention)(q, k, v, **told)
+    return (changed(decode=Tiling(16, 64, 4, 4), apart=Apart(0)) if defect else bi_kernels.attention)(q, k, v, **told)
 
 
 def not_causal_for_one_query(q, k, v, defect=True, **told):

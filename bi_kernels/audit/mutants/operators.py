@@ -18,7 +18,7 @@ from functools import cached_property
 FREE = {
     *("Tile", "tiles", "multiprocessors", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
     *("room_for", "remind", "_checked", "_checked_both", "check_values", "_check_pages", "check_ids"),
-    *("checked_targets", "_integers"),
+    *("checked_targets", "_integers", "fits_apart"),
     *("_Unset", "_"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")

@@ -1,6 +1,6 @@
 """Launches attention's forward: prefill, chunks and decode over a contiguous or paged cache, in one summation order.
 
-On sm_90 hopper/forward.py has a faster prefill of the same bits.
+On sm_90 hopper/forward.py has a faster prefill of the same bits, and decode.py a decode for CUDA graphs.
 """
 
 import math
@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import described
 from bi_kernels.launch import Launch, remembered
+from bi_kernels.ops.attention.decode import Steps, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.padded import located
 from bi_kernels.ops.attention.schedule import (
@@ -48,6 +49,7 @@ class _Plan(NamedTuple):
     many: bool  # a sequence may have several splits
     attention: Launch
     attention_tma: Launch  # of keys that descriptors name
+    steps: Steps | None  # the same, where that is the faster on a GPU
     partial: int  # queries of all heads and splits, where each split has a program of its own, or 0
     merge: Launch
 
@@ -84,32 +86,38 @@ def _plan(
         tiling = schedule.fp32
     elif prefill:
         tiling = schedule.prefill if narrow else schedule.wide_prefill
-    attention = lambda: Launch(
-        attention_kernel,
-        device,
-        (most_tiles(total, count, tiling.rows), heads, splits if partial else 1),
-        pages_stride,
-        shape_k[:-2].numel() // page - 1 if page else 0,
-        count,
-        batch.width_q if batch else None,
-        batch.width_k if batch else None,
+    told = dict(
+        shape,
+        pages_stride=pages_stride,
+        last_page=shape_k[:-2].numel() // page - 1 if page else 0,
+        sequences=count,
+        width_q=batch.width_q if batch else None,
+        width_k=batch.width_k if batch else None,
         rows_total=total * heads,
         scale=scale,
         window=window,
         COUNT=room_for(count),
-        BLOCK_M=tiling.rows,
         BLOCK=schedule.block,
         SPLIT=schedule.split,
         CAUSAL=causal,
         WINDOW=window > 0,
         PAGE=page,
         LEFT=batch is not None and batch.left,
-        MANY=many,
         PARTIAL=partial,
+    )
+    attention = lambda: Launch(
+        attention_kernel,
+        device,
+        (most_tiles(total, count, tiling.rows), heads, splits if partial else 1),
+        BLOCK_M=tiling.rows,
+        MANY=many,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        **shape,
+        **told,
     )
+    steps = None
+    if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
+        steps = Steps(device, dtype, integers, total, longest, schedule, told)
     merge = Launch(
         merge_kernel,
         device,
@@ -123,7 +131,8 @@ def _plan(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return _Plan(prefill, many, attention(), attention(), total * heads * splits if partial else 0, merge)
+    queries = total * heads * splits if partial else 0
+    return _Plan(prefill, many, attention(), attention(), steps, queries, merge)
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
@@ -184,7 +193,11 @@ def attention_forward(
             if q.shape[-1] == triton.next_power_of_2(q.shape[-1]) >= 16:
                 attention = plan.attention_tma
                 k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
-    attention(q, k, v, k_tma, v_tma, out, lse, parts, first_q, length_q, first_k, length_k, pages)
+    given = out, lse, parts, first_q, length_q, first_k, length_k, pages
+    if plan.steps is not None and plan.steps.due(q, k, v, *given):
+        plan.steps(q, k, v, *given)
+    else:
+        attention(q, k, v, k_tma, v_tma, *given)
     if parts is not None:
         plan.merge(parts, out, lse)
     return [out, lse]

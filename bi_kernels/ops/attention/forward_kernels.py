@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import length_of, seen, sequence_of
+from bi_kernels.ops.attention.schedule import first_row, length_of, seen, sequence_of
 
 
 @triton.jit
@@ -144,14 +144,8 @@ def attention_kernel(
     known = sequence < sequences
     queries = length_of(length_q, sequence, known, width_q)
     length = length_of(length_k, sequence, known, width_k)
-    if width_q is None:
-        token_q = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64)
-    else:
-        token_q = sequence.to(tl.int64) * width_q + (width_q - queries if LEFT else 0)
-    if width_k is None:
-        row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
-    else:
-        row_k = sequence.to(tl.int64) * width_k + (width_k - length if LEFT else 0)
+    token_q = first_row(first_q, sequence, known, queries, width_q, LEFT)
+    row_k = first_row(first_k, sequence, known, length, width_k, LEFT)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # token by token, the heads of the group beside each other
     token = row // GROUP
     inside = token < queries

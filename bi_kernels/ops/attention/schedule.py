@@ -45,6 +45,17 @@ def hopper_queries(*given) -> None:
     queries_backward(*given)
 
 
+class Apart(NamedTuple):
+    """Says when decode's steps are computed apart (decode_kernels.py), and how: free of any bit."""
+
+    programs: int = 64  # splits of sequences and key heads: where there are more, each is a program of its own
+    rows: int = 16  # of a sequence and key head, on average, at most
+    run: int = 256  # keys whose scores a program computes
+    scores: Tiling = Tiling(16, 128, 4, 3)
+    values: Tiling = Tiling(16, 32, 2, 4)  # columns of v
+    together: int = 4  # blocks of a round of its loop
+
+
 @dataclass(frozen=True, eq=False)  # by identity: a launch looks one up
 class Schedule:
     """Says where the sums are cut, and which program computes what. `block` and `split` are the summation order;
@@ -60,6 +71,7 @@ class Schedule:
     queries: Tiling = Tiling(128, 64, 8, 3)  # dQ
     wide_backward: Tiling = Tiling(64, 64, 8, 2)
     fp32: Tiling = Tiling(32, 32, 4, 2)
+    apart: Apart = Apart()
     merge_rows: int = 16
     few: int = 256  # tiles below which each split is a program of its own
     most: int = 4096  # programs of such a launch
@@ -122,6 +134,16 @@ def sequence_of(tile, lengths, sequences, ROWS: tl.constexpr, SIZE: tl.constexpr
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)
     after = tl.min(tl.where(ends > tile, ends, tl.maximum(tl.max(ends, 0), tile + 1)), 0)
     return tl.sum((ends <= tile).to(tl.int32), 0), before, after - 1
+
+
+@triton.jit
+def first_row(first, i, inside, length, width, LEFT: tl.constexpr):
+    """Returns the row of the first query or key of sequence i, of so many, where `length_of` finds them."""
+    if width is None:
+        row = tl.load(first + i, mask=inside, other=0).to(tl.int64)
+    else:
+        row = i.to(tl.int64) * width + (width - length if LEFT else 0)
+    return row
 
 
 @triton.jit
