@@ -95,6 +95,12 @@ def is_hopper(device: torch.device) -> bool:
     return there and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Returns how many multiprocessors a GPU has; 1 of a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def integers(t: torch.Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 

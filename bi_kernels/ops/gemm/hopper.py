@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from bi_kernels.checks import described
+from bi_kernels.checks import described, multiprocessors
 from bi_kernels.launch import Launch, descriptor, remembered
 from bi_kernels.ops.gemm.cost import Ring
-from bi_kernels.ops.gemm.kernel import check_out, multiprocessors, tma_ready
+from bi_kernels.ops.gemm.kernel import check_out, tma_ready
 
 
 @gluon.jit

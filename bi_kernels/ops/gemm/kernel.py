@@ -5,14 +5,12 @@ no atomics, no run-time autotune. On sm_90 the bits of that fold do not depend o
 warps or the operand that sits on the tensor core's M side, so cost.py picks them for speed alone.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import described
+from bi_kernels.checks import described, multiprocessors
 from bi_kernels.launch import Launch, descriptor, jit, remembered
 from bi_kernels.ops.gemm.cost import TILES, Tile
 
@@ -121,11 +119,6 @@ def _gemm_kernel(
                 extra_cols = n + BLOCK_N + tl.arange(0, EXTRA_N)
                 acc_extra += tl.load(bias + extra_cols, mask=extra_cols < N, other=0.0).to(tl.float32)[None, :]
             _store_tile(y, acc_extra, m, n + BLOCK_N, BLOCK_M, EXTRA_N, PART_N)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _ceil(a: int, b: int) -> int:

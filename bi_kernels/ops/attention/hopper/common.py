@@ -10,7 +10,6 @@ from bi_kernels.checks import described
 
 BLOCK = 64  # rows that one copy brings
 STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
-TURNS = False  # the groups of warps that have queries start their products in turns
 
 
 @gluon.jit
@@ -39,39 +38,6 @@ def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr
     before = gl.max(gl.where(ends <= tile, ends, 0), 0)
     after = gl.min(gl.where(ends > tile, ends, gl.maximum(gl.max(ends, 0), tile + 1)), 0)
     return gl.sum((ends <= tile).to(gl.int32), 0), before, after - 1
-
-
-@gluon.jit
-def query_tile(
-    where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr
-):
-    """Returns (first row of q's tokens, of the tile, of k, queries, keys, keys up to the first that not all see, keys
-    up to the last that some see)."""
-    first_q, length_q, first_k, length_k, sequences = where
-    sequence, before, last = sequence_of(gl.program_id(0), length_q, sequences, GROUP, SIZE, COUNT)
-    tile = last - gl.program_id(0)  # the last of a causal sequence takes longest, and so begins
-    known = sequence < sequences
-    queries, length = (
-        gl.load(length_q + sequence, mask=known, other=0),
-        gl.load(length_k + sequence, mask=known, other=0),
-    )
-    base = gl.load(first_q + sequence, mask=known, other=0).to(gl.int64)
-    row_k = gl.load(first_k + sequence, mask=known, other=0)
-    first = tile * SIZE // GROUP + length - queries  # positions of the tile's first and last query
-    last = gl.minimum(tile * SIZE + SIZE - 1, queries * GROUP - 1) // GROUP + length - queries
-    end, whole = length, length // BLOCK * BLOCK
-    if CAUSAL:
-        end = gl.minimum(end, last + 1)
-        whole = gl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    return (
-        base,
-        uniform(tile * SIZE),
-        uniform(row_k),
-        uniform(queries),
-        uniform(length),
-        uniform(whole),
-        uniform(gl.maximum(end, 0)),
-    )
 
 
 @gluon.jit
@@ -134,19 +100,6 @@ def scores(qt, ks, i, S: gl.constexpr):
     BLOCK: gl.constexpr = ks.shape[1]
     none = gl.zeros([ROWS, BLOCK], gl.float32, S)
     return warpgroup_mma(qt, ks.index(i % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def my_turn(turns, i, ME: gl.constexpr, TURNS: gl.constexpr):
-    """Waits until the other group of warps has started its products: the softmax of one is under those of the other."""
-    if TURNS:
-        mbarrier.wait(turns.index(ME), (i & 1) ^ 1 if ME == 0 else i & 1)
-
-
-@gluon.jit
-def your_turn(turns, ME: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - ME))
 
 
 @gluon.jit

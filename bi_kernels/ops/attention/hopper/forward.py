@@ -6,19 +6,17 @@ into the next tile; two more groups of four have 64 query rows each. The bits ar
 operations in the same order for each row, and the row sums of the same layout.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from bi_kernels.checks import multiprocessors
 from bi_kernels.ops.attention.hopper.common import (
     REGISTERS,
     STAGES,
-    TURNS,
     descriptor,
-    my_turn,
     operand,
     over,
     places,
@@ -26,7 +24,6 @@ from bi_kernels.ops.attention.hopper.common import (
     scores,
     uniform,
     wait,
-    your_turn,
 )
 from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
@@ -60,34 +57,20 @@ def _merge(m, l, acc, m_next, l_next, acc_next, scale):
 
 @gluon.jit
 def _step(
-    j,
-    last,
-    before,
-    tiles,
-    bars,
-    state,
-    masks,
-    scale,
-    CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr,
-    S: gl.constexpr,
-    ME: gl.constexpr,
-    TURNS: gl.constexpr,
+    j, last, before, tiles, bars, state, masks, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
 ):
     """Computes the product with V of a tile's block j, under the scores and the softmax of the next one, whose K is
     there; before: blocks before the tile's."""
     qt, ks, vs = tiles
-    k_full, v_full, free, turns = bars
+    k_full, v_full, free = bars
     m, l, acc, alpha, p = state
     position, length = masks
     STAGES: gl.constexpr = vs.shape[0]
     i, start = before + j, (j + 1) * ks.shape[1]
-    my_turn(turns, i, ME, TURNS)
     s = scores(qt, ks, i + 1, S)
     acc = acc * over(alpha, acc)
     wait(v_full, i)
     acc = warpgroup_mma(operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
-    your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(1, deps=[s])
     m, l, alpha, p = _softmax(s, m, l, start, position, length, scale, CAUSAL, MASKED)
     # here, for ptxas moves the wait below above the softmax unless a branch is between
@@ -111,13 +94,12 @@ def _consume(
     SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr,
     MANY: gl.constexpr,
-    TURNS: gl.constexpr,
     ME: gl.constexpr,
 ):
     """Computes the rows of one group of warps, of tile after tile."""
     q, out, lse = results
     qs, ks, vs = tiles
-    k_full, v_full, free, told, turns = bars
+    k_full, v_full, free, told = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
@@ -128,7 +110,7 @@ def _consume(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     items = items_of(where, GROUP, HEADS, 2 * ROWS, COUNT)
     qt, there = qs.index(ME), gl.program_id(0) < items
-    here, bars = (qt, ks, vs), (k_full, v_full, free, turns)
+    here, bars = (qt, ks, vs), (k_full, v_full, free)
     tile = tile_of(info, told, 0, there)
     fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
     async_copy.commit_group()
@@ -152,9 +134,9 @@ def _consume(
             own = m_own, l_own, gl.zeros([ROWS, D], gl.float32, O), alpha, p
             wait(k_full, before + i + 1, i < last)
             for j in range(i, middle):
-                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, False, S, ME, TURNS)
+                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, False, S)
             for j in range(middle, last):
-                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, True, S, ME, TURNS)
+                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, True, S)
             m_next, l_next, acc_next, factor, weights = own
             acc_next = acc_next * over(factor, acc_next)
             vt = vs.index((before + last) % STAGES)
@@ -163,9 +145,7 @@ def _consume(
                 key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
                 vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
                 fence_async_shared()
-            my_turn(turns, before + last, ME, TURNS)
             acc_next = warpgroup_mma(operand(weights, acc_next, ks.dtype), vt, acc_next, is_async=True)
-            your_turn(turns, ME, TURNS)
             acc_next = warpgroup_mma_wait(0, deps=[acc_next])
             release(free, before + last)
             if MANY:
@@ -210,7 +190,6 @@ def _hopper_prefill_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     WORDS: gl.constexpr,
-    TURNS: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
     """Computes tiles of queries of one key head's group against all of their keys."""
@@ -225,8 +204,8 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (produce, (k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
-            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, TURNS, 0)),
-            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, TURNS, 1)),
+            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
+            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -247,19 +226,16 @@ def prefill(
     tiles: int,
     room: int,
     late: int,
-    turns: bool = TURNS,
     stages: int = STAGES,
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
     where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a
     sequence; tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power
-    of two; late: nanoseconds by which some copies are, for an audit; turns: the groups of warps start their products in
-    turns.
+    of two; late: nanoseconds by which some copies are, for an audit.
     """
     heads = k.shape[1]
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
-    _hopper_prefill_kernel[(min(programs, tiles * heads),)](
+    _hopper_prefill_kernel[(min(multiprocessors(q.device), tiles * heads),)](
         q,
         descriptor(k),
         descriptor(v),
@@ -278,7 +254,6 @@ def prefill(
         STAGES=stages,
         REGISTERS=REGISTERS,
         WORDS=WORDS,
-        TURNS=turns,
         PAUSE=late,
         num_warps=4,
         enable_fp_fusion=False,

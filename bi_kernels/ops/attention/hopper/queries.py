@@ -6,26 +6,23 @@ groups of four have 64 query rows each. The bits are those of `queries_backward_
 order for each row.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from bi_kernels.checks import multiprocessors
 from bi_kernels.ops.attention.hopper.common import (
     REGISTERS,
     STAGES,
-    TURNS,
     descriptor,
-    my_turn,
     operand,
     places,
     release,
     scores,
     uniform,
     wait,
-    your_turn,
 )
 from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
@@ -60,21 +57,17 @@ def _step(
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     S: gl.constexpr,
-    ME: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Adds the product with K of a tile's block j, under the scores and exponentials of the next one, whose K and V
     are there; before: blocks before the tile's."""
     qt, dot, ks, vs = tiles
-    k_full, v_full, free, turns = bars
+    k_full, v_full, free = bars
     less, log_sum = rows
     STAGES: gl.constexpr = vs.shape[0]
     i, start, more = before + j, (j + 1) * ks.shape[1], j + 2 <= last
-    my_turn(turns, i, ME, TURNS)
     s = scores(qt, ks, i + 1, S)
     dp = scores(dot, vs, i + 1, S)
     acc = warpgroup_mma(operand(ds, acc, ks.dtype), ks.index(i % STAGES), acc, is_async=True)
-    your_turn(turns, ME, TURNS)
     s = warpgroup_mma_wait(2, deps=[s])
     p = gl.exp2(gl.minimum(gl.fma(s, scale, -log_sum[:, None]), 0.0))
     # here and below, for ptxas moves the next wait above the exponentials unless a branch is between
@@ -111,13 +104,12 @@ def _consume(
     HEADS: gl.constexpr,
     COUNT: gl.constexpr,
     CAUSAL: gl.constexpr,
-    TURNS: gl.constexpr,
     ME: gl.constexpr,
 ):
     """Computes the rows of one group of warps, of tile after tile."""
     q, d_out, lse, delta, dq = given
     qs, dos, ks, vs = tiles
-    k_full, v_full, free, told, turns = bars
+    k_full, v_full, free, told = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
@@ -128,7 +120,7 @@ def _consume(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     items = items_of(where, GROUP, HEADS, 2 * ROWS, COUNT)
     qt, dot, there = qs.index(ME), dos.index(ME), gl.program_id(0) < items
-    here, bars = (qt, dot, ks, vs), (k_full, v_full, free, turns)
+    here, bars = (qt, dot, ks, vs), (k_full, v_full, free)
     tile = tile_of(info, told, 0, there)
     fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
     fetch(d_out, dot, tile, there, ROWS, GROUP, HEADS, ME)
@@ -156,17 +148,15 @@ def _consume(
             wait(k_full, before + 1, last > 0)
             wait(v_full, before + 1, last > 0)
             for j in range(middle):
-                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, False, S, ME, TURNS)
+                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, False, S)
             for j in range(middle, last):
-                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, True, S, ME, TURNS)
+                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, True, S)
             kt = ks.index((before + last) % STAGES)
             if last * BLOCK + BLOCK > length:  # rows of a neighbour
                 key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
                 kt.store(gl.where((key < length)[:, None], kt.load(WIDE), 0.0))
                 fence_async_shared()
-            my_turn(turns, before + last, ME, TURNS)
             acc = warpgroup_mma(operand(ds, acc, ks.dtype), kt, acc, is_async=True)
-            your_turn(turns, ME, TURNS)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release(free, before + last)
         there = item + gl.num_programs(0) < items
@@ -208,7 +198,6 @@ def _hopper_queries_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     WORDS: gl.constexpr,
-    TURNS: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
     """Computes dQ of tiles of queries: over their keys in ascending order."""
@@ -224,8 +213,8 @@ def _hopper_queries_kernel(
     gl.warp_specialize(
         [
             (produce, (k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
-            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, TURNS, 0)),
-            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, TURNS, 1)),
+            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
+            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -247,18 +236,16 @@ def queries_backward(
     tiles: int,
     room: int,
     late: int,
-    turns: bool = TURNS,
     stages: int = STAGES,
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
     tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two;
-    late: nanoseconds by which some copies are, for an audit; turns: as in forward.py.
+    late: nanoseconds by which some copies are, for an audit.
     """
     heads = k.shape[1]
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132
-    _hopper_queries_kernel[(min(programs, tiles * heads),)](
+    _hopper_queries_kernel[(min(multiprocessors(q.device), tiles * heads),)](
         q,
         d_out,
         descriptor(k),
@@ -278,7 +265,6 @@ def queries_backward(
         STAGES=stages,
         REGISTERS=REGISTERS,
         WORDS=WORDS,
-        TURNS=turns,
         PAUSE=late,
         num_warps=4,
         enable_fp_fusion=False,

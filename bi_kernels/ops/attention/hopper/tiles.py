@@ -105,22 +105,19 @@ def _nth(
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr):
-    """Returns those of K's and V's copies and of their places, of what is told and its place, and of whose turn it is
-    of the two groups of warps."""
+    """Returns those of K's and V's copies and of their places, and of what is told and its place."""
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), 1)
         mbarrier.init(v_full.index(i), 1)
         mbarrier.init(free.index(i), 2)
     for i in gl.static_range(2):
         mbarrier.init(told.index(i), 1 + i)
-        mbarrier.init(turns.index(i), 1)
     fence_async_shared()
-    return k_full, v_full, free, told, turns
+    return k_full, v_full, free, told
 
 
 @gluon.jit
@@ -189,7 +186,7 @@ def produce(
     PAUSE: gl.constexpr,
 ):
     """Copies K and V, tile after tile and block after block, into the ring."""
-    k_full, v_full, free, told, turns = bars
+    k_full, v_full, free, told = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
