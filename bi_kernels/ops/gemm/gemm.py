@@ -19,6 +19,9 @@ from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
 
+# of the interpreter, where a program costs more than what it computes
+FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
+
 
 @remembered
 def cheapest(
@@ -36,6 +39,8 @@ def cheapest(
         return FP32_TILE, 0
     use = "fold" if continues else "columns" if all(transposed) else "rows"
     ring = ring_for(M, N, K, use, transposed) if is_hopper(device) else None
+    if device.type == "cpu" and not ring:
+        return (MANY_ROWS if M > 64 else FEW_ROWS), 0
     if continues and ring:
         return ring[0], best_cut(N, lambda columns: ring_for(M, columns, K, use, transposed)[1])[1]
     if serves(device):
