@@ -137,7 +137,7 @@ def library_us(M: int, N: int, K: int, use: str, waves: float) -> float:
     """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves."""
     tile = M * N / (waves * DEVICE["multiprocessors"])
     fold = max(2 * tile * K / (LIBRARY["rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
-    return LIBRARY["start"] + _slower(ceil(waves - 1e-3) * fold, memory_us(M, N, K, use))
+    return LIBRARY["start"] + _slower(ceil(round(waves, 2)) * fold, memory_us(M, N, K, use))
 
 
 def library_for(M: int, N: int, K: int, use: str, waves: Callable[[int], float | None]) -> tuple[float, int]:
