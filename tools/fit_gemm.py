@@ -3,7 +3,7 @@
     python tools/fit_gemm.py measure OUT.jsonl [--seconds 120]     # on the GPU; every configuration's bits are compared
     python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes cost.toml
 
-The numbers there are those of gemm_times_h200.jsonl.
+The numbers there were fitted to gemm_times_h200.jsonl: times of an earlier form of `measure`, its first line by hand.
 
 The second prints what the choice by the model costs beside the best choice of what was measured.
 """
