@@ -8,7 +8,9 @@ An op that is called often keeps a `Launch` for each shape, in a `remembered` fu
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
+from inspect import getclosurevars, isfunction
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,6 +28,8 @@ _RUN = JITFunction.run  # whoever records launches replaces it, and is shown eve
 # told, two hooks, and the arguments, a pointer as an address if need be
 KNOWN = not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
 
+_HEAD = 13  # what 3.6 passes its compiled launcher before the kernel's arguments; 3.7 passes these in one tuple
+
 remembered = lru_cache(maxsize=4096)  # what a launch needs but its tensors, by what that follows from
 
 
@@ -42,8 +46,49 @@ def _direct() -> bool:
 
 def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], values: Sequence) -> None:
     """Launches what Triton compiled on a device's current stream, where that is `_direct`."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+    stream, run = torch._C._cuda_getCurrentRawStream(device), _launcher(compiled)
+    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+@remembered
+def _launcher(compiled: CompiledKernel) -> Callable:
+    """Returns Triton's launcher of a kernel; of one that takes TMA descriptors, a copy that keeps the maps which it has
+    encoded, where Triton's encodes two or more in each launch."""
+    return keeping_maps(compiled.run)
+
+
+def keeping_maps(run: Callable) -> Callable:
+    """Returns a launcher like Triton's `run`, which encodes the map of a descriptor once for an address."""
+    encoding = getattr(run, "launch", None)
+    seen = getclosurevars(encoding) if isfunction(encoding) else None
+    if seen is None or not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= seen.nonlocals.keys():
+        return run
+    launcher, places, told = (seen.nonlocals[n] for n in ("launcher", "tensordesc_indices", "tensordesc_meta"))
+    encode, packed = seen.globals["make_tensordesc_arg"], hasattr(run, "kernel_signature")
+    told = [(at, meta, meta and _numbered(repr(meta))) for at, meta in zip(sorted(places), told)]
+
+    def launch(*given):
+        head, values = (given[:-1], given[-1]) if packed else (given[:_HEAD], given[_HEAD:])
+        expanded, done = [], 0
+        for at, meta, number in told:
+            blocks = values[at]
+            key = vars(blocks).get("number"), number, blocks.base.data_ptr()
+            arguments = None if None in key else _maps.get(key)
+            if arguments is None:
+                arguments = encode(blocks, meta)
+                if len(_maps) >= 8192:
+                    _maps.clear()
+                if None not in key:
+                    _maps[key] = arguments
+            expanded += values[done:at]
+            expanded += arguments
+            done = at + 1
+        expanded += values[done:]
+        launcher(*head, expanded) if packed else launcher(*head, *expanded)
+
+    kept = copy(run)
+    kept.launch = launch
+    return kept
 
 
 def _kind(value, specialised: bool):
@@ -121,6 +166,13 @@ def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
 
 
 _blocks: dict[tuple, dict] = {}
+_numbers: dict = {}
+_maps: dict[tuple, list] = {}  # what a launcher is given, by the numbers of a descriptor's kind and layout, and address
+
+
+def _numbered(kind) -> int:
+    """Returns a number of its own for each kind."""
+    return _numbers.setdefault(kind, len(_numbers))
 
 
 def descriptor(
@@ -134,8 +186,7 @@ def descriptor(
         made = kind(t, [*shape], [*strides], [*block], *layout)
         if len(_blocks) >= 4096:
             _blocks.clear()
-        _blocks[key] = {**vars(made), "base": None}
-        return made
+        fields = _blocks[key] = {**vars(made), "base": None, "number": _numbered(key)}
     made = kind.__new__(kind)
     vars(made).update(fields, base=t)
     return made

@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import triton
+from triton.backends.nvidia import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.launch import jit
+from bi_kernels.launch import descriptor, jit, keeping_maps
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
 from bi_kernels.ops.gemm.cost import Tile
 from bi_kernels.ops.gemm.gemm import cheapest
@@ -54,3 +57,30 @@ def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
     assert cublaslt.waves(sizes, ((16, 1),) * 2, dtypes, cpu) is None
     assert isinstance(cheapest(sizes, ((16, 1),) * 2, False, dtypes, cpu)[0], Tile)
     assert cheapest(sizes, ((16, 1),) * 2, False, (torch.float32,) * 2, cpu) == (FP32_TILE, 0)
+
+
+def test_a_map_is_encoded_once_for_an_address(monkeypatch):
+    encoded, launched = [], []
+    encode = lambda address, *told: encoded.append((address, *told)) or f"map of {address}"
+    stubs = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=stubs))
+    meta = [dict(swizzle=n, elem_size=2, elem_type=10, block_size=[16, 64], fp4_padded=False) for n in (3, 2)]
+    kinds = dict(enumerate(("tensordesc<bf16[16, 64]>", "*bf16", "tensordesc<bf16[16, 64]>", "i32")))
+    stock = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    vars(stock).update(dict.fromkeys(("global_scratch_size", "global_scratch_align", "profile_scratch_size"), 0))
+    vars(stock).update(dict.fromkeys(("profile_scratch_align", "launch_cooperative_grid", "launch_pdl"), 0))
+    stock.num_ctas, stock.arg_annotations, stock.kernel_signature = 1, [], b""
+    stock.launch = driver.wrap_handle_tensordesc(lambda *given: launched.append(given), kinds, meta)
+    kept = keeping_maps(stock)
+    x, w = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (64, 32))
+    for t in (x, w, x[16:], x, w):
+        for launcher in (stock, kept):
+            blocks = descriptor(t, t.shape, t.stride(), [16, 64]), TensorDescriptor(w, [32, 64], [64, 1], [16, 64])
+            launcher(1, 2, 3, 0, 7, "metadata", None, None, None, blocks[0], 5, blocks[1], 9)
+        assert launched[-2] == launched[-1], "the arguments that Triton would have passed"
+    swizzles = [told[1] for told in encoded]
+    assert swizzles.count(3) == 5 + 3, "by Triton each time, by ours once for x, for w, and for a part of x"
+    assert swizzles.count(2) == 5 + 5, "a descriptor that is not ours is encoded each time"
+    launched.clear()
+    kept(1, 2, 3, 0, 7, "metadata", None, None, None, *[descriptor(w, [32, 64], [64, 1], [16, 64]), 5] * 2)
+    assert [told[1] for told in encoded[-1:]] == [2], "another layout is another map"

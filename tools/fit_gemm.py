@@ -61,6 +61,7 @@ LAYERS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 4096)
 LAYERS += [(2560, 9728), (5120, 5120), (5120, 25600), (512, 12288), (3072, 1024), (768, 2048), (8192, 28672)]
 FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
 POOL = 2**30  # 16-bit numbers from which operands are cut
+ALIGNED = 256  # numbers, as torch allocates; a copy by TMA is slower from a place that is no multiple of 128 bytes
 REACHED = 0.9  # of a copy's bandwidth, by products
 L2 = (6, 8, 10, 12, 15, 20)  # TB/s that are tried
 
@@ -112,8 +113,8 @@ class Bench:
         return {"multiprocessors": count, "dram": float(f"{REACHED * copied:.3g}")}
 
     def operands(self, kind: str, M: int, N: int, K: int, at: int):
-        """Returns x, w and y of a product, cut from the pool at a multiple of 8."""
-        a, b = self.pool[at : at + M * K], self.pool[at + M * K // 8 * 8 + 8 :][: N * K]
+        """Returns x, w and y of a product, cut from the pool at multiples of ALIGNED."""
+        a, b = self.pool[at : at + M * K], self.pool[at + -(-M * K // ALIGNED) * ALIGNED :][: N * K]
         x = a.view(K, M).t() if USES[kind] != "rows" else a.view(M, K)
         w = b.view(N, K) if kind == "forward" else b.view(K, N).t()
         y = torch.zeros(M, N, device="cuda", dtype=torch.bfloat16 if USES[kind] == "rows" else torch.float32)
@@ -148,7 +149,7 @@ class Bench:
         """Returns the median µs of each way on the device, in turns, over operands that the L2 cache does not hold."""
         room = 2 * (M * K + N * K) + 4 * M * N
         sets = max(1, min(6, int(1.5e8 / room)))
-        step = min(M * K + N * K, (POOL - M * K - N * K - 64) // sets) // 8 * 8
+        step = min(M * K + N * K, (POOL - M * K - N * K - ALIGNED) // sets) // ALIGNED * ALIGNED
         given = [self.operands(kind, M, N, K, i * step) for i in range(sets)]
         graphs = {}
         for name, way in ways.items():

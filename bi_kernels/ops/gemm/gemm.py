@@ -8,13 +8,17 @@ tokens in the order of the token layout (bi_kernels.tokens), which continue from
 one.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape, is_hopper, once
 from bi_kernels.launch import remembered, watched
+from bi_kernels.ops.gemm.again import again
 from bi_kernels.ops.gemm.cost import SURE, Ring, Tile, best_cut, library_for, ring_for, tile_for
-from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, launch_again, serves, waves
+from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
@@ -61,7 +65,7 @@ def _launch(
 ) -> torch.Tensor:
     """Launches the program that is the cheapest for a product; see kernel.launch. x (…, K): of more than two
     dimensions only where it is contiguous, without `start` and `out`."""
-    if start is None and out is None and not watched() and (y := launch_again(x, w, bias, out_dtype)) is not None:
+    if start is None and out is None and not watched() and (y := again(x, w, bias, out_dtype)) is not None:
         return y
     (N, K), flat = w.shape, x.dim() == 2
     M, strides = (x.shape[0], x.stride()) if flat else (x.numel() // K, (K, 1))
@@ -85,7 +89,7 @@ def _launch(
             launch(*given, way, out_dtype)
             return y
     if isinstance(way, Ring) and (start is None or out is None or out.stride() == start.stride()):
-        return _launch_ring(*given, way, out_dtype, start, out)
+        return _ring()(*given, way, out_dtype, start, out)
     return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
 
@@ -98,10 +102,11 @@ def _in_two(x, w, bias, out_dtype, start: torch.Tensor | None, out: torch.Tensor
     return y
 
 
-def _launch_ring(*given) -> torch.Tensor:
-    from bi_kernels.ops.gemm.hopper import launch as launch_hopper  # noqa: PLC0415  (the interpreter knows no Gluon)
+@cache
+def _ring() -> Callable:
+    from bi_kernels.ops.gemm.hopper import launch as launch_ring  # noqa: PLC0415  (the interpreter knows no Gluon)
 
-    return launch_hopper(*given)
+    return launch_ring
 
 
 def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,11 +12,12 @@ import ctypes
 import os
 import threading
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from bi_kernels.checks import aligned, is_hopper
+from bi_kernels.ops.gemm.again import kind_of, remember
 from bi_kernels.ops.gemm.kernel import finished, prepared
 
 LIBRARY = "cuBLASLt"
@@ -76,7 +77,6 @@ class _Thread(threading.local):
     def __init__(self):
         self.handles: dict[int, c_void_p] = {}
         self.plans: dict[tuple, _Plan | None] = {}
-        self.straight: dict[tuple, _Plan] = {}
 
 
 _thread = _Thread()
@@ -179,7 +179,6 @@ def _plan(
     if kept:
         if len(_thread.plans) >= PLANS:
             _thread.plans.clear()
-            _thread.straight.clear()
         _thread.plans[key] = plan
     return plan
 
@@ -218,22 +217,11 @@ def waves(
     return None if plan is None else plan.waves
 
 
-def _kind(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> tuple:
-    """Returns what a product is told apart by, where nothing of it has to be copied."""
-    return x.dtype, out_dtype, x.device, x.shape, w.shape, x.stride(), w.stride(), None if bias is None else bias.dtype
-
-
-def launch_again(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor | None:
-    """Does what `launch` does, of products of a kind that it has computed; None of others."""
-    plan = _thread.straight.get(_kind(x, w, bias, out_dtype or x.dtype))
-    low = x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())
-    if plan is None or low % 16 or not (bias is None or bias.is_contiguous()):
-        return None
-    device, y = x.device.index, x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return y if plan.run(x, w, _bias_at(bias, device, plan.row), y, stream) else None
+def _straight(plan: _Plan, device: int, N: int, out_dtype: torch.dtype, x, w, bias) -> torch.Tensor | None:
+    """Computes a product of which nothing has to be copied."""
+    y, stream = x.new_empty((*x.shape[:-1], N), dtype=out_dtype), torch._C._cuda_getCurrentRawStream(device)
+    at = _bias_at(bias, device, N * out_dtype.itemsize)
+    return None if at is None or not plan.run(x, w, at, y, stream) else y
 
 
 def launch(
@@ -246,12 +234,11 @@ def launch(
     """y (…, N) = x (…, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index
-    kind = _kind(x, w, bias, out_dtype)
     if not serves(x.device) or x.dtype == torch.float32:
         return None
     if out_dtype not in (x.dtype, torch.float32) or bias is not None and bias.dtype != out_dtype:
         return None
-    (N, K), lead, given = w.shape, x.shape[:-1], (x.data_ptr(), w.data_ptr())
+    (N, K), lead, given, kind = w.shape, x.shape[:-1], (x.data_ptr(), w.data_ptr()), kind_of(x, w, bias, out_dtype)
     x, w, y = prepared(x if x.dim() == 2 else x.reshape(-1, K), w, out_dtype, out)
     M = len(x)
     x_t, w_t = x.stride(1) != 1, w.stride(1) != 1
@@ -263,6 +250,6 @@ def launch(
     if plan is None or at is None or not plan.run(x, w, at, y, stream):
         return None
     if out is None and given == (x.data_ptr(), w.data_ptr()) and y.shape[1] == N:
-        _thread.straight[kind] = plan
+        remember(kind, partial(_straight, plan, device, N, out_dtype))
     y = finished(y, N, out)
     return y if len(lead) == 1 else y.view(*lead, N)
