@@ -51,11 +51,12 @@ class Steps:
             return Launch(kernel, device, grid, **named, num_warps=warps, enable_fp_fusion=told["enable_fp_fusion"])
 
         scores, values = apart.scores, apart.values
-        grid, more = (tiles, heads, triton.cdiv(longest, apart.run)), {"KEYS": scores.columns, "RUN": apart.run}
+        keys = scores.columns if told["PAGE"] % scores.columns == 0 else schedule.block
+        grid, more = (tiles * heads, triton.cdiv(longest, apart.run)), {"KEYS": keys, "RUN": apart.run}
         self._scores = launch(scores_kernel, grid, scores.warps, scores.stages, **more)
         blocks = max(64, triton.next_power_of_2(split // schedule.block))  # 64 rows of 4 warps lie along the rows
-        self._weights = launch(weights_kernel, (rows, heads, splits), 4, BLOCKS=blocks)
-        grid, more = (tiles * (told["D"] // columns), heads, splits), {"TOGETHER": apart.together, "COLUMNS": columns}
+        self._weights = launch(weights_kernel, (rows * heads, splits), 4, BLOCKS=blocks)
+        grid, more = (tiles * heads * (told["D"] // columns), splits), {"TOGETHER": apart.together, "COLUMNS": columns}
         self._values = launch(values_kernel, grid, values.warps, values.stages, **more)
         changing = {"pages_stride", "last_page", "sequences", "rows_total", "room", "width_q", "width_k", "window"}
         kind = {n: v for n, v in told.items() if n not in changing} | {"packed": told["width_q"] is None}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.forward_kernels import _key_rows, _store_result
+from bi_kernels.ops.attention.forward_kernels import _block_rows, _store_result
 from bi_kernels.ops.attention.schedule import first_row, length_of, sequence_of
 
 
@@ -102,12 +102,12 @@ def scores_kernel(
     LEFT: tl.constexpr,
 ):
     """Computes the scores (rows of q, room) of a tile of queries and RUN keys, those between blocks that it sees."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     sequence, tile, token, queries, length = _tile_of(
         tile, first_q, length_q, length_k, sequences, width_q, width_k, GROUP, TILE, COUNT, LEFT
     )
     begin, end = _keys_of(tile, queries, length, window, GROUP, TILE, BLOCK, CAUSAL, WINDOW)
-    lo, hi = tl.maximum(tl.program_id(2) * RUN, begin), tl.minimum(tl.program_id(2) * RUN + RUN, end)
+    lo, hi = tl.maximum(tl.program_id(1) * RUN, begin), tl.minimum(tl.program_id(1) * RUN + RUN, end)
     if lo < hi:
         row, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, D)
         at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
@@ -117,9 +117,13 @@ def scores_kernel(
         row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
         if PAGE:
             pages += sequence * pages_stride
+        i = tl.arange(0, KEYS)
+        after = _block_rows(lo, row_k, pages, last_page, length, PAGE, KEYS)
         for start in range(lo, hi, KEYS):
-            key = start + tl.arange(0, KEYS)
-            rows = _key_rows(key, row_k, pages, last_page, length, PAGE)
+            key, rows = start + i, after
+            after = _block_rows(start + KEYS, row_k, pages, last_page, length, PAGE, KEYS)
+            if PAGE % KEYS == 0:
+                rows += i
             kt = tl.load(k + rows[:, None] * stride_k + d[None, :], mask=(key < hi)[:, None] & there, other=0.0)
             s = tl.dot(qt, kt.T, input_precision="ieee")
             tl.store(scores + at[:, None] * room + key[None, :], s, mask=inside[:, None] & (key < hi)[None, :])
@@ -157,7 +161,7 @@ def weights_kernel(
 ):
     """Computes p of one row of q and one split, rounded, and of each block the sum of p and the factor of what was.
     BLOCKS, at least those of a split, are the rows of a tile here."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, split = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
     _, row, token, queries, length = _tile_of(
         row, first_q, length_q, length_k, sequences, width_q, width_k, GROUP, 1, COUNT, LEFT
     )
@@ -165,7 +169,7 @@ def weights_kernel(
     at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
     lo, hi = tl.maximum(split * SPLIT, begin), tl.minimum((split + 1) * SPLIT, end)
     if PARTIAL:  # the maxima lie behind the products with V
-        parts += tl.num_programs(2).to(tl.int64) * rows_total * width
+        parts += tl.num_programs(1).to(tl.int64) * rows_total * width
     parts += split.to(tl.int64) * rows_total + at
     if inside:
         if lo < hi:
@@ -200,13 +204,17 @@ def weights_kernel(
 
 
 @triton.jit
-def _chain_of(factors, sums, place, rows_total, inside, start, hi, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
-    """Returns the factor and the sum of each of a round's blocks; 1 and 0 of those that are beyond the last."""
+def _round_of(
+    factors, sums, place, rows_total, inside, start, hi, where, PAGE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr
+):
+    """Returns of each of a round's N blocks the factor, the sum (1 and 0 beyond the last), and its rows of v."""
     found = ()
-    for j in tl.static_range(TOGETHER):
-        used = inside & (start + j * BLOCK < hi)
+    for j in tl.static_range(N):
+        key = start + j * BLOCK
+        used = inside & (key < hi)
         alpha = tl.load(factors + place + j * rows_total, mask=used, other=1.0)
-        found = found + (alpha, tl.load(sums + place + j * rows_total, mask=used, other=0.0))
+        total = tl.load(sums + place + j * rows_total, mask=used, other=0.0)
+        found = found + (alpha, total, _block_rows(key, where[0], where[1], where[2], hi, PAGE, BLOCK))
     return found
 
 
@@ -253,8 +261,8 @@ def values_kernel(
     PARTIAL: tl.constexpr,
 ):
     """Computes some columns of the result of a tile of queries and one split, TOGETHER blocks a round."""
-    tile, slice = tl.program_id(0) // (D // COLUMNS), tl.program_id(0) % (D // COLUMNS)
-    head, split = tl.program_id(1), tl.program_id(2)
+    slice, head = tl.program_id(0) % (D // COLUMNS), tl.program_id(0) // (D // COLUMNS) % HEADS
+    tile, split = tl.program_id(0) // (D // COLUMNS) // HEADS, tl.program_id(1)
     sequence, tile, token, queries, length = _tile_of(
         tile, first_q, length_q, length_k, sequences, width_q, width_k, GROUP, TILE, COUNT, LEFT
     )
@@ -267,31 +275,26 @@ def values_kernel(
     row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
     if PAGE:
         pages += sequence * pages_stride
-    vs = v + (row_k + i)[:, None] * stride_v + d[None, :]
-    ps = weights + at[:, None] * room + i[None, :]
+    ps, where = weights + at[:, None] * room + i[None, :], (row_k, pages, last_page)
     l = tl.zeros((TILE,), dtype=tl.float32)
     acc = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
     place = (lo // BLOCK).to(tl.int64) * rows_total + at
-    known = _chain_of(factors, sums, place, rows_total, inside, lo, hi, BLOCK, TOGETHER)
+    after = _round_of(factors, sums, place, rows_total, inside, lo, hi, where, PAGE, BLOCK, TOGETHER)
     for first in range(lo, hi, BLOCK * TOGETHER):
-        place += TOGETHER * rows_total
-        after = _chain_of(factors, sums, place, rows_total, inside, first + BLOCK * TOGETHER, hi, BLOCK, TOGETHER)
+        known, next, place = after, first + BLOCK * TOGETHER, place + TOGETHER * rows_total
+        after = _round_of(factors, sums, place, rows_total, inside, next, hi, where, PAGE, BLOCK, TOGETHER)
         for j in tl.static_range(TOGETHER):
             start = first + j * BLOCK
+            alpha, rows = known[3 * j], known[3 * j + 2]
+            if PAGE % BLOCK == 0:
+                rows += i
             p = tl.load(ps + start, mask=(inside & (start < hi))[:, None], other=0.0)
-            key = start + i
-            if PAGE:
-                rows = _key_rows(key, row_k, pages, last_page, length, PAGE)
-                at_v = v + rows[:, None] * stride_v + d[None, :]
-            else:
-                at_v = vs + start.to(tl.int64) * stride_v
-            vt = tl.load(at_v, mask=(key < hi)[:, None] & there, other=0.0)
-            l = l * known[2 * j] + known[2 * j + 1]
-            acc = tl.dot(p, vt, acc * known[2 * j][:, None], input_precision="ieee")
-        known = after
+            vt = tl.load(v + rows[:, None] * stride_v + d[None, :], mask=(start + i < hi)[:, None] & there, other=0.0)
+            l = l * alpha + known[3 * j + 1]
+            acc = tl.dot(p, vt, acc * alpha[:, None], input_precision="ieee")
     part = split.to(tl.int64) * rows_total + at
     if PARTIAL:
-        parts_l = tl.num_programs(2).to(tl.int64) * rows_total * (width + 1)
+        parts_l = tl.num_programs(1).to(tl.int64) * rows_total * (width + 1)
         tl.store(parts + parts_l + part, l, mask=inside & (slice == 0))
         if lo < hi:
             tl.store(parts + part[:, None] * width + d[None, :], acc, mask=inside[:, None] & there)

@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import described
-from bi_kernels.launch import Launch, remembered
+from bi_kernels.checks import INTERPRETED, described, is_hopper
+from bi_kernels.launch import Launch, descriptor, remembered
 from bi_kernels.ops.attention.decode import Steps, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.padded import located
@@ -39,13 +39,14 @@ def rows(t: Tensor) -> Tensor:
 def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
     """Returns blocks of keys of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
-    return TensorDescriptor(described(t), [rows, heads * width], [t.stride(0), 1], [block, width])
+    return descriptor(described(t), (rows, heads * width), (t.stride(0), 1), (block, width))
 
 
 class _Plan(NamedTuple):
     """Says how a forward is computed: what is launched, but for sm_90's prefill."""
 
     prefill: bool
+    tma: bool  # it may copy blocks of keys
     many: bool  # a sequence may have several splits
     attention: Launch
     attention_tma: Launch  # of keys that descriptors name
@@ -75,6 +76,7 @@ def _plan(
 ) -> _Plan:
     """integers: the dtypes of the lengths and pages that are given."""
     shape = shape_of(shape_q, shape_k, strides_k, strides_v)
+    hopper = device >= 0 and is_hopper(torch.device("cuda", device))
     tokens, heads, narrow, scale = shape_q[:-2].numel(), shape["HEADS"], shape["D"] <= 128, scale * LOG2E
     total = tokens * shape["GROUP"]
     splits = max(1, triton.cdiv(longest, schedule.split))
@@ -108,7 +110,7 @@ def _plan(
     attention = lambda: Launch(
         attention_kernel,
         device,
-        (most_tiles(total, count, tiling.rows), heads, splits if partial else 1),
+        (most_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
         BLOCK_M=tiling.rows,
         MANY=many,
         num_warps=tiling.warps,
@@ -132,7 +134,9 @@ def _plan(
         enable_fp_fusion=False,
     )
     queries = total * heads * splits if partial else 0
-    return _Plan(prefill, many, attention(), attention(), steps, queries, merge)
+    fits = not fp32 and shape["EVEN"] and page % schedule.block == 0  # pages of whole blocks
+    tma = fits and (not page if prefill else schedule.decode_tma and (INTERPRETED or hopper))
+    return _Plan(prefill, tma, many, attention(), attention(), steps, queries, merge)
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
@@ -184,15 +188,14 @@ def attention_forward(
         out.zero_()
         lse.fill_(-math.inf)
     attention, k_tma, v_tma = plan.attention, None, None
-    if plan.prefill and not page:
+    if plan.tma and (plan.prefill or k.is_contiguous() and v.is_contiguous()):
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
-            if schedule.hopper_prefill and not window and fits_hopper(q, k, v):
+            if plan.prefill and schedule.hopper_prefill and not window and fits_hopper(q, k, v):
                 _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
                 return [out, lse]
-            if q.shape[-1] == triton.next_power_of_2(q.shape[-1]) >= 16:
-                attention = plan.attention_tma
-                k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
+            attention = plan.attention_tma
+            k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
     given = out, lse, parts, first_q, length_q, first_k, length_k, pages
     if plan.steps is not None and plan.steps.due(q, k, v, *given):
         plan.steps(q, k, v, *given)

@@ -26,6 +26,13 @@ def _key_rows(key, first, pages, last_page, length, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _block_rows(start, first, pages, last_page, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns what `_key_rows` does of BLOCK keys from `start` on: of the first alone, if the others follow it."""
+    key = start if PAGE % BLOCK == 0 else start + tl.arange(0, BLOCK)
+    return _key_rows(key, first, pages, last_page, length, PAGE)
+
+
+@triton.jit
 def _add_block(
     q,
     m,
@@ -33,6 +40,7 @@ def _add_block(
     acc,
     cache,
     start,
+    rows,
     position,
     length,
     scale,
@@ -47,15 +55,17 @@ def _add_block(
     BLOCK: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Returns the online softmax's state (m, l, acc) after the next block of keys."""
-    k, v, k_tma, v_tma, head, row_k, pages, last_page, stride_k, stride_v = cache
-    key = start + tl.arange(0, BLOCK)
+    """Returns the online softmax's state (m, l, acc) after the next block of keys, in such `rows`."""
+    k, v, k_tma, v_tma, head, stride_k, stride_v = cache
+    i = tl.arange(0, BLOCK)
+    key = start + i
     if TMA:
-        at = (row_k + start).to(tl.int32)
+        at = rows.to(tl.int32)
         kt = k_tma.load([at, head * D])
     else:
         d = tl.arange(0, D)
-        rows = _key_rows(key, row_k, pages, last_page, length, PAGE)
+        if PAGE % BLOCK == 0:
+            rows += i
         there = (d < width)[None, :] | EVEN
         if MASKED:
             there &= (key < length)[:, None]
@@ -138,7 +148,8 @@ def attention_kernel(
     PARTIAL: tl.constexpr,
 ):
     """Computes one tile of queries against all of their keys, or with PARTIAL against one split of them."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    # the heads side by side, whose keys lie beside each other in memory
+    tile, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT, width_q)
     tile = last - tile  # the last of a causal sequence takes longest, and so begins
     known = sequence < sequences
@@ -158,7 +169,7 @@ def attention_kernel(
     v += head * head_v
     if PAGE:
         pages += sequence * pages_stride
-    cache = k, v, k_tma, v_tma, head, row_k, pages, last_page, stride_k, stride_v
+    cache = k, v, k_tma, v_tma, head, stride_k, stride_v
 
     first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
     last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
@@ -174,7 +185,7 @@ def attention_kernel(
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
     if PARTIAL:
-        split = tl.program_id(2)
+        split = tl.program_id(1)
         splits = tl.minimum(split + 1, splits)
     for n in range(split, splits):
         lo, hi = tl.maximum(n * SPLIT, begin), tl.minimum((n + 1) * SPLIT, end)
@@ -182,7 +193,9 @@ def attention_kernel(
         m_own = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         l_own = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        after = _block_rows(lo, row_k, pages, last_page, length, PAGE, BLOCK)  # a block ahead: no copy waits for it
         for start in range(lo, middle, BLOCK):
+            rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
             m_own, l_own, acc_own = _add_block(
                 qt,
                 m_own,
@@ -190,6 +203,7 @@ def attention_kernel(
                 acc_own,
                 cache,
                 start,
+                rows,
                 position,
                 length,
                 scale,
@@ -205,6 +219,7 @@ def attention_kernel(
                 D,
             )
         for start in range(middle, hi, BLOCK):
+            rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
             m_own, l_own, acc_own = _add_block(
                 qt,
                 m_own,
@@ -212,6 +227,7 @@ def attention_kernel(
                 acc_own,
                 cache,
                 start,
+                rows,
                 position,
                 length,
                 scale,
@@ -231,7 +247,7 @@ def attention_kernel(
         else:
             m, l, acc = m_own, l_own, acc_own
     if PARTIAL:
-        part, parts_m = tl.program_id(2).to(tl.int64) * rows_total + at, tl.num_programs(2).to(tl.int64) * rows_total
+        part, parts_m = tl.program_id(1).to(tl.int64) * rows_total + at, tl.num_programs(1).to(tl.int64) * rows_total
         tl.store(parts + parts_m * width + part, m, mask=inside)
         tl.store(parts + parts_m * (width + 1) + part, l, mask=inside)
         if split < splits:
