@@ -79,17 +79,24 @@ def key_tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr
 
 
 @gluon.jit
+def place(i, STAGES: gl.constexpr):
+    """Returns where in a ring copy i lies; it is no negative number, which Triton does not know."""
+    return (i.to(gl.uint32) % STAGES).to(gl.int32)
+
+
+@gluon.jit
 def wait(bar, i, needed=True):
     """Waits for copy i into a ring, or for the place that it left, if `needed`."""
     STAGES: gl.constexpr = bar.shape[0]
-    mbarrier.wait(bar.index(i % STAGES), i // STAGES & 1, pred=needed)
+    parity = (i.to(gl.uint32) // STAGES & 1).to(gl.int32)
+    mbarrier.wait(bar.index(place(i, STAGES)), parity, pred=needed)
 
 
 @gluon.jit
 def release(bar, i):
     """Says that one group of warps is done with copy i."""
     STAGES: gl.constexpr = bar.shape[0]
-    mbarrier.arrive(bar.index(i % STAGES))
+    mbarrier.arrive(bar.index(place(i, STAGES)))
 
 
 @gluon.jit

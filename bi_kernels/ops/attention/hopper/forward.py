@@ -2,8 +2,9 @@
 under the softmax of the next.
 
 A program for each multiprocessor goes from tile to tile. Four warps bring K and V through a ring of TMA stages, ahead
-into the next tile; two more groups of four have 64 query rows each. The bits are those of `attention_kernel`: the same
-operations in the same order for each row, and the row sums of the same layout.
+into the next tile; two more groups of four have 64 query rows each, and store a tile under the first scores of the next
+one. The bits are those of `attention_kernel`: the same operations in the same order for each row, but for products by
+1, and the row sums of the same layout.
 """
 
 from torch import Tensor
@@ -17,67 +18,97 @@ from bi_kernels.ops.attention.hopper.common import (
     REGISTERS,
     STAGES,
     descriptor,
-    operand,
     over,
+    place,
     places,
     release,
     scores,
     uniform,
     wait,
 )
+from bi_kernels.ops.attention.hopper.rows import merge, paired, rescaled, softmax, weights
 from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
 
 
 @gluon.jit
-def _softmax(s, m, l, start, position, length, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Returns (maximum, sum, factor of what was, p) after a block of scores."""
-    if MASKED:
-        key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        visible = (key < length)[None, :]
-        if CAUSAL:
-            visible = visible & (key[None, :] <= position[:, None])
-        s = gl.where(visible, s, -float("inf"))
-    top = gl.maximum(m, gl.max(s, 1))
-    base = gl.where(top == -float("inf"), 0.0, top)
-    p = gl.exp2((s - base[:, None]) * scale)
-    alpha = gl.exp2((m - base) * scale)
-    return top, l * alpha + gl.sum(p, 1), alpha, p
-
-
-@gluon.jit
-def _merge(m, l, acc, m_next, l_next, acc_next, scale):
-    """Returns the state of some splits, and then of the next one."""
-    top = gl.maximum(m, m_next)
-    base = gl.where(top == -float("inf"), 0.0, top)
-    a, b = gl.exp2((m - base) * scale), gl.exp2((m_next - base) * scale)
-    return top, l * a + l_next * b, acc * over(a, acc) + acc_next * over(b, acc)
-
-
-@gluon.jit
 def _step(
-    j, last, before, tiles, bars, state, masks, scale, CAUSAL: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
+    j, last, before, tiles, bars, state, bound, scale, MASKED: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr
 ):
     """Computes the product with V of a tile's block j, under the scores and the softmax of the next one, whose K is
     there; before: blocks before the tile's."""
     qt, ks, vs = tiles
     k_full, v_full, free = bars
     m, l, acc, alpha, p = state
-    position, length = masks
-    STAGES: gl.constexpr = vs.shape[0]
     i, start = before + j, (j + 1) * ks.shape[1]
     s = scores(qt, ks, i + 1, S)
-    acc = acc * over(alpha, acc)
+    acc = rescaled(acc, alpha)
+    p = weights(p, ks.dtype, ks.shape[2])
     wait(v_full, i)
-    acc = warpgroup_mma(operand(p, acc, ks.dtype), vs.index(i % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(p, vs.index(place(i, vs.shape[0])), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    m, l, alpha, p = _softmax(s, m, l, start, position, length, scale, CAUSAL, MASKED)
+    m, l, alpha, p = softmax(s, m, l, start, bound, scale, MASKED)
     # here, for ptxas moves the wait below above the softmax unless a branch is between
     wait(k_full, i + 2, j + 2 <= last)
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(free, i)
+    if PAIRED:  # not while the product reads the last ones: it would have to end first
+        p = paired(p, ks.dtype)
     return m, l, acc, alpha, p
+
+
+@gluon.jit
+def _last(last, before, vs, bars, state, length, WIDE: gl.constexpr):
+    """Starts the product with V of the last block of a tile's split."""
+    k_full, v_full, free = bars
+    m, l, acc, alpha, p = state
+    BLOCK: gl.constexpr = vs.shape[1]
+    acc = rescaled(acc, alpha)
+    p = weights(p, vs.dtype, vs.shape[2])
+    vt = vs.index(place(before + last, vs.shape[0]))
+    wait(v_full, before + last)
+    if last * BLOCK + BLOCK > length:  # rows of a neighbour
+        key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
+        vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
+        fence_async_shared()
+    return warpgroup_mma(p, vt, acc, is_async=True)
+
+
+@gluon.jit
+def _blocks(i, last, s, extent, tiles, bars, bound, scale, WIDE: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr):
+    """Computes blocks i to `last` of a split from the scores of the first one; returns (m, l, acc), to which the last
+    product is still added."""
+    length, whole, before = extent
+    qt, ks, vs = tiles
+    k_full, v_full, free = bars
+    ROWS: gl.constexpr = qt.shape[0]
+    BLOCK: gl.constexpr = ks.shape[1]
+    D: gl.constexpr = ks.shape[2]
+    middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
+    lowest = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+    zero = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    none = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16]))
+    m, l, alpha, p = softmax(s, lowest, zero, i * BLOCK, bound, scale, True)
+    if PAIRED:
+        p = paired(p, ks.dtype)
+    own = m, l, none, alpha, p
+    wait(k_full, before + i + 1, i < last)
+    for j in range(i, middle):
+        own = _step(j, last, before, tiles, bars, own, bound, scale, False, S, PAIRED)
+    for j in range(middle, last):
+        own = _step(j, last, before, tiles, bars, own, bound, scale, True, S, PAIRED)
+    m, l, acc, alpha, p = own
+    return m, l, _last(last, before, vs, bars, own, length, WIDE)
+
+
+@gluon.jit
+def _next(q, qt, info, told, turn, there, GROUP: gl.constexpr, HEADS: gl.constexpr, ME: gl.constexpr):
+    """Returns what the next tile is of, and starts to copy its rows of q."""
+    tile = tile_of(info, told, turn, there)
+    fetch(q, qt, tile, there, qt.shape[0], GROUP, HEADS, ME)
+    async_copy.commit_group()
+    return tile
 
 
 @gluon.jit
@@ -100,7 +131,6 @@ def _consume(
     q, out, lse = results
     qs, ks, vs = tiles
     k_full, v_full, free, told = bars
-    STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
     ROWS: gl.constexpr = qs.shape[1]
@@ -111,60 +141,61 @@ def _consume(
     items = items_of(where, GROUP, HEADS, 2 * ROWS, COUNT)
     qt, there = qs.index(ME), gl.program_id(0) < items
     here, bars = (qt, ks, vs), (k_full, v_full, free)
-    tile = tile_of(info, told, 0, there)
-    fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
-    async_copy.commit_group()
+    tile = _next(q, qt, info, told, 0, there, GROUP, HEADS, ME)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    if not MANY:
+        wait(k_full, tile[7], there & (tile[6] > 0))
+        s = warpgroup_mma_wait(0, deps=[scores(qt, ks, tile[7], S)])  # of nothing, where there is none
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         base, row0, head, queries, length, whole, end, before = tile
-        whole = uniform(whole)  # Triton takes the first tile's where a number only bounds loops in this loop
+        # Triton takes the first tile's where a number only bounds loops in this loop
+        whole, end, before = uniform(whole), uniform(end), uniform(before)
+        extent = length, whole, before
         row0 += ME * ROWS
+        bound = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S)) + length
+        if CAUSAL:
+            position = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP + length - queries
+            bound = gl.minimum(bound, position + 1)
+        m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        acc = gl.zeros([ROWS, D], gl.float32, O)
+        turn = item // gl.num_programs(0) + 1
+        there = item + gl.num_programs(0) < items
+        if MANY:
+            for n in range(gl.cdiv(end, SPLIT)):
+                i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
+                wait(k_full, before + i)
+                first = warpgroup_mma_wait(0, deps=[scores(qt, ks, before + i, S)])
+                m_next, l_next, acc_next = _blocks(i, last, first, extent, here, bars, bound, scale, WIDE, S, True)
+                acc_next = warpgroup_mma_wait(0, deps=[acc_next])
+                release(free, before + last)
+                m, l, acc = merge(m, l, acc, m_next, l_next, acc_next, scale)
+            tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
+        elif end > 0:
+            last = gl.cdiv(end, BLOCK) - 1
+            m, l, acc = _blocks(0, last, s, extent, here, bars, bound, scale, WIDE, S, False)
+            tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            release(free, before + last)
+        else:
+            tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
+        none = (l == 0.0) & (m == -float("inf"))
+        y = ((acc + 0.0) / over(gl.where(none, 1.0, l), acc)).to(out.dtype.element_ty)
         async_copy.wait_group(0)
         fence_async_shared()
-        position = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP + length - queries
-        masks = position, length
-        lowest = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        zero = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        m, l, acc = lowest, zero, gl.zeros([ROWS, D], gl.float32, O)
-        for n in range(gl.cdiv(end, SPLIT)):
-            i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
-            middle = gl.maximum(gl.minimum(last, whole // BLOCK - 1), i)
-            wait(k_full, before + i)
-            s = warpgroup_mma_wait(0, deps=[scores(qt, ks, before + i, S)])
-            m_own, l_own, alpha, p = _softmax(s, lowest, zero, i * BLOCK, position, length, scale, CAUSAL, True)
-            own = m_own, l_own, gl.zeros([ROWS, D], gl.float32, O), alpha, p
-            wait(k_full, before + i + 1, i < last)
-            for j in range(i, middle):
-                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, False, S)
-            for j in range(middle, last):
-                own = _step(j, last, before, here, bars, own, masks, scale, CAUSAL, True, S)
-            m_next, l_next, acc_next, factor, weights = own
-            acc_next = acc_next * over(factor, acc_next)
-            vt = vs.index((before + last) % STAGES)
-            wait(v_full, before + last)
-            if last * BLOCK + BLOCK > length:  # rows of a neighbour
-                key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
-                vt.store(gl.where((key < length)[:, None], vt.load(WIDE), 0.0))
-                fence_async_shared()
-            acc_next = warpgroup_mma(operand(weights, acc_next, ks.dtype), vt, acc_next, is_async=True)
-            acc_next = warpgroup_mma_wait(0, deps=[acc_next])
-            release(free, before + last)
-            if MANY:
-                m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
-            else:
-                m, l, acc = m_next, l_next, acc_next
-        there = item + gl.num_programs(0) < items
-        tile = tile_of(info, told, item // gl.num_programs(0) + 1, there)
-        fetch(q, qt, tile, there, ROWS, GROUP, HEADS, ME)
-        async_copy.commit_group()
-        none = (l == 0.0) & (m == -float("inf"))
-        y = (acc + 0.0) / over(gl.where(none, 1.0, l), acc)
+        if not MANY:  # whose registers have no room for it
+            wait(k_full, tile[7], there & (tile[6] > 0))
+            s = scores(qt, ks, tile[7], S)
         # lest the offsets above stay alive
         row0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [row0], gl.int32, False, 1)
         offset, inside = places(base.to(gl.int64), row0, head, queries, gl.SliceLayout(1, WIDE), ROWS, GROUP, HEADS)
         offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
-        gl.store(out + offset, gl.convert_layout(y.to(out.dtype.element_ty), WIDE), mask=inside[:, None])
+        gl.store(out + offset, gl.convert_layout(y, WIDE), mask=inside[:, None])
         at, inside = places(base.to(gl.int64), row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
         gl.store(lse + at, gl.where(none, -float("inf"), (m * scale + gl.log2(l)) * 0.6931471805599453), mask=inside)
+        if not MANY:
+            s = warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit(do_not_specialize=["sequences"])
@@ -203,7 +234,7 @@ def _hopper_prefill_kernel(
     tiles, results = (qs, ks, vs), (q, out, lse)
     gl.warp_specialize(
         [
-            (produce, (k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (produce, (q, k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
             (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
             (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
         ],

@@ -212,7 +212,7 @@ def _hopper_queries_kernel(
     tiles, given = (qs, dos, ks, vs), (q, d_out, lse, delta, dq)
     gl.warp_specialize(
         [
-            (produce, (k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (produce, (None, k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
             (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
             (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
         ],

@@ -170,7 +170,26 @@ def fetch(x, xt, tile, there, ROWS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl
 
 
 @gluon.jit
+def _prefetch(x, tile, SIZE: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
+    """Asks for a tile's rows of x (tokens, heads, D) to be in L2, line by line."""
+    base, row0, head, queries, length, whole, end = tile
+    LINES: gl.constexpr = D // 64
+    line = gl.arange(0, SIZE * LINES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    row = row0 + line // LINES
+    at = (base.to(gl.int64) + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, $2; }",
+        "=r,l,r",
+        [x + (at * D + line % LINES * 64), (row // GROUP < queries).to(gl.int32)],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
 def produce(
+    q,
     k_tma,
     v_tma,
     ks,
@@ -185,7 +204,7 @@ def produce(
     CAUSAL: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
-    """Copies K and V, tile after tile and block after block, into the ring."""
+    """Copies K and V, tile after tile and block after block, into the ring, and has q's rows brought nearer."""
     k_full, v_full, free, told = bars
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
@@ -198,6 +217,8 @@ def produce(
         base, row0, head, queries, length, whole, end = tile
         _tell(info, told, item // gl.num_programs(0), (base, row0, head, queries, length, whole, end, i))
         row, column = uniform(row_k), uniform(head) * D
+        if q is not None:
+            _prefetch(q, tile, SIZE, GROUP, HEADS, D)
         for block in range(uniform(gl.cdiv(end, BLOCK))):
             at = [row + block * BLOCK, column]
             mbarrier.wait(free.index(i % STAGES), i // STAGES - 1 & 1, pred=i >= STAGES)
