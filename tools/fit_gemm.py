@@ -3,7 +3,7 @@
     python tools/fit_gemm.py measure OUT.jsonl [--seconds 120]     # on the GPU; every configuration's bits are compared
     python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes cost.toml
 
-The numbers there were fitted to gemm_times_h200.jsonl: times of an earlier form of `measure`, its first line by hand.
+The numbers there were fitted to gemm_times_h200.jsonl, which `measure` wrote on an H200 (torch 2.11, Triton 3.6).
 
 The second prints what the choice by the model costs beside the best choice of what was measured.
 """
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,7 +38,6 @@ RINGS = [
     Ring(64, 128, 64, 8, 2),
     Ring(64, 256, 64, 5, 2),
     Ring(128, 64, 64, 8, 2),
-    Ring(128, 128, 64, 6, 2),
 ]
 TILES = [
     Tile(16, 64, 256, 4, 4, swap=True),
@@ -57,13 +57,15 @@ TILES = [
     Tile(128, 256, 64, 8, 4, persistent=1, halves=True),
 ]
 USES = {"forward": "rows", "dx": "rows", "dw": "columns", "fold": "fold"}  # how a product is used in a step
+STORED = {"forward": (False, False), "dx": (False, True), "dw": (True, True), "fold": (True, True)}  # by columns
 LAYERS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 4096), (2048, 4096), (1024, 8192)]
 LAYERS += [(2560, 9728), (5120, 5120), (5120, 25600), (512, 12288), (3072, 1024), (768, 2048), (8192, 28672)]
 FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
 POOL = 2**30  # 16-bit numbers from which operands are cut
 ALIGNED = 256  # numbers, as torch allocates; a copy by TMA is slower from a place that is no multiple of 128 bytes
 REACHED = 0.9  # of a copy's bandwidth, by products
-L2 = (6, 8, 10, 12, 15, 20)  # TB/s that are tried
+TABLES = {"tile": "(", "ring": "["}  # how a configuration's name begins
+L2, CROOKED = (8, 10, 12, 15), (0.0, 0.2, 0.4, 0.6, 0.8)  # TB/s, and how much slower, that are tried
 
 
 def takes(way, kind: str) -> bool:
@@ -228,11 +230,13 @@ def fit(files: list[Path]) -> None:
     for line in lines:
         for name, us in line["us"].items():
             if name not in ("cublas", "library"):
-                seen.setdefault((name, USES[line["kind"]]), []).append((line["M"], line["N"], line["K"], us))
+                size = line["M"], line["N"], line["K"]
+                seen.setdefault((name, USES[line["kind"]]), []).append((*size, STORED[line["kind"]], us))
 
-    def fitted() -> dict[str, dict]:
-        """Returns the costs, of the L2 cache that is tried."""
-        costs = {}
+    def fitted() -> tuple[dict[str, dict], dict[str, float]]:
+        """Returns the costs, with the numbers of the device that are tried, and how far they are from what was measured,
+        by kind of configuration."""
+        costs, far = {}, dict.fromkeys(TABLES, 0.0)
         for (name, use), points in seen.items():
             if len(points) < 5:
                 continue
@@ -240,21 +244,23 @@ def fit(files: list[Path]) -> None:
 
             def gaps(theta, way=way, use=use, points=points):
                 cost = Cost(*np.exp(theta))
-                return [math.log(predicted_us(way, cost, *size, use) / us) for *size, us in points]
+                return [math.log(predicted_us(way, cost, *size, use, how) / us) for *size, how, us in points]
 
             tried = [least_squares(gaps, np.log([2, step, 1]), bounds=bounds, **robust) for step in (15, 40, 90)]
             best = min(tried, key=lambda one: one.cost)
             costs.setdefault(name, {})[use] = [float(f"{v:.3g}") for v in np.exp(best.x)]
-        return costs
+            far["tile" if isinstance(way, Tile) else "ring"] += best.cost
+        return costs, far
 
     found = {}
-    for l2 in L2:
-        model.DEVICE["l2"] = l2
-        costs = fitted()
-        prices = _prices(lines, costs)
-        found[l2] = statistics.geometric_mean(p for mine in prices.values() for p in mine), costs, prices
-    l2 = model.DEVICE["l2"] = min(found, key=lambda l2: found[l2][0])
-    names, (_, costs, prices) = ("start", "rate", "step"), found[l2]
+    for l2, crooked in product(L2, CROOKED):
+        model.DEVICE |= {"l2": l2, **{f"crooked_{table}": crooked for table in TABLES}}
+        found[l2, crooked] = fitted()
+    nearest = lambda l2, table: min(CROOKED, key=lambda crooked: found[l2, crooked][1][table])
+    l2 = min(L2, key=lambda l2: sum(found[l2, nearest(l2, table)][1][table] for table in TABLES))
+    model.DEVICE |= {"l2": l2, **{f"crooked_{table}": nearest(l2, table) for table in TABLES}}
+    (costs, _), names = fitted(), ("start", "rate", "step")
+    prices = _prices(lines, costs)
     served = [line for line in lines if "library" in line["us"] and line["kind"] != "fold" and line["waves"]]
 
     def library_gaps(theta):
@@ -272,7 +278,7 @@ def fit(files: list[Path]) -> None:
 
 
 def _write(costs: dict[str, dict]) -> None:
-    text = [HEAD, "[device]  # dram and l2: TB/s", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
+    text = [HEAD, "[device]  # dram and l2: TB/s; crooked: by how much slower, of rows that begin within a line", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
     text += ["\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k"]
     text += [f"{k} = {v}" for k, v in model.LIBRARY.items()]
     for table, ways in (("tile", TILES), ("ring", RINGS)):
@@ -296,10 +302,10 @@ def _prices(lines: list[dict], costs: dict[str, dict]) -> dict[tuple[str, str], 
     product."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
-        use, size = USES[line["kind"]], (line["M"], line["N"], line["K"])
-        for table, begins in (("tile", "("), ("ring", "[")):
+        use, size, how = USES[line["kind"]], (line["M"], line["N"], line["K"]), STORED[line["kind"]]
+        for table, begins in TABLES.items():
             names = [n for n in line["us"] if n.startswith(begins) and use in costs.get(n, {})]
-            us = {n: predicted_us(_way(n), Cost(*costs[n][use]), *size, use) for n in names}
+            us = {n: predicted_us(_way(n), Cost(*costs[n][use]), *size, use, how) for n in names}
             if us:
                 price = line["us"][min(us, key=us.get)] / min(line["us"][n] for n in us)
                 found.setdefault((table, line["kind"]), []).append(price)

@@ -9,7 +9,7 @@ from bi_kernels.launch import jit
 
 # a program's columns and the slabs of a round; narrow, since the additions of a column wait for each other and their
 # latency is all that counts: the slabs are transposed on the way from shared memory to the registers
-FOLD = {"BLOCK": 16, "SLABS": 32, "STAGES": 4, "num_warps": 1}
+FOLD = {"BLOCK": 16, "SLABS": 32, "STAGES": 8, "num_warps": 1}
 
 
 @triton.jit

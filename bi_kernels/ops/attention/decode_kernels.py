@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.forward_kernels import _block_rows, _store_result
+from bi_kernels.ops.attention.forward_kernels import _block_at, _block_rows, _store_result
 from bi_kernels.ops.attention.schedule import first_row, length_of, sequence_of
 
 
@@ -117,14 +117,12 @@ def scores_kernel(
         row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
         if PAGE:
             pages += sequence * pages_stride
-        i = tl.arange(0, KEYS)
         after = _block_rows(lo, row_k, pages, last_page, length, PAGE, KEYS)
         for start in range(lo, hi, KEYS):
-            key, rows = start + i, after
+            key, rows = start + tl.arange(0, KEYS), after
             after = _block_rows(start + KEYS, row_k, pages, last_page, length, PAGE, KEYS)
-            if PAGE % KEYS == 0:
-                rows += i
-            kt = tl.load(k + rows[:, None] * stride_k + d[None, :], mask=(key < hi)[:, None] & there, other=0.0)
+            at_k = _block_at(k, rows, stride_k, d, PAGE, KEYS)
+            kt = tl.load(at_k, mask=(key < hi)[:, None] & there, other=0.0)
             s = tl.dot(qt, kt.T, input_precision="ieee")
             tl.store(scores + at[:, None] * room + key[None, :], s, mask=inside[:, None] & (key < hi)[None, :])
 
@@ -285,11 +283,10 @@ def values_kernel(
         after = _round_of(factors, sums, place, rows_total, inside, next, hi, where, PAGE, BLOCK, TOGETHER)
         for j in tl.static_range(TOGETHER):
             start = first + j * BLOCK
-            alpha, rows = known[3 * j], known[3 * j + 2]
-            if PAGE % BLOCK == 0:
-                rows += i
+            alpha, rows = known[3 * j], known[3 * j + 2] if PAGE else row_k + start
             p = tl.load(ps + start, mask=(inside & (start < hi))[:, None], other=0.0)
-            vt = tl.load(v + rows[:, None] * stride_v + d[None, :], mask=(start + i < hi)[:, None] & there, other=0.0)
+            at_v = _block_at(v, rows, stride_v, d, PAGE, BLOCK)
+            vt = tl.load(at_v, mask=(start + i < hi)[:, None] & there, other=0.0)
             l = l * alpha + known[3 * j + 1]
             acc = tl.dot(p, vt, acc * alpha[:, None], input_precision="ieee")
     part = split.to(tl.int64) * rows_total + at

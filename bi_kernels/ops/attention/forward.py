@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import INTERPRETED, described, is_hopper
+from bi_kernels.checks import described, is_hopper
 from bi_kernels.launch import Launch, descriptor, remembered
 from bi_kernels.ops.attention.decode import Steps, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
@@ -81,7 +81,8 @@ def _plan(
     total = tokens * shape["GROUP"]
     splits = max(1, triton.cdiv(longest, schedule.split))
     tiles, many = most_tiles(total, count, schedule.prefill.rows) * heads, splits > 1
-    fp32, prefill = dtype == torch.float32, dtype != torch.float32 and tiles >= schedule.few
+    fp32 = dtype == torch.float32
+    prefill = not fp32 and tiles >= schedule.few and total > schedule.decode.rows * count
     partial = not fp32 and many and tiles < schedule.few and tiles * splits <= schedule.most
     tiling = schedule.decode if narrow else schedule.wide_decode
     if fp32:
@@ -135,7 +136,7 @@ def _plan(
     )
     queries = total * heads * splits if partial else 0
     fits = not fp32 and shape["EVEN"] and page % schedule.block == 0  # pages of whole blocks
-    tma = fits and (not page if prefill else schedule.decode_tma and (INTERPRETED or hopper))
+    tma = fits and (not page if prefill else schedule.decode_tma and hopper)
     return _Plan(prefill, tma, many, attention(), attention(), steps, queries, merge)
 
 

@@ -33,6 +33,14 @@ def _block_rows(start, first, pages, last_page, length, PAGE: tl.constexpr, BLOC
 
 
 @triton.jit
+def _block_at(t, rows, stride, d, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns where columns d of BLOCK keys lie in t, which are in such rows."""
+    if PAGE % BLOCK:
+        return t + rows[:, None] * stride + d[None, :]
+    return t + rows * stride + (tl.arange(0, BLOCK).to(tl.int64)[:, None] * stride + d[None, :])
+
+
+@triton.jit
 def _add_block(
     q,
     m,
@@ -57,19 +65,16 @@ def _add_block(
 ):
     """Returns the online softmax's state (m, l, acc) after the next block of keys, in such `rows`."""
     k, v, k_tma, v_tma, head, stride_k, stride_v = cache
-    i = tl.arange(0, BLOCK)
-    key = start + i
+    key = start + tl.arange(0, BLOCK)
     if TMA:
         at = rows.to(tl.int32)
         kt = k_tma.load([at, head * D])
     else:
         d = tl.arange(0, D)
-        if PAGE % BLOCK == 0:
-            rows += i
         there = (d < width)[None, :] | EVEN
         if MASKED:
             there &= (key < length)[:, None]
-        kt = tl.load(k + rows[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+        kt = tl.load(_block_at(k, rows, stride_k, d, PAGE, BLOCK), mask=there, other=0.0)
     s = tl.dot(q, kt.T, input_precision="ieee")
     if MASKED:
         s = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), s, -float("inf"))
@@ -81,7 +86,7 @@ def _add_block(
     if TMA:
         vt = v_tma.load([at, head * D])
     else:
-        vt = tl.load(v + rows[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+        vt = tl.load(_block_at(v, rows, stride_v, d, PAGE, BLOCK), mask=there, other=0.0)
     acc = tl.dot(p.to(vt.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return top, l, acc
 

@@ -17,6 +17,7 @@ DEVICE: dict = FITTED["device"]
 WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
 SURE = 1.05  # by how much a ring must be the faster, to be preferred to the library
 WORTH = 50  # µs of a product that may be cut in two: a second launch costs the CPU, too
+LINE = 64  # 16-bit numbers: of the L2 cache
 SHARP = 6  # how abruptly the slower of two limits takes over
 
 
@@ -91,12 +92,18 @@ def _slower(a: float, b: float) -> float:
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
-def predicted_us(way: Tile | Ring, cost: Cost, M: int, N: int, K: int, use: str) -> float:
-    """Returns the microseconds that a product takes by the model, on the GPU that it was fitted on."""
+def predicted_us(
+    way: Tile | Ring, cost: Cost, M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | None = None
+) -> float:
+    """Returns the microseconds that a product takes by the model, on the GPU that it was fitted on. transposed: of x
+    and w, which ones are stored by columns; what `use` tells of both, unless given."""
     m, n = way.size
     tiles, room = ceil(M / m) * ceil(N / n), DEVICE["multiprocessors"] * way.resident
     read = min(tiles, room) * (m + n) * 32 / (DEVICE["l2"] * 1e6)  # of 16 of k, by all that run
-    fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read)
+    x_t, w_t = transposed or (use != "rows",) * 2
+    crooked = m * bool((M if x_t else K) % LINE) + n * bool((N if w_t else K) % LINE)  # rows that begin within a line
+    slower = 1 + DEVICE["crooked_ring" if isinstance(way, Ring) else "crooked_tile"] * crooked / (m + n)
+    fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read) * slower
     leave = cost.leave * WRITES[use] / 8
     waves = ceil(tiles / room)
     turns = isinstance(way, Ring) and way.groups == 2  # one result leaves while the other is added up
@@ -105,18 +112,21 @@ def predicted_us(way: Tile | Ring, cost: Cost, M: int, N: int, K: int, use: str)
 
 
 @lru_cache(maxsize=4096)
-def tile_for(M: int, N: int, K: int, use: str) -> Tile:
+def tile_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | None = None) -> Tile:
     """Returns the cheapest tile of Triton's kernel for a 16-bit product."""
     ways = TILES[use]
-    return min(ways, key=lambda way: predicted_us(way, ways[way], M, N, K, use))
+    return min(ways, key=lambda way: predicted_us(way, ways[way], M, N, K, use, transposed))
 
 
 @lru_cache(maxsize=4096)
 def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) -> tuple[Ring, float] | None:
     """Returns the cheapest ring for a 16-bit product, and its microseconds; None where no ring is for it.
 
-    A result that neither goes on nor fills one wave is left to what writes it in wider pieces.
+    A result that neither goes on nor fills one wave is left to what writes it in wider pieces; a fold of operands whose
+    rows begin within a line, to what keeps more of them on their way.
     """
+    if use == "fold" and (M % LINE or N % LINE):
+        return None
     costs = RINGS[use]
     room = lambda way: DEVICE["multiprocessors"] * way.resident
     ways = [
@@ -129,8 +139,9 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
     ways = [way for way in ways if way.rows < max(16, 2 * M)] or ways  # copies of rows beyond the last are slow
     if not ways:
         return None
-    best = min(ways, key=lambda way: predicted_us(way, costs[way], M, N, K, use))
-    return best, predicted_us(best, costs[best], M, N, K, use)
+    us = {way: predicted_us(way, costs[way], M, N, K, use, transposed) for way in ways}
+    best = min(us, key=us.get)
+    return best, us[best]
 
 
 def library_us(M: int, N: int, K: int, use: str, waves: float) -> float:

@@ -52,7 +52,7 @@ def cheapest(
         us, cut = library_for(M, N, K, use, asked)
         if us and (ring is None or us < ring[1] * SURE):
             return LIBRARY, cut
-    return (ring[0] if ring else tile_for(M, N, K, use)), 0
+    return (ring[0] if ring else tile_for(M, N, K, use, transposed)), 0
 
 
 def _launch(

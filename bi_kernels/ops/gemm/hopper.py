@@ -120,7 +120,7 @@ def _consume(
         gl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M", "K"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "stride"])
 def _hopper_gemm_kernel(
     x,
     w,
@@ -136,9 +136,11 @@ def _hopper_gemm_kernel(
     GROUPS: gl.constexpr,
     X_T: gl.constexpr,
     W_T: gl.constexpr,
+    UNIT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Computes tiles of start + x wᵀ + bias."""
+    """Computes tiles of start + x wᵀ + bias; N and stride count units of columns, stored side by side."""
+    N, stride = N * UNIT, stride * UNIT
     ROWS: gl.constexpr = x.block_shape[1] if X_T else x.block_shape[0]
     COLS: gl.constexpr = w.block_shape[1] if W_T else w.block_shape[0]
     T: gl.constexpr = (X_T, W_T)
@@ -202,17 +204,18 @@ def _launch_for(
     M, N, K = sizes
     tiles = -(-M // ring.rows) * -(-N // ring.columns)
     held = 65536 // ((1 + ring.groups) * 128 * ring.resident) // 8 * 8  # registers of a thread, if all have as many
-    more = {"maxnreg": held} if ring.resident > 1 else {}
+    more, unit = {"maxnreg": held} if ring.resident > 1 else {}, 1 if N % 8 or stride % 8 else 8
     return Launch(
         _hopper_gemm_kernel,
         device.index,
         (min(tiles, multiprocessors(device) * ring.resident),),
-        *(M, N, K, stride),
+        *(M, N // unit, K, stride // unit),
         STAGES=ring.stages,
         GROUP_M=ring.group,
         GROUPS=ring.groups,
         X_T=transposed[0],
         W_T=transposed[1],
+        UNIT=unit,
         REGISTERS=min(240, held + (held - 24) // ring.groups // 8 * 8),
         num_warps=4,
         **more,
