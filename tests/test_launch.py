@@ -14,6 +14,7 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.launch import descriptor, jit, keeping_maps
+from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
 from bi_kernels.ops.gemm.cost import Tile
 from bi_kernels.ops.gemm.gemm import cheapest
@@ -57,6 +58,18 @@ def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
     assert cublaslt.waves(sizes, ((16, 1),) * 2, dtypes, cpu) is None
     assert isinstance(cheapest(sizes, ((16, 1),) * 2, False, dtypes, cpu)[0], Tile)
     assert cheapest(sizes, ((16, 1),) * 2, False, (torch.float32,) * 2, cpu) == (FP32_TILE, 0)
+
+
+@pytest.mark.parametrize("m, n", [(4096, 1000), (1000, 4096), (4096, 4096)])
+def test_a_fold_that_goes_on_is_no_product_of_the_library(monkeypatch, m, n):
+    for name, answer in (("is_hopper", True), ("serves", True), ("waves", 1.0)):
+        monkeypatch.setattr(gemm, name, lambda *given, answer=answer, **how: answer)
+    sizes, dtypes = (m, n, 320), (torch.bfloat16, torch.float32)
+    chosen = lambda continues: gemm.cheapest.__wrapped__(
+        sizes, ((1, m), (1, n)), continues, dtypes, torch.device("cuda", 0)
+    )
+    assert chosen(continues=True)[0] != cublaslt.LIBRARY
+    assert chosen(continues=False)[0] == cublaslt.LIBRARY, "a first one may be"
 
 
 def test_a_map_is_encoded_once_for_an_address(monkeypatch):

@@ -234,8 +234,7 @@ def fit(files: list[Path]) -> None:
                 seen.setdefault((name, USES[line["kind"]]), []).append((*size, STORED[line["kind"]], us))
 
     def fitted() -> tuple[dict[str, dict], dict[str, float]]:
-        """Returns the costs, with the numbers of the device that are tried, and how far they are from what was measured,
-        by kind of configuration."""
+        """Returns the costs, by the numbers of the device that are tried, and how far off they are, by kind of way."""
         costs, far = {}, dict.fromkeys(TABLES, 0.0)
         for (name, use), points in seen.items():
             if len(points) < 5:
@@ -278,7 +277,8 @@ def fit(files: list[Path]) -> None:
 
 
 def _write(costs: dict[str, dict]) -> None:
-    text = [HEAD, "[device]  # dram and l2: TB/s; crooked: by how much slower, of rows that begin within a line", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
+    crooked = "crooked: by how much slower, of rows that begin within a line"
+    text = [HEAD, f"[device]  # dram and l2: TB/s; {crooked}", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
     text += ["\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k"]
     text += [f"{k} = {v}" for k, v in model.LIBRARY.items()]
     for table, ways in (("tile", TILES), ("ring", RINGS)):

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import described, is_hopper
+from bi_kernels.checks import described, is_hopper, multiprocessors
 from bi_kernels.launch import Launch, descriptor, remembered
 from bi_kernels.ops.attention.decode import Steps, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
@@ -108,7 +108,7 @@ def _plan(
         LEFT=batch is not None and batch.left,
         PARTIAL=partial,
     )
-    attention = lambda: Launch(
+    attention = lambda tiling: Launch(
         attention_kernel,
         device,
         (most_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
@@ -137,7 +137,10 @@ def _plan(
     queries = total * heads * splits if partial else 0
     fits = not fp32 and shape["EVEN"] and page % schedule.block == 0  # pages of whole blocks
     tma = fits and (not page if prefill else schedule.decode_tma and hopper)
-    return _Plan(prefill, tma, many, attention(), attention(), steps, queries, merge)
+    programs = count * heads * (splits if partial else 1)
+    shared = tma and not prefill and shape["D"] == 128 and programs > multiprocessors(torch.device("cuda", device))
+    by_tma = schedule.many_decode if shared else tiling
+    return _Plan(prefill, tma, many, attention(tiling), attention(by_tma), steps, queries, merge)
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:

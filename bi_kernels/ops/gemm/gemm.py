@@ -47,7 +47,7 @@ def cheapest(
         return (MANY_ROWS if M > 64 else FEW_ROWS), 0
     if continues and ring:
         return ring[0], best_cut(N, lambda columns: ring_for(M, columns, K, use, transposed)[1])[1]
-    if serves(device):
+    if serves(device) and not continues:
         asked = lambda columns: waves((M, columns, K), strides, dtypes, device, kept=columns == N)
         us, cut = library_for(M, N, K, use, asked)
         if us and (ring is None or us < ring[1] * SURE):
