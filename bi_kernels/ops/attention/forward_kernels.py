@@ -35,9 +35,11 @@ def _block_rows(start, first, pages, last_page, length, PAGE: tl.constexpr, BLOC
 @triton.jit
 def _block_at(t, rows, stride, d, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Returns where columns d of BLOCK keys lie in t, which are in such rows."""
-    if PAGE % BLOCK:
-        return t + rows[:, None] * stride + d[None, :]
-    return t + rows * stride + (tl.arange(0, BLOCK).to(tl.int64)[:, None] * stride + d[None, :])
+    if PAGE % BLOCK == 0:
+        at = t + rows * stride + (tl.arange(0, BLOCK).to(tl.int64)[:, None] * stride + d[None, :])
+    else:
+        at = t + rows[:, None] * stride + d[None, :]
+    return at
 
 
 @triton.jit
