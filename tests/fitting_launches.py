@@ -5,6 +5,7 @@ Prints a JSON line of each variant: its kernel, what it is of, its bytes of shar
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -22,11 +23,12 @@ from bi_kernels import checks
 from bi_kernels.audit.static.binary import without_gpu
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops import norm
-from bi_kernels.ops.attention import decode
+from bi_kernels.ops.attention import decode, forward
 from bi_kernels.ops.attention.arguments import arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
 from bi_kernels.ops.attention.padded import located
+from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.ops.gemm import hopper
 from bi_kernels.ops.gemm.cost import RINGS, TILES
 from bi_kernels.ops.gemm.kernel import launch, tiles
@@ -82,6 +84,22 @@ def heads() -> None:
                 decode.INTERPRETED = False
 
 
+def pages() -> None:
+    """Decode from pages that hold whole blocks of keys, and from smaller ones: by TMA, by pointers, in steps."""
+    forward.is_hopper, forward.multiprocessors = lambda device: True, lambda device: 132
+    torch.Tensor.get_device = lambda tensor: 0
+    for sequences, page in ((64, 16), (64, 64), (5, 64)):
+        q = torch.zeros(sequences, 1, 32, 128, dtype=torch.bfloat16)
+        k = torch.zeros(99, page, 8, 128, dtype=torch.bfloat16)
+        told = {"block_table": torch.zeros(sequences, 4160 // page, dtype=torch.int32)}
+        told["lengths_k"] = torch.full((sequences,), 4160, dtype=torch.int32)
+        call = arguments(q, k, k, **told)[:7]
+        attention_forward(*call)
+        decode.INTERPRETED = True
+        attention_forward(*call, replace(SCHEDULE, apart=SCHEDULE.apart._replace(programs=10**6)))
+        decode.INTERPRETED = False
+
+
 def constants(kernel, args: tuple) -> dict:
     return {p.name: a for p, a in zip(kernel.params, args) if p.is_constexpr and isinstance(a, (int, bool))}
 
@@ -100,7 +118,7 @@ if __name__ == "__main__":
     without_gpu()
     checks.INTERPRETED = True  # from here on a CPU is let through
     torch.cuda.current_device = lambda: 0
-    for part in (products, rings, rows, heads):
+    for part in (products, rings, rows, heads, pages):
         part()
     kinds = {}
     for one in asked:

@@ -38,6 +38,8 @@ def test_every_kernel_with_a_pipeline_is_among_them(variants):
         "weights_kernel",
         "values_kernel",
     }
+    decode = {(v["of"]["PAGE"], v["of"]["num_stages"]) for v in variants if v["kernel"] == "attention_kernel"}
+    assert decode >= {(16, 4), (64, 2), (64, 4)}, "pages of whole blocks, by two programs a multiprocessor or one"
     tiles = {(v["of"]["BLOCK_M"], v["of"]["BLOCK_N"], v["of"]["BLOCK_K"]) for v in variants if "EXTRA_N" in v["of"]}
     assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
 

@@ -46,7 +46,8 @@ class _Plan(NamedTuple):
     """Says how a forward is computed: what is launched, but for sm_90's prefill."""
 
     prefill: bool
-    tma: bool  # it may copy blocks of keys
+    tma: bool  # of prefill: it may copy blocks of keys
+    blocks: tuple | None  # of decode: so it does, and what describes them
     many: bool  # a sequence may have several splits
     attention: Launch
     attention_tma: Launch  # of keys that descriptors name
@@ -135,12 +136,16 @@ def _plan(
         enable_fp_fusion=False,
     )
     queries = total * heads * splits if partial else 0
-    fits = not fp32 and shape["EVEN"] and page % schedule.block == 0  # pages of whole blocks
-    tma = fits and (not page if prefill else schedule.decode_tma and hopper)
-    programs = count * heads * (splits if partial else 1)
-    shared = tma and not prefill and shape["D"] == 128 and programs > multiprocessors(torch.device("cuda", device))
-    by_tma = schedule.many_decode if shared else tiling
-    return _Plan(prefill, tma, many, attention(tiling), attention(by_tma), steps, queries, merge)
+    fits, programs = not fp32 and shape["EVEN"], count * heads * (splits if partial else 1)
+    contiguous = strides_k == strides_v == torch.empty(shape_k, device="meta").stride()
+    tma, blocks, by_tma = fits and prefill and not page, None, tiling
+    # a launch with descriptors costs the CPU more, which few programs do not earn back
+    if fits and not prefill and hopper and contiguous and programs > schedule.decode_tma and page % schedule.block == 0:
+        width = shape_k[-2:].numel()
+        blocks = (shape_k.numel() // width, width), (width, 1), (schedule.block, shape["D"])
+        if shape["D"] == 128 and programs > multiprocessors(torch.device("cuda", device)):
+            by_tma = schedule.many_decode
+    return _Plan(prefill, tma, blocks, many, attention(tiling), attention(by_tma), steps, queries, merge)
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
@@ -192,10 +197,13 @@ def attention_forward(
         out.zero_()
         lse.fill_(-math.inf)
     attention, k_tma, v_tma = plan.attention, None, None
-    if plan.tma and (plan.prefill or k.is_contiguous() and v.is_contiguous()):
+    if plan.blocks and not (k.data_ptr() | v.data_ptr()) % 16:
+        attention = plan.attention_tma
+        k_tma, v_tma = descriptor(described(k), *plan.blocks), descriptor(v, *plan.blocks)
+    elif plan.tma:
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
-            if plan.prefill and schedule.hopper_prefill and not window and fits_hopper(q, k, v):
+            if schedule.hopper_prefill and not window and fits_hopper(q, k, v):
                 _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
                 return [out, lse]
             attention = plan.attention_tma

@@ -65,8 +65,8 @@ class Schedule:
     split: int = 4096  # keys
     prefill: Tiling = Tiling(128, 64, 8, 3)
     decode: Tiling = Tiling(64, 64, 4, 4)
-    decode_tma: bool = True  # on sm_90, of keys that lie in whole blocks
-    many_decode: Tiling = Tiling(64, 64, 4, 2)  # so, of heads wider than 64, where two programs share a multiprocessor
+    decode_tma: int = 64  # programs beyond which it copies keys that lie in whole blocks, on sm_90
+    many_decode: Tiling = Tiling(64, 64, 4, 2)  # so, of heads of 128, where two programs share a multiprocessor
     wide_prefill: Tiling = Tiling(128, 64, 8, 2)  # of heads wider than 128: shared memory
     wide_decode: Tiling = Tiling(64, 64, 4, 2)
     keys: Tiling = Tiling(64, 128, 8, 3)  # dK and dV

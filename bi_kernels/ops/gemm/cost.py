@@ -136,7 +136,8 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
         and (way.columns >= 16 or not transposed[1])
         and (use == "fold" or way.groups == 1 and ceil(M / way.rows) * ceil(N / way.columns) <= room(way))
     ]
-    ways = [way for way in ways if way.rows < max(16, 2 * M)] or ways  # copies of rows beyond the last are slow
+    few = [way for way in ways if way.rows < max(16, 2 * M)]  # copies of rows beyond the last are slow
+    ways = few or (ways if use == "fold" else [])
     if not ways:
         return None
     us = {way: predicted_us(way, costs[way], M, N, K, use, transposed) for way in ways}

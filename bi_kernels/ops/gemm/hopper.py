@@ -204,7 +204,8 @@ def _launch_for(
     M, N, K = sizes
     tiles = -(-M // ring.rows) * -(-N // ring.columns)
     held = 65536 // ((1 + ring.groups) * 128 * ring.resident) // 8 * 8  # registers of a thread, if all have as many
-    more, unit = {"maxnreg": held} if ring.resident > 1 else {}, 1 if N % 8 or stride % 8 else 8
+    more = {"maxnreg": held} if ring.resident > 1 else {}
+    unit = next(unit for unit in (16, 8, 1) if not (N % unit or stride % unit))
     return Launch(
         _hopper_gemm_kernel,
         device.index,
