@@ -231,6 +231,19 @@ def test_ratios_are_the_peers_time_over_ours_and_rates_are_of_ours():
     assert (said["TFLOP/s"], said["TB/s"], said["of limit"]) == (2.0, 3.0, 0.75)
 
 
+def test_no_number_of_a_cell_lies_in_two_of_its_tensors():
+    numbers = measure.Numbers(CPU, 0, 1024)
+    numbers.take(700)
+    numbers.reserve(1024)
+    spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (numbers.take(500), numbers.take(512))]
+    assert spans[0][1] <= spans[1][0] and spans[0][0] == numbers.all.data_ptr()
+    with pytest.raises(ValueError, match="1025 numbers"):
+        numbers.reserve(1025)
+    for cell in cases.decode(BENCH["decode"]):
+        taken = [cell.batch * cell.heads * cell.head_dim, *[cell.bytes // 4] * 2]
+        assert attention._size(cell) == sum(map(measure.padded, taken))
+
+
 # What it computes is what is compared
 
 

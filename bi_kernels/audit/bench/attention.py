@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 import bi_kernels
 from bi_kernels.audit.bench import cases
-from bi_kernels.audit.bench.measure import FASTEST, OURS, Bench, Numbers
+from bi_kernels.audit.bench.measure import FASTEST, OURS, Bench, Numbers, padded
 from bi_kernels.audit.experiments.attention_peers import PEERS, ours, sdpa
 
 DETERMINISTIC = "cuDNN, deterministic"
@@ -64,10 +64,22 @@ def attention(bench: Bench) -> None:
         bench.empty()
 
 
+def _sets(bench: Bench, cell: cases.Cell) -> int:
+    """Returns how many caches take turns."""
+    return min(bench.sets(cell.bytes), 64)
+
+
+def _size(cell: cases.Cell) -> int:
+    """Returns how many numbers a query and its cache are."""
+    rows = cell.batch * cell.head_dim
+    return padded(rows * cell.heads) + 2 * padded(rows * cell.kv_heads * cell.keys)
+
+
 def _decode(bench: Bench, numbers: Numbers, cell: cases.Cell) -> None:
     """Measures one query a sequence, of a contiguous cache and of pages that lie anywhere."""
     table, page = bench.settings["decode"], bench.settings["decode"]["page"]
-    sets = min(bench.sets(cell.bytes), 64)
+    sets = _sets(bench, cell)
+    numbers.reserve(sets * _size(cell))
     take = lambda n, heads: [numbers.take(cell.batch, n, heads, cell.head_dim) for _ in range(sets)]
     qs, ks, vs = take(1, cell.heads), take(cell.keys, cell.kv_heads), take(cell.keys, cell.kv_heads)
     pages = [t.view(-1, page, cell.kv_heads, cell.head_dim) for t in (*ks, *vs)]
@@ -100,7 +112,7 @@ def decode(bench: Bench) -> None:
     for cell in sorted(cases.decode(table), key=lambda cell: cell.bytes):
         if cell.bytes > table["largest"]:
             continue
-        if cell.bytes > 2 * numbers.all.numel():
+        if _sets(bench, cell) * _size(cell) > numbers.all.numel():
             numbers = None
             bench.empty()
             numbers = Numbers(bench.device, bench.seed, (table["largest"] + 2**28) // 2)

@@ -155,7 +155,7 @@ def shares(records: Sequence[dict], goal: float) -> plt.Figure:
         xlabel="share of a copy's bandwidth",
         title=f"{reached} of {len(mine)} of ours reach {goal:g} of a copy's bandwidth",
     )
-    ax.legend(edgecolor="none", fontsize=8, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.9 / len(mine)))
+    ax.legend(edgecolor="none", fontsize=8, ncols=4, loc="upper left", bbox_to_anchor=(0, -1.3 / len(mine)))
     figure.tight_layout()
     return figure
 

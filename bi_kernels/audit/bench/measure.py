@@ -19,6 +19,11 @@ FASTEST = "the fastest"  # peer
 ROOM = {"cuda": 2**31, "cpu": 2**21}  # numbers
 
 
+def padded(size: int) -> int:
+    """Returns how many numbers are passed over where `size` are taken: a tensor begins at a multiple of 256 bytes."""
+    return -(-size // 128) * 128
+
+
 class Numbers:
     """One buffer of normal numbers in bf16; what is taken lies elsewhere each time, until it begins again."""
 
@@ -28,12 +33,20 @@ class Numbers:
         self.all = torch.empty(count, dtype=torch.bfloat16, device=device).normal_(generator=g)
         self.at = 0
 
+    def reserve(self, count: int) -> None:
+        """Begins again unless so many numbers, which are taken next, are left: none of them may lie in two tensors,
+        which would be found in the L2 cache. Raises ValueError where there are not as many."""
+        if count > len(self.all):
+            raise ValueError(f"{count} numbers are asked of {len(self.all)}")
+        if self.at + count > len(self.all):
+            self.at = 0
+
     def take(self, *shape: int) -> torch.Tensor:
         size = math.prod(shape)
         if self.at + size > len(self.all):
             self.at = 0
         found = self.all[self.at : self.at + size].view(shape)
-        self.at += -(-size // 128) * 128
+        self.at += padded(size)
         return found
 
 
