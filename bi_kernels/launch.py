@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from inspect import getclosurevars, isfunction
+from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -167,12 +168,13 @@ def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
 
 _blocks: dict[tuple, dict] = {}
 _numbers: dict = {}
+_count = count()
 _maps: dict[tuple, list] = {}  # what a launcher is given, by the numbers of a descriptor's kind and layout, and address
 
 
 def _numbered(kind) -> int:
     """Returns a number of its own for each kind."""
-    return _numbers.setdefault(kind, len(_numbers))
+    return _numbers.setdefault(kind, next(_count))
 
 
 def descriptor(
@@ -186,6 +188,7 @@ def descriptor(
         made = kind(t, [*shape], [*strides], [*block], *layout)
         if len(_blocks) >= 4096:
             _blocks.clear()
+            _numbers.clear()
         fields = _blocks[key] = {**vars(made), "base": None, "number": _numbered(key)}
     made = kind.__new__(kind)
     vars(made).update(fields, base=t)

@@ -224,6 +224,18 @@ def test_nan_in_another_sequence_is_nobodys_business(schedule):
     assert_same(found, {name: expected[name] for name in found}, "among pages of NaN", rest)
 
 
+@EITHER_SCHEDULE
+@pytest.mark.parametrize("window", [None, 200, 333])
+@pytest.mark.parametrize("page", [64, 128, 192])
+def test_pages_of_whole_blocks_are_read_where_the_keys_are(schedule, page, window):
+    given, spans = arguments(820, heads=(2, 1)), [span(s, len(s) - 1) for s in sequences((300, 520))]
+    expected, found = (
+        results(given, [calls], schedule=schedule, window=window)
+        for calls in (packed(*spans), paged(*spans, page=page))
+    )
+    assert_same(found, expected, f"pages of {page}", queries([packed(*spans)]))
+
+
 # How it is computed
 
 

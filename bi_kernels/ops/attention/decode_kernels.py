@@ -101,13 +101,13 @@ def scores_kernel(
     PAGE: tl.constexpr,
     LEFT: tl.constexpr,
 ):
-    """Computes the scores (rows of q, room) of a tile of queries and RUN keys, those between blocks that it sees."""
+    """Computes the scores (rows of q, room) of a tile of queries and RUN keys, those between rounds that it sees."""
     tile, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     sequence, tile, token, queries, length = _tile_of(
         tile, first_q, length_q, length_k, sequences, width_q, width_k, GROUP, TILE, COUNT, LEFT
     )
     begin, end = _keys_of(tile, queries, length, window, GROUP, TILE, BLOCK, CAUSAL, WINDOW)
-    lo, hi = tl.maximum(tl.program_id(1) * RUN, begin), tl.minimum(tl.program_id(1) * RUN + RUN, end)
+    lo, hi = tl.maximum(tl.program_id(1) * RUN, begin // KEYS * KEYS), tl.minimum(tl.program_id(1) * RUN + RUN, end)
     if lo < hi:
         row, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, D)
         at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)

@@ -45,7 +45,6 @@ def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
 class _Plan(NamedTuple):
     """Says how a forward is computed: what is launched, but for sm_90's prefill."""
 
-    prefill: bool
     tma: bool  # of prefill: it may copy blocks of keys
     blocks: tuple | None  # of decode: so it does, and what describes them
     many: bool  # a sequence may have several splits
@@ -145,7 +144,7 @@ def _plan(
         blocks = (shape_k.numel() // width, width), (width, 1), (schedule.block, shape["D"])
         if shape["D"] == 128 and programs > multiprocessors(torch.device("cuda", device)):
             by_tma = schedule.many_decode
-    return _Plan(prefill, tma, blocks, many, attention(tiling), attention(by_tma), steps, queries, merge)
+    return _Plan(tma, blocks, many, attention(tiling), attention(by_tma), steps, queries, merge)
 
 
 def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:

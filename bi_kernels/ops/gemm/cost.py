@@ -125,7 +125,7 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
     A result that neither goes on nor fills one wave is left to what writes it in wider pieces; a fold of operands whose
     rows begin within a line, to what keeps more of them on their way.
     """
-    if use == "fold" and (M % LINE or N % LINE):
+    if use == "fold" and ((M if transposed[0] else K) % LINE or (N if transposed[1] else K) % LINE):
         return None
     costs = RINGS[use]
     room = lambda way: DEVICE["multiprocessors"] * way.resident

@@ -71,8 +71,7 @@ def serves(device: torch.device) -> bool:
 
 
 class _Thread(threading.local):
-    """What a thread has made of the library: a handle a GPU, and how each product is computed, all of them, and those
-    of which nothing has to be copied, by what they are given."""
+    """What a thread has made of the library: a handle a GPU, and how each product is computed."""
 
     def __init__(self):
         self.handles: dict[int, c_void_p] = {}

@@ -106,7 +106,7 @@ def scores(qt, ks, i, S: gl.constexpr):
     ROWS: gl.constexpr = qt.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     none = gl.zeros([ROWS, BLOCK], gl.float32, S)
-    return warpgroup_mma(qt, ks.index(i % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma(qt, ks.index(place(i, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
