@@ -20,7 +20,7 @@ def noted(self, *args, grid, warmup, **options):
 JITFunction.run = noted
 
 from bi_kernels import checks
-from bi_kernels.audit.static.binary import without_gpu
+from bi_kernels.audit.static.binary import read, without_gpu
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops import norm
 from bi_kernels.ops.attention import decode, forward
@@ -30,11 +30,12 @@ from bi_kernels.ops.attention.forward import attention_forward
 from bi_kernels.ops.attention.padded import located
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.ops.gemm import hopper
-from bi_kernels.ops.gemm.cost import RINGS, TILES
+from bi_kernels.ops.gemm.cost import RINGS, TILES, Ring
 from bi_kernels.ops.gemm.kernel import launch, tiles
 from bi_kernels.tokens import TokenLayout
 
 FULL = 150 * 1024  # bytes of a ring from which on it is compiled
+WIDE = Ring(64, 256, 64, 5, 2)
 
 
 def products() -> None:
@@ -59,6 +60,8 @@ def rings() -> None:
                 out = torch.zeros(*(len(t if stored else t.t()) for t in (x, w)))
                 x, w = (x, w) if stored else (x.t(), w.t())
                 hopper.launch(x, w, None, ring, torch.float32, out if use == "fold" else None, out)
+    x, w, out = torch.zeros(32, 32).bfloat16().t(), torch.zeros(32, 136).bfloat16().t(), torch.zeros(32, 136)
+    hopper.launch(x, w, None, WIDE, torch.float32, out, out)  # rows of no multiple of 16
 
 
 def rows() -> None:
@@ -108,10 +111,11 @@ def compiled(one) -> dict:
     kernel, args, grid, options = one
     words = constants(kernel, args) | options
     try:
-        shared = TRITON_RUN(kernel, *args, grid=grid, warmup=True, **options).metadata.shared
+        done = TRITON_RUN(kernel, *args, grid=grid, warmup=True, **options)
+        of_ring = {"spills": read([done])[0].spills} if kernel.fn.__name__ == "_hopper_gemm_kernel" else {}
     except Exception as error:
         return {"kernel": kernel.fn.__name__, "of": words, "error": str(error)[-300:]}
-    return {"kernel": kernel.fn.__name__, "of": words, "shared": shared}
+    return {"kernel": kernel.fn.__name__, "of": words, "shared": done.metadata.shared} | of_ring
 
 
 if __name__ == "__main__":

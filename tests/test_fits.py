@@ -44,6 +44,15 @@ def test_every_kernel_with_a_pipeline_is_among_them(variants):
     assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
 
 
+def test_rings_spill_no_register_where_rows_are_multiples_of_16(variants):
+    spills = {}
+    for v in variants:
+        if "spills" in v:
+            spills.setdefault(v["of"]["UNIT"], []).append(v["spills"])
+    assert len(spills[16]) >= 40 and not any(spills[16])
+    assert any(spills[8]), "the widest ring spills where they are not, and so a spill is seen"
+
+
 def test_rings_fit():
     """What a ring allocates is written in it: its stages, and a few barriers."""
     for ring in {ring for found in RINGS.values() for ring in found}:

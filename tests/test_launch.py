@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from triton.backends.nvidia import driver
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.launch import descriptor, jit, keeping_maps
@@ -72,7 +73,21 @@ def test_a_fold_that_goes_on_is_no_product_of_the_library(monkeypatch, m, n):
     assert chosen(continues=False)[0] == cublaslt.LIBRARY, "a first one may be"
 
 
-def test_a_map_is_encoded_once_for_an_address(monkeypatch):
+def flat(launcher, places, meta):
+    """Returns what encodes descriptors and launches in Triton 3.6, which passes a kernel's arguments side by side."""
+    tensordesc_indices, tensordesc_meta = places, meta
+
+    def inner(*given):
+        told, passed = iter(tensordesc_meta), list(given[:13])
+        for i, value in enumerate(given[13:]):
+            passed += make_tensordesc_arg(value, next(told)) if i in tensordesc_indices else [value]
+        return launcher(*passed)
+
+    return inner
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_map_is_encoded_once_for_an_address(monkeypatch, packed):
     encoded, launched = [], []
     encode = lambda address, *told: encoded.append((address, *told)) or f"map of {address}"
     stubs = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
@@ -82,18 +97,23 @@ def test_a_map_is_encoded_once_for_an_address(monkeypatch):
     stock = driver.CudaLauncher.__new__(driver.CudaLauncher)
     vars(stock).update(dict.fromkeys(("global_scratch_size", "global_scratch_align", "profile_scratch_size"), 0))
     vars(stock).update(dict.fromkeys(("profile_scratch_align", "launch_cooperative_grid", "launch_pdl"), 0))
-    stock.num_ctas, stock.arg_annotations, stock.kernel_signature = 1, [], b""
-    stock.launch = driver.wrap_handle_tensordesc(lambda *given: launched.append(given), kinds, meta)
+    stock.num_ctas, stock.arg_annotations, take = 1, [], lambda *given: launched.append(given)
+    if packed:
+        stock.kernel_signature, stock.launch = b"", driver.wrap_handle_tensordesc(take, kinds, meta)
+        call = lambda launcher, *values: launcher(1, 2, 3, 0, 7, "metadata", None, None, None, *values)
+    else:
+        stock.launch, call = flat(take, {0, 2}, meta), lambda launcher, *values: launcher.launch(*range(13), *values)
     kept = keeping_maps(stock)
+    assert kept is not stock
     x, w = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (64, 32))
     for t in (x, w, x[16:], x, w):
         for launcher in (stock, kept):
             blocks = descriptor(t, t.shape, t.stride(), [16, 64]), TensorDescriptor(w, [32, 64], [64, 1], [16, 64])
-            launcher(1, 2, 3, 0, 7, "metadata", None, None, None, blocks[0], 5, blocks[1], 9)
+            call(launcher, blocks[0], 5, blocks[1], 9)
         assert launched[-2] == launched[-1], "the arguments that Triton would have passed"
     swizzles = [told[1] for told in encoded]
     assert swizzles.count(3) == 5 + 3, "by Triton each time, by ours once for x, for w, and for a part of x"
     assert swizzles.count(2) == 5 + 5, "a descriptor that is not ours is encoded each time"
     encoded.clear()
-    kept(1, 2, 3, 0, 7, "metadata", None, None, None, *[descriptor(w, [32, 64], [64, 1], [16, 64]), 5] * 2)
+    call(kept, *[descriptor(w, [32, 64], [64, 1], [16, 64]), 5] * 2)
     assert [told[1] for told in encoded] == [2], "another layout is another map"
