@@ -54,8 +54,7 @@ def rings() -> None:
     for use, found in RINGS.items():
         for ring in found:
             stored = use == "rows"
-            size = ring.stages * (max(64, ring.rows) + ring.columns) * ring.k * 2
-            if size * ring.resident > FULL:
+            if ring.shared * ring.resident > FULL:
                 x, w = (torch.zeros(32, 128 if n else 32, dtype=torch.bfloat16) for n in (not stored, not stored))
                 out = torch.zeros(*(len(t if stored else t.t()) for t in (x, w)))
                 x, w = (x, w) if stored else (x.t(), w.t())
@@ -107,12 +106,18 @@ def constants(kernel, args: tuple) -> dict:
     return {p.name: a for p, a in zip(kernel.params, args) if p.is_constexpr and isinstance(a, (int, bool))}
 
 
+def of_a_ring(args: tuple, words: dict, done) -> dict:
+    rows, columns = (args[i].block_shape[words[stored]] for i, stored in enumerate(("X_T", "W_T")))
+    ring = Ring(rows, columns, words["PART"] * words["PARTS"], words["STAGES"], words["GROUPS"])
+    return {"spills": read([done])[0].spills, "rows": rows, "said": ring.shared}
+
+
 def compiled(one) -> dict:
     kernel, args, grid, options = one
     words = constants(kernel, args) | options
     try:
         done = TRITON_RUN(kernel, *args, grid=grid, warmup=True, **options)
-        of_ring = {"spills": read([done])[0].spills} if kernel.fn.__name__ == "_hopper_gemm_kernel" else {}
+        of_ring = of_a_ring(args, words, done) if kernel.fn.__name__ == "_hopper_gemm_kernel" else {}
     except Exception as error:
         return {"kernel": kernel.fn.__name__, "of": words, "error": str(error)[-300:]}
     return {"kernel": kernel.fn.__name__, "of": words, "shared": done.metadata.shared} | of_ring

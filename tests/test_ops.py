@@ -18,7 +18,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.contract import DTYPES
-from bi_kernels.ops.gemm.cost import WRITES, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm.cost import WRITES, best_cut, library_us, ring_for, tile_for, way_for
 from bi_kernels.ops.gemm.kernel import launch, tiles
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -226,8 +226,18 @@ def test_small_products_get_small_tiles():
     ],
 )
 def test_a_product_of_the_library_is_cut_where_its_last_wave_would_be_nearly_empty(waves, cut):
-    us, found = library_for(1024, 5120, 8192, "rows", waves)
-    assert found == cut and (us > 0) == (waves(5120) is not None)
+    us = lambda columns: way_for(1024, columns, 8192, "rows", (False, False), False, waves(columns))[0]
+    assert best_cut(5120, us) == cut and (us(5120) > 0) == (waves(5120) is not None)
+
+
+def test_a_ring_is_taken_where_it_is_surely_faster_than_the_library():
+    of = lambda m, waves, rings=True: way_for(m, 128, 8192, "rows", (False, False), rings, waves)
+    us, ring = of(1, 0.03)
+    assert ring == ring_for(1, 128, 8192, "rows", (False, False))[0] and 0 < us < of(1, 0.03, rings=False)[0]
+    assert of(1, 0.03, rings=False)[1] is None and of(1, None, rings=False) == (0, None)
+    slow, whole = library_us(1024, 5120, 8192, (False, True), 160 / 132, "rows"), (1024, 5120, 8192, (False, False))
+    assert slow == library_us(*whole, 160 / 132, "rows"), "tiles of 256 columns"
+    assert library_us(1024, 5120, 8192, (False, True), 256 / 132, "rows") > library_us(*whole, 256 / 132, "rows")
 
 
 @pytest.mark.parametrize("bias", [False, True])

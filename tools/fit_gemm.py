@@ -27,17 +27,17 @@ from bi_kernels.ops.gemm.cost import Cost, Ring, Tile, library_us, predicted_us
 
 HERE = Path(model.__file__).with_name("cost.toml")
 RINGS = [
-    *(Ring(rows, columns, 256, 5, 1) for rows in (8, 16, 32, 64) for columns in (8, 16)),
-    *(Ring(rows, 32, 128, 8, 1) for rows in (8, 16, 32, 64)),
+    *(Ring(*few, 1) for few in ((8, 8, 512, 12), (8, 8, 1024, 6), (8, 16, 512, 8), (16, 8, 512, 8), (16, 16, 512, 6))),
+    *(Ring(*few, 1) for few in ((32, 16, 512, 4), (8, 32, 256, 10), (16, 32, 256, 8), (32, 32, 256, 6))),
+    *(Ring(*few, 1, 2) for few in ((8, 8, 512, 6), (16, 16, 512, 3), (16, 32, 256, 4), (32, 32, 256, 3))),
+    *(Ring(*few, 1) for few in ((64, 8, 256, 5), (64, 16, 256, 5), (64, 32, 128, 8))),
     Ring(64, 64, 128, 6, 1),
     Ring(64, 64, 64, 6, 1, 2),
     Ring(64, 64, 64, 4, 1, 3),
-    Ring(64, 64, 64, 12, 2),
     Ring(64, 128, 128, 4, 1),
     Ring(64, 128, 64, 4, 1, 2),
     Ring(64, 128, 64, 8, 2),
     Ring(64, 256, 64, 5, 2),
-    Ring(128, 64, 64, 8, 2),
 ]
 TILES = [
     Tile(16, 64, 256, 4, 4, swap=True),
@@ -60,12 +60,13 @@ USES = {"forward": "rows", "dx": "rows", "dw": "columns", "fold": "fold"}  # how
 STORED = {"forward": (False, False), "dx": (False, True), "dw": (True, True), "fold": (True, True)}  # by columns
 LAYERS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 4096), (2048, 4096), (1024, 8192)]
 LAYERS += [(2560, 9728), (5120, 5120), (5120, 25600), (512, 12288), (3072, 1024), (768, 2048), (8192, 28672)]
+LONG = [(128, 8192), (256, 8192), (512, 8192), (640, 5120), (1280, 8192)]  # shards: few columns, and a long sum
 FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
 POOL = 2**30  # 16-bit numbers from which operands are cut
 ALIGNED = 256  # numbers, as torch allocates; a copy by TMA is slower from a place that is no multiple of 128 bytes
 REACHED = 0.9  # of a copy's bandwidth, by products
 TABLES = {"tile": "(", "ring": "["}  # how a configuration's name begins
-L2, CROOKED = (8, 10, 12, 15), (0.0, 0.2, 0.4, 0.6, 0.8)  # TB/s, and how much slower, that are tried
+L2, CROOKED = (10, 12, 15, 20), (0.0, 0.2, 0.4, 0.7, 1.0, 1.5)  # TB/s, and how much slower, that are tried
 
 
 def takes(way, kind: str) -> bool:
@@ -79,8 +80,10 @@ def drawn(seed: int) -> list[tuple[str, int, int, int]]:
     """Returns products (kind, M, N, K) in random order: layers of models, and others drawn log-uniformly."""
     rng = random.Random(seed)
     size = lambda low, high, by=8: max(by, int(math.exp(rng.uniform(math.log(low), math.log(high)))) // by * by)
-    found = [("forward", m, *layer) for layer in LAYERS for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)]
+    rows = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+    found = [("forward", m, *layer) for layer in LAYERS + LONG for m in rows]
     found += [("forward", size(1, 8192, 1), size(256, 32768), size(128, 28672)) for _ in range(80)]
+    found += [("forward", size(1, 1024, 1), size(128, 3072), size(2048, 32768)) for _ in range(60)]
     found += [("dx", m, k, n) for n, k in LAYERS for m in (128, 256, 1024, 4096)]
     found += [(kind, *layer, t) for layer in LAYERS for t in (256, 512, 1024, 4096, 16384) for kind in ("dw", "fold")]
     for _ in range(25):
@@ -175,16 +178,19 @@ class Bench:
         return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
-def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
-    """Writes {kind, M, N, K, waves, us: {way: µs}} a line, until the time is over."""
+def measure(out: Path, seconds: float, seed: int, few: bool, part: str | None) -> None:
+    """Writes {kind, M, N, K, waves, us: {way: µs}} a line, until the time is over; few: of rings of few rows alone."""
     torch.cuda.set_stream(torch.cuda.Stream())
-    ways = (*(RINGS if is_hopper(torch.device("cuda", 0)) else ()), *TILES)
+    ways = [*(RINGS if is_hopper(torch.device("cuda", 0)) else ()), *TILES]
+    if few:
+        ways = [way for way in ways if isinstance(way, Ring) and way.rows < 64]
     jobs = [(kind, way) for kind in USES for way in ways if takes(way, kind)]
     if part is not None:  # a process of many that compile
         bench, (mine, of) = Bench(), map(int, part.split("/"))
         wrong = [(kind, way) for kind, way in jobs[mine::of] if not bench.same(way, kind)]
         sys.exit("other bits: " + "; ".join(map(str, wrong)) if wrong else 0)
     each = [[sys.executable, __file__, "measure", str(out), "--part", f"{i}/12"] for i in range(12)]
+    each = [command + ["--few"] * few for command in each]
     ended = [process.wait() for process in [subprocess.Popen(command) for command in each]]
     if any(ended):
         sys.exit("configurations of other bits are no choice; nothing was measured")
@@ -194,7 +200,6 @@ def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
         for kind, M, N, K in drawn(seed):
             if time.monotonic() - begun > seconds:
                 break
-            done += 1
             tried = {"cublas": "cublas", "library": "library"}
             for way in ways:
                 m, n = way.size
@@ -206,6 +211,9 @@ def measure(out: Path, seconds: float, seed: int, part: str | None) -> None:
                     and not (m < 64 and 8 * m < M)
                 ):
                     tried[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
+            if len(tried) == 2:
+                continue
+            done += 1
             us = bench.times_us(kind, M, N, K, tried)
             x, w, y = bench.operands(kind, M, N, K, 0)
             line = {"kind": kind, "M": M, "N": N, "K": K, "waves": bench.waves(x, w, y.dtype), "us": us}
@@ -258,17 +266,20 @@ def fit(files: list[Path]) -> None:
     nearest = lambda l2, table: min(CROOKED, key=lambda crooked: found[l2, crooked][1][table])
     l2 = min(L2, key=lambda l2: sum(found[l2, nearest(l2, table)][1][table] for table in TABLES))
     model.DEVICE |= {"l2": l2, **{f"crooked_{table}": nearest(l2, table) for table in TABLES}}
-    (costs, _), names = fitted(), ("start", "rate", "step")
+    (costs, _), names = fitted(), ("start", "rate", "step", "slow")
     prices = _prices(lines, costs)
     served = [line for line in lines if "library" in line["us"] and line["kind"] != "fold" and line["waves"]]
 
     def library_gaps(theta):
         model.LIBRARY.update(zip(names, np.exp(theta)))
-        us = [library_us(line["M"], line["N"], line["K"], USES[line["kind"]], line["waves"]) for line in served]
+        us = [
+            library_us(line["M"], line["N"], line["K"], STORED[line["kind"]], line["waves"], USES[line["kind"]])
+            for line in served
+        ]
         return [math.log(u / line["us"]["library"]) for u, line in zip(us, served)]
 
     if served:
-        best = np.exp(least_squares(library_gaps, np.log([3, 5, 20]), **robust).x)
+        best = np.exp(least_squares(library_gaps, np.log([3, 5, 20, 3]), **robust).x)
         model.LIBRARY.update(zip(names, (float(f"{v:.3g}") for v in best)))
     _write(costs)
     for (table, kind), mine in sorted(prices.items()):
@@ -319,10 +330,11 @@ if __name__ == "__main__":
     one.add_argument("out", type=Path)
     one.add_argument("--seconds", type=float, default=120)
     one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--few", action="store_true")
     one.add_argument("--part")
     commands.add_parser("fit").add_argument("files", type=Path, nargs="+")
     given = parser.parse_args()
     if given.command == "measure":
-        measure(given.out, given.seconds, given.seed, given.part)
+        measure(given.out, given.seconds, given.seed, given.few, given.part)
     else:
         fit(given.files)

@@ -22,12 +22,14 @@ INTO = "dW into main_grad"
 
 
 def path(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None, continues: bool = False) -> str:
-    """Returns what computes x wᵀ: cuBLASLt, at once or in two parts, sm_90's kernel, or Triton's, with its tile."""
+    """Returns what computes x wᵀ: cuBLASLt, sm_90's kernel, or Triton's, with its tile; of a product in two, each."""
     sizes, dtypes = (len(x), len(w), x.shape[1]), (x.dtype, out_dtype or x.dtype)
     way, cut = cheapest(sizes, (x.stride(), w.stride()), continues, dtypes, x.device)
+    if cut:
+        parts = dict.fromkeys(path(x, part, out_dtype, continues) for part in (w[:cut], w[cut:]))
+        return " and ".join(parts) + f", in two at {cut}"
     kind = "Gluon " if isinstance(way, Ring) else "Triton "
-    name = way if way is LIBRARY else kind + "×".join(map(str, (*way.size, way.k)))
-    return name + (f", in two at {cut}" if cut else "")
+    return way if way is LIBRARY else kind + "×".join(map(str, (*way.size, way.k)))
 
 
 def _bytes(*sizes: tuple[int, int], itemsize: int = 2) -> int:

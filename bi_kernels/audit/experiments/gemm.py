@@ -103,7 +103,10 @@ def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: Ring) -> Tensor | 
 def _taken(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
     """Returns what computes a product of this size whose operands are stored by rows."""
     way, cut = cheapest((m, n, k), ((k, 1), (k, 1)), False, (dtype, dtype), device)
-    return (way if way is LIBRARY else _name(way)) + (f", in two at {cut}" if cut else "")
+    if cut:
+        parts = dict.fromkeys(_taken(m, columns, k, dtype, device) for columns in (cut, n - cut))
+        return " and ".join(parts) + f", in two at {cut}"
+    return way if way is LIBRARY else _name(way)
 
 
 @cache

@@ -62,6 +62,18 @@ class Ring(NamedTuple):
     def size(self) -> tuple[int, int]:
         return self.rows, self.columns
 
+    @property
+    def part(self) -> int:
+        """Tells how much of k a block in shared memory has: of few rows, as much as one line of the tensor core's, so
+        that the rows of nobody are found in what follows and take no memory."""
+        return 64 if self.rows < 64 else self.k
+
+    @property
+    def shared(self) -> int:
+        """Tells the bytes of shared memory of a program, barriers among them."""
+        beyond = max(0, 64 - self.rows) * 64
+        return 2 * (self.stages * self.k * sum(self.size) + beyond) + 16 * self.stages + 1024
+
 
 class Cost(NamedTuple):
     start: float  # µs
@@ -103,7 +115,7 @@ def predicted_us(
     x_t, w_t = transposed or (use != "rows",) * 2
     crooked = m * bool((M if x_t else K) % LINE) + n * bool((N if w_t else K) % LINE)  # rows that begin within a line
     slower = 1 + DEVICE["crooked_ring" if isinstance(way, Ring) else "crooked_tile"] * crooked / (m + n)
-    fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read) * slower
+    fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read * slower)
     leave = cost.leave * WRITES[use] / 8
     waves = ceil(tiles / room)
     turns = isinstance(way, Ring) and way.groups == 2  # one result leaves while the other is added up
@@ -145,28 +157,33 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
     return best, us[best]
 
 
-def library_us(M: int, N: int, K: int, use: str, waves: float) -> float:
-    """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves."""
+def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: float, use: str) -> float:
+    """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves. Its tiles of 96, 160 and 224
+    columns are slow where w alone is stored by columns."""
     tile = M * N / (waves * DEVICE["multiprocessors"])
-    fold = max(2 * tile * K / (LIBRARY["rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
+    slow = transposed == (False, True) and min(abs(tile / 128 - columns) / columns for columns in (96, 160, 224)) < 0.03
+    fold = max(2 * tile * K / (LIBRARY["slow" if slow else "rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
     return LIBRARY["start"] + _slower(ceil(round(waves, 2)) * fold, memory_us(M, N, K, use))
 
 
-def library_for(M: int, N: int, K: int, use: str, waves: Callable[[int], float | None]) -> tuple[float, int]:
-    """Returns the microseconds of cuBLASLt's program, 0 where it has none, and where its product is best cut in two.
-    waves: of the product with the first so many columns."""
-    us = lambda columns: library_us(M, columns, K, use, filled) if (filled := waves(columns)) else 0
-    return best_cut(N, us)
+def way_for(
+    M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], rings: bool, waves: float | None
+) -> tuple[float, Ring | None]:
+    """Returns the microseconds of the cheapest of cuBLASLt's program, whose tiles fill so many waves (None: it has no
+    program), and of the rings, if they are to be had; and the ring, if it is one. 0, where there is neither."""
+    ring = ring_for(M, N, K, use, transposed) if rings else None
+    us = library_us(M, N, K, transposed, waves, use) if waves else 0
+    return (us, None) if ring is None or us and us < ring[1] * SURE else (ring[1], ring[0])
 
 
-def best_cut(N: int, us: Callable[[int], float]) -> tuple[float, int]:
-    """Returns the microseconds of a product of N columns, and the column at which it is best cut in two, so that each
-    part fills whole waves: 0 for nowhere. us: of a product of so many columns, 0 where there is no program for it."""
+def best_cut(N: int, us: Callable[[int], float]) -> int:
+    """Returns the column at which a product of N columns is best cut in two, so that each part fills whole waves: 0 for
+    nowhere. us: of a product of so many columns, 0 where there is no program for it."""
     whole = us(N)
     if whole < WORTH:
-        return whole, 0
+        return 0
     step = max(256, N // 8 // 256 * 256)
     parts = {cut: (us(cut), us(N - cut)) for cut in range(step * -(-N // 2 // step), N, step)}
     cuts = {cut: sum(both) for cut, both in parts.items() if all(both)}
     cut = min(cuts, key=cuts.get, default=0)
-    return (cuts[cut], cut) if cut and cuts[cut] * SURE < whole else (whole, 0)
+    return cut if cut and cuts[cut] * SURE < whole else 0

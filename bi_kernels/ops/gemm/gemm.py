@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import apply, check, check_shape, is_hopper, once
 from bi_kernels.launch import remembered, watched
 from bi_kernels.ops.gemm.again import again
-from bi_kernels.ops.gemm.cost import SURE, Ring, Tile, best_cut, library_for, ring_for, tile_for
+from bi_kernels.ops.gemm.cost import Ring, Tile, best_cut, tile_for, way_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
@@ -42,17 +42,18 @@ def cheapest(
     if dtypes[0] == torch.float32:
         return FP32_TILE, 0
     use = "fold" if continues else "columns" if all(transposed) else "rows"
-    ring = ring_for(M, N, K, use, transposed) if is_hopper(device) else None
-    if device.type == "cpu" and not ring:
+    rings, library = is_hopper(device), serves(device) and not continues
+
+    def way(columns: int) -> tuple[float, Ring | None]:
+        filled = waves((M, columns, K), strides, dtypes, device, kept=columns == N) if library else None
+        return way_for(M, columns, K, use, transposed, rings, filled)
+
+    us, ring = way(N)
+    if us:
+        return ring or LIBRARY, 0 if continues else best_cut(N, lambda columns: way(columns)[0])
+    if device.type == "cpu":
         return (MANY_ROWS if M > 64 else FEW_ROWS), 0
-    if continues and ring:
-        return ring[0], best_cut(N, lambda columns: ring_for(M, columns, K, use, transposed)[1])[1]
-    if serves(device) and not continues:
-        asked = lambda columns: waves((M, columns, K), strides, dtypes, device, kept=columns == N)
-        us, cut = library_for(M, N, K, use, asked)
-        if us and (ring is None or us < ring[1] * SURE):
-            return LIBRARY, cut
-    return (ring[0] if ring else tile_for(M, N, K, use, transposed)), 0
+    return tile_for(M, N, K, use, transposed), 0
 
 
 def _launch(

@@ -3,7 +3,8 @@
 Four warps bring x and w through a ring of TMA stages; one or two more groups of four compute a tile each. Two take
 turns: while the products of one tile are added, the other's result leaves, and what its next one goes on from (a
 weight's `main_grad`) arrives where the tensor core adds. Narrow tiles are for products of few rows and columns: their
-sum over K is one chain of instructions, which takes the longer the wider they are.
+sum over K is one chain of instructions, which takes the longer the wider they are. Of few rows, a stage holds no more
+than there are, and as much of k as keeps the chain from waiting between stages.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from bi_kernels.ops.gemm.again import kind_of, remember
 from bi_kernels.ops.gemm.cost import Ring
 from bi_kernels.ops.gemm.kernel import check_out, tma_ready
 
+COPIED = 256  # the most of k that TMA copies at once
+
 
 @gluon.jit
 def _place(tile, M, N, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP_M: gl.constexpr):
@@ -41,23 +44,29 @@ def _place(tile, M, N, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP_M: gl.const
 
 @gluon.jit
 def _produce(x, w, ring, M, N, K, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP_M: gl.constexpr, T: gl.constexpr):
-    """Copies blocks of x and w into the ring, slab after slab, tile after tile."""
+    """Copies blocks of x and w into the ring, stage after stage, tile after tile."""
     xs, ws, full, free, turns = ring
     STAGES: gl.constexpr = full.shape[0]
+    PARTS: gl.constexpr = ws.shape[0] // STAGES
+    PART: gl.constexpr = xs.shape[1] if T[0] else xs.shape[2]
     BLOCK: gl.constexpr = x.block_shape[0] if T[0] else x.block_shape[1]
+    COPIES: gl.constexpr = PARTS * PART // BLOCK
     copied = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
         m, n = _place(tile, M, N, ROWS, COLS, GROUP_M)
-        for k in range(0, K, BLOCK):
+        for first in range(0, K, PARTS * PART):
             stage = copied % STAGES
             mbarrier.wait(free.index(stage), copied // STAGES - 1 & 1, pred=copied >= STAGES)
             bar = full.index(stage)
-            mbarrier.expect(bar, x.block_type.nbytes + w.block_type.nbytes)
-            x_to = xs.index(stage)
-            if ROWS < 64:
-                x_to = x_to.slice(0, ROWS)
-            tma.async_copy_global_to_shared(x, [k, m] if T[0] else [m, k], bar, x_to)
-            tma.async_copy_global_to_shared(w, [k, n] if T[1] else [n, k], bar, ws.index(stage))
+            mbarrier.expect(bar, COPIES * (x.block_type.nbytes + w.block_type.nbytes))
+            for copy in gl.static_range(COPIES):
+                k, part = first + copy * BLOCK, stage * PARTS + copy * (BLOCK // PART)
+                x_to, w_to = xs.index(part), ws.index(part)
+                if BLOCK > PART:  # parts lie one after the other, as a wider block has them
+                    x_to = x_to._reinterpret(x.dtype, x.block_shape, x.layout)
+                    w_to = w_to._reinterpret(w.dtype, w.block_shape, w.layout)
+                tma.async_copy_global_to_shared(x, [k, m] if T[0] else [m, k], bar, x_to)
+                tma.async_copy_global_to_shared(w, [k, n] if T[1] else [n, k], bar, w_to)
             copied += 1
 
 
@@ -80,10 +89,11 @@ def _consume(
     start, bias, out = given
     xs, ws, full, free, turns = ring
     STAGES: gl.constexpr = full.shape[0]
-    BLOCK: gl.constexpr = xs.shape[1] if T[0] else xs.shape[2]
+    PARTS: gl.constexpr = ws.shape[0] // STAGES
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    HELD: gl.constexpr = xs.shape[2] if T[0] else xs.shape[1]  # rows, those of nobody among them
-    step, slabs = gl.num_programs(0), gl.cdiv(K, BLOCK)
+    PART: gl.constexpr = xs.shape[1] if T[0] else xs.shape[2]
+    HELD: gl.constexpr = max(64, ROWS)  # the tensor core's rows, those of nobody among them
+    step, slabs = gl.num_programs(0), gl.cdiv(K, PARTS * PART)
     taken, turn = ME * slabs, 0
     for tile in range(gl.program_id(0) + ME * step, gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), GROUPS * step):
         m, n = _place(tile, M, N, ROWS, COLS, GROUP_M)
@@ -97,17 +107,28 @@ def _consume(
         if GROUPS == 2:  # a wait may be one round ahead of a barrier, not two
             mbarrier.wait(turns.index(ME), turn + ME - 1 & 1, pred=turn + ME > 0)
             turn += 1
+        if PARTS > 1:
+            mbarrier.wait(full.index(taken % STAGES), taken // STAGES & 1)
         for i in range(slabs):
             stage = taken % STAGES
-            mbarrier.wait(full.index(stage), taken // STAGES & 1)
-            xt, wt = xs.index(stage), ws.index(stage)
-            if T[0]:
-                xt = xt.permute((1, 0))
-            if not T[1]:
-                wt = wt.permute((1, 0))
-            acc = warpgroup_mma(xt, wt, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index((taken - 1) % STAGES), pred=i > 0)
+            if PARTS == 1:
+                mbarrier.wait(full.index(stage), taken // STAGES & 1)
+            for part in gl.static_range(PARTS):
+                xt, wt = xs.index(stage * PARTS + part), ws.index(stage * PARTS + part)
+                if ROWS < HELD:  # what follows in the ring, whatever it is, stands for the rows of nobody
+                    xt = xt._reinterpret(xt.dtype, [HELD, PART], xs.layout)
+                if T[0]:
+                    xt = xt.permute((1, 0))
+                if not T[1]:
+                    wt = wt.permute((1, 0))
+                acc = warpgroup_mma(xt, wt, acc, is_async=True)
+                if part == 0:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    mbarrier.arrive(free.index((taken - 1) % STAGES), pred=i > 0)
+                if part == PARTS - 2:  # while the tensor core, which is told little ahead, has something to do
+                    mbarrier.wait(full.index((taken + 1) % STAGES), (taken + 1) // STAGES & 1, pred=i + 1 < slabs)
+            if PARTS > 1:
+                acc = warpgroup_mma_wait(PARTS, deps=[acc])  # for none
             taken += 1
         if GROUPS == 2:
             mbarrier.arrive(turns.index(1 - ME))
@@ -132,6 +153,8 @@ def _hopper_gemm_kernel(
     K,
     stride,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    PART: gl.constexpr,
     GROUP_M: gl.constexpr,
     GROUPS: gl.constexpr,
     X_T: gl.constexpr,
@@ -144,9 +167,11 @@ def _hopper_gemm_kernel(
     ROWS: gl.constexpr = x.block_shape[1] if X_T else x.block_shape[0]
     COLS: gl.constexpr = w.block_shape[1] if W_T else w.block_shape[0]
     T: gl.constexpr = (X_T, W_T)
-    HELD: gl.constexpr = x.block_shape[0] if X_T or ROWS > 64 else 64
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, HELD, x.block_shape[1]], x.layout)
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_shape[0], w.block_shape[1]], w.layout)
+    BEYOND: gl.constexpr = max(64 // ROWS, 1) - 1  # parts that the tensor core reads beside the last one's few rows
+    X: gl.constexpr = [PART, ROWS] if X_T else [ROWS, PART]
+    W: gl.constexpr = [PART, COLS] if W_T else [COLS, PART]
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS + BEYOND, X[0], X[1]], x.layout)
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES * PARTS, W[0], W[1]], w.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -212,6 +237,8 @@ def _launch_for(
         (min(tiles, multiprocessors(device) * ring.resident),),
         *(M, N // unit, K, stride // unit),
         STAGES=ring.stages,
+        PARTS=ring.k // ring.part,
+        PART=ring.part,
         GROUP_M=ring.group,
         GROUPS=ring.groups,
         X_T=transposed[0],
@@ -248,7 +275,8 @@ def launch(
 
 
 def _run(launched: Launch, ring: Ring, x: Tensor, w: Tensor, start, bias, y: Tensor) -> Tensor:
-    launched(_descriptor(x, ring.rows, ring.k), _descriptor(w, ring.columns, ring.k), start, bias, y)
+    k = min(ring.k, COPIED)
+    launched(_descriptor(x, ring.rows, k), _descriptor(w, ring.columns, k), start, bias, y)
     return y
 
 
