@@ -15,8 +15,8 @@ import pytest
 import torch
 from IPython.display import Markdown
 
-from bi_kernels.audit import start, worker
-from bi_kernels.audit.bench import attention, cases, gemm, goals, measure, rows, timing
+from bi_kernels.audit import profiler, start, worker
+from bi_kernels.audit.bench import attention, cases, gemm, goals, measure, rows, tables, timing
 from bi_kernels.audit.bench.session import MEASURES
 from bi_kernels.audit.runner import audits
 from bi_kernels.contract import CONTRACT
@@ -455,3 +455,49 @@ def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
             groups in ("", group) or group == "gemm" and groups in ("drawn", "gradients")
         ), titles
     assert all(isinstance(x, Markdown) for x in shown)
+
+
+NCU_COLUMNS = [
+    "ID",
+    "Host Name",
+    "Kernel Name",
+    "gpu__time_duration.sum",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",
+]
+NCU_LINES = [
+    ["", "", "", "ns", "%", "inst", "inst"],
+    ["0", "somewhere", "scores_kernel", "1,250", "12.5", "3", "1"],
+    ["1", "somewhere", "values_kernel", "2000", "3.7", "n/a", "2"],
+    ["2", "somewhere", "spin_kernel", "900", "0", "0", "0"],
+    ["3", "somewhere", "_rms_norm_kernel", "150000", "40", "0.5", "1.5"],
+]
+NCU = "==PROF== Connected to process 7\n"
+NCU += "\n".join(",".join(f'"{word}"' for word in line) for line in (NCU_COLUMNS, *NCU_LINES))
+
+
+def test_counters_are_read_by_case_and_name_no_host():
+    first, second = list(profiler.CASES)[:2]
+    found = list(profiler.read(NCU))
+    assert [(line["case"], line["kernel"]) for line in found] == [
+        (first, "scores_kernel"),
+        (first, "values_kernel"),
+        (second, "_rms_norm_kernel"),
+    ]
+    assert found[0]["µs"] == 1.25 and found[0]["waits for"] == "barrier 75%" and found[1]["waits for"] == "wait 100%"
+    assert found[2]["SM %"] == 40 and found[2]["DRAM %"] is None
+    assert "somewhere" not in str(found)
+    assert tables.counters([{"group": "counters"} | line for line in found])[2]["DRAM %"] == goals.UNKNOWN
+
+
+def test_without_a_profiler_a_sentence_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(profiler.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="not on the PATH"):
+        profiler.counters()
+    refusing = tmp_path / "ncu"
+    refusing.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM - no permission'\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(profiler.shutil, "which", lambda name: str(refusing))
+    with pytest.raises(RuntimeError, match="no counters: ERR_NVGPUCTRPERM"):
+        profiler.counters()

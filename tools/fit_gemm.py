@@ -29,7 +29,6 @@ HERE = Path(model.__file__).with_name("cost.toml")
 RINGS = [
     *(Ring(*few, 1) for few in ((8, 8, 512, 12), (8, 8, 1024, 6), (8, 16, 512, 8), (16, 8, 512, 8), (16, 16, 512, 6))),
     *(Ring(*few, 1) for few in ((32, 16, 512, 4), (8, 32, 256, 10), (16, 32, 256, 8), (32, 32, 256, 6))),
-    *(Ring(*few, 1, 2) for few in ((8, 8, 512, 6), (16, 16, 512, 3), (16, 32, 256, 4), (32, 32, 256, 3))),
     *(Ring(*few, 1) for few in ((64, 8, 256, 5), (64, 16, 256, 5), (64, 32, 128, 8))),
     Ring(64, 64, 128, 6, 1),
     Ring(64, 64, 64, 6, 1, 2),
@@ -64,9 +63,10 @@ LONG = [(128, 8192), (256, 8192), (512, 8192), (640, 5120), (1280, 8192)]  # sha
 FIXED = Tile(128, 128, 64, 8, 3)  # whose bits all must have
 POOL = 2**30  # 16-bit numbers from which operands are cut
 ALIGNED = 256  # numbers, as torch allocates; a copy by TMA is slower from a place that is no multiple of 128 bytes
+MOST = 48  # sets of operands: three times what the L2 cache holds, unless a set has less than 3 MB
 REACHED = 0.9  # of a copy's bandwidth, by products
 TABLES = {"tile": "(", "ring": "["}  # how a configuration's name begins
-L2, CROOKED = (10, 12, 15, 20), (0.0, 0.2, 0.4, 0.7, 1.0, 1.5)  # TB/s, and how much slower, that are tried
+L2, PORT, CROOKED = (12, 15, 20), (0.09, 0.11, 0.13), (0.2, 0.4, 0.7, 1.0)  # TB/s, and how much slower: tried
 
 
 def takes(way, kind: str) -> bool:
@@ -153,7 +153,7 @@ class Bench:
     def times_us(self, kind: str, M: int, N: int, K: int, ways: dict) -> dict[str, float]:
         """Returns the median µs of each way on the device, in turns, over operands that the L2 cache does not hold."""
         room = 2 * (M * K + N * K) + 4 * M * N
-        sets = max(1, min(6, int(1.5e8 / room)))
+        sets = max(1, min(MOST, int(1.5e8 / room)))
         step = min(M * K + N * K, (POOL - M * K - N * K - ALIGNED) // sets) // ALIGNED * ALIGNED
         given = [self.operands(kind, M, N, K, i * step) for i in range(sets)]
         graphs = {}
@@ -260,12 +260,12 @@ def fit(files: list[Path]) -> None:
         return costs, far
 
     found = {}
-    for l2, crooked in product(L2, CROOKED):
-        model.DEVICE |= {"l2": l2, **{f"crooked_{table}": crooked for table in TABLES}}
-        found[l2, crooked] = fitted()
-    nearest = lambda l2, table: min(CROOKED, key=lambda crooked: found[l2, crooked][1][table])
-    l2 = min(L2, key=lambda l2: sum(found[l2, nearest(l2, table)][1][table] for table in TABLES))
-    model.DEVICE |= {"l2": l2, **{f"crooked_{table}": nearest(l2, table) for table in TABLES}}
+    for rates, crooked in product(product(L2, PORT), CROOKED):
+        model.DEVICE |= dict(zip(("l2", "port"), rates)) | {f"crooked_{table}": crooked for table in TABLES}
+        found[rates, crooked] = fitted()
+    nearest = lambda rates, table: min(CROOKED, key=lambda crooked: found[rates, crooked][1][table])
+    rates = min(product(L2, PORT), key=lambda r: sum(found[r, nearest(r, table)][1][table] for table in TABLES))
+    model.DEVICE |= dict(zip(("l2", "port"), rates)) | {f"crooked_{table}": nearest(rates, table) for table in TABLES}
     (costs, _), names = fitted(), ("start", "rate", "step", "slow")
     prices = _prices(lines, costs)
     served = [line for line in lines if "library" in line["us"] and line["kind"] != "fold" and line["waves"]]
@@ -289,7 +289,11 @@ def fit(files: list[Path]) -> None:
 
 def _write(costs: dict[str, dict]) -> None:
     crooked = "crooked: by how much slower, of rows that begin within a line"
-    text = [HEAD, f"[device]  # dram and l2: TB/s; {crooked}", *(f"{k} = {v}" for k, v in model.DEVICE.items())]
+    text = [
+        HEAD,
+        f"[device]  # dram, l2, port: TB/s, the last of one multiprocessor; {crooked}",
+        *(f"{k} = {v}" for k, v in model.DEVICE.items()),
+    ]
     text += ["\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k"]
     text += [f"{k} = {v}" for k, v in model.LIBRARY.items()]
     for table, ways in (("tile", TILES), ("ring", RINGS)):

@@ -12,11 +12,11 @@ from bi_kernels.audit.evidence.verdicts import grouped
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, "#888888", "#333333")
 TICKS = (0.25, 0.33, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8)
-PATHS = {"cuBLASLt": (BLUE, "o"), "cuBLASLt, in two": (SKY, "D"), "Gluon": (GREEN, "s"), "Triton": (ORANGE, "^")}
+PATHS = {"cuBLASLt": (BLUE, "o"), "Gluon": (GREEN, "s"), "Triton": (ORANGE, "^"), "in two": (SKY, "D")}
 
 
 def _kind(record: dict) -> str:
-    return max((name for name in PATHS if record["path"].startswith(name)), key=len)
+    return next(name for name in reversed(PATHS) if name in record["path"])
 
 
 def _bars(ax: plt.Axes, bars: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 import bi_kernels
+from bi_kernels.audit import profiler
 from bi_kernels.audit.bench import attention, calls, cases, gemm, goals, lm_head, rows
 from bi_kernels.audit.bench.measure import Bench
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
@@ -89,6 +90,19 @@ class BenchSession(Session):
         if self.out:
             (self.out / goals.FILE).write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return found
+
+    def counters(self) -> tuple[list[dict], str]:
+        """Reads the hardware's counters for the kernels of profiler.CASES, in a run of every group on a GPU, and keeps
+        them; or says in a sentence why there are none."""
+        if not self.bench.times or self.parameters["shapes"] == "tiny" or set(self.groups) != set(MEASURES):
+            return [], "Counters are read in a run of every group at shapes that are not tiny, on a GPU."
+        self.bench.empty()
+        try:
+            with self.bench.alone():
+                found = profiler.counters()
+        except RuntimeError as error:
+            return [], f"{error}."
+        return [self.bench.keep({"group": "counters"} | line) for line in found], ""
 
     def left_out(self) -> str:
         """Says which cells of decode's grid are left out."""

@@ -155,3 +155,15 @@ def counts(records: Sequence[dict], whole: Callable[[str], int]) -> list[dict]:
         found.append({"group": group, "ops": ops, "measurements": len(mine)})
         found[-1] |= {"of the whole grid": whole(group), "products by": paths or UNKNOWN}
     return found
+
+
+def counters(records: Sequence[dict]) -> list[dict]:
+    """Returns a line a kernel of what the hardware's counters say."""
+    left_out = ("group", "case", "kernel", "waits for")
+    show = lambda value: UNKNOWN if value is None else number(value)
+    return [
+        {"of": r["case"], "kernel": r["kernel"][:40]}
+        | {k: show(v) for k, v in r.items() if k not in left_out}
+        | {"waits for": r["waits for"]}
+        for r in records
+    ]

@@ -111,7 +111,8 @@ def predicted_us(
     and w, which ones are stored by columns; what `use` tells of both, unless given."""
     m, n = way.size
     tiles, room = ceil(M / m) * ceil(N / n), DEVICE["multiprocessors"] * way.resident
-    read = min(tiles, room) * (m + n) * 32 / (DEVICE["l2"] * 1e6)  # of 16 of k, by all that run
+    each, together = (m + n) * 32e-6, min(way.resident, ceil(tiles / DEVICE["multiprocessors"]))
+    read = max(min(tiles, room) * each / DEVICE["l2"], together * each / DEVICE["port"])  # 16 of k, by all that run
     x_t, w_t = transposed or (use != "rows",) * 2
     crooked = m * bool((M if x_t else K) % LINE) + n * bool((N if w_t else K) % LINE)  # rows that begin within a line
     slower = 1 + DEVICE["crooked_ring" if isinstance(way, Ring) else "crooked_tile"] * crooked / (m + n)
@@ -158,10 +159,12 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
 
 
 def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: float, use: str) -> float:
-    """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves. Its tiles of 96, 160 and 224
-    columns are slow where w alone is stored by columns."""
+    """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves. Where w alone is stored by
+    columns, its tiles of 128 rows and a number of columns that is no multiple of 64 are slow."""
     tile = M * N / (waves * DEVICE["multiprocessors"])
-    slow = transposed == (False, True) and min(abs(tile / 128 - columns) / columns for columns in (96, 160, 224)) < 0.03
+    sixteens = round(tile / 128 / 16)
+    whole = sixteens % 4 == 0 or abs(tile / 128 / 16 - sixteens) > 0.01 or sixteens < 4
+    slow = transposed == (False, True) and not whole
     fold = max(2 * tile * K / (LIBRARY["slow" if slow else "rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
     return LIBRARY["start"] + _slower(ceil(round(waves, 2)) * fold, memory_us(M, N, K, use))
 
