@@ -4,6 +4,11 @@ from collections.abc import Iterable
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
+import triton
+
+from bi_kernels.contract import VERSION
+from bi_kernels.parallel.tree import GroupTree, agree
 
 
 class MainGrads:
@@ -19,39 +24,128 @@ class MainGrads:
             for every micro-batch, in logical order: loss.backward()
             grads.join(); optimizer.step(); grads.finish()
 
-    Raises ValueError for a tied parameter that is not among the parameters.
+    groups: of sequences, which a step is divided into whatever the number of GPUs; each is a fold of its own, and one
+    fixed tree joins them (parallel/tree.py). world: the data-parallel ranks that share the groups; `mine` are this
+    rank's, in whose order it computes them:
+
+        grads = MainGrads(model.parameters(), groups=8, world=torch.distributed.group.WORLD)
+        for every step:
+            for group in grads.mine:
+                for every micro-batch of the group, in logical order: loss.backward()
+                grads.close(group)
+            grads.join(); optimizer.step(); grads.finish()
+
+    sharded: the masters are this rank's shares of all parameters, flat, for an optimizer that treats each number alone,
+    as AdamW does; main_grad is not gathered then, and `finish` gathers the weights.
+
+    Raises ValueError for a tied parameter that is not among the parameters, for groups that are not positive, and where
+    the ranks of a world differ in groups, parameters or versions.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], tied: Iterable[torch.nn.Parameter] = ()):
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        tied: Iterable[torch.nn.Parameter] = (),
+        groups: int = 1,
+        world: dist.ProcessGroup | None = None,
+        sharded: bool = False,
+    ):
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.tied = list(tied)
         if any(all(t is not p for p in self.parameters) for t in self.tied):
             raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
-        for p in self.parameters:
-            p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+        self.tree, self.sharded = self._tree(groups, world), sharded
+        if sharded and self.tree is None:
+            raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
+        for p, buffer in zip(self.parameters, self._buffers()):
+            p.main_grad = buffer
         self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
+
+    def _tree(self, groups: int, world: dist.ProcessGroup | None) -> GroupTree | None:
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            raise ValueError(f"MainGrads: groups is {groups!r}, expected a positive integer")
+        if world is not None:
+            shapes = [(tuple(p.shape), str(p.dtype), any(p is t for t in self.tied)) for p in self.parameters]
+            versions = {"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
+            agree(world, {"groups": groups, "parameters": shapes} | versions)
+        if groups == 1 and world is None:
+            return None
+        if not self.parameters or len({p.device for p in self.parameters}) > 1:
+            raise ValueError(
+                f"MainGrads: with groups {groups}, the parameters are on {len({p.device for p in self.parameters})} "
+                "devices, expected one"
+            )
+        return GroupTree(sum(_room(p) for p in self.parameters), groups, world, self.parameters[0].device)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        if self.tree is None:
+            zeros = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+            return [torch.zeros_like(p, **zeros) for p in self.parameters]
+        parts = self.tree.flat[: sum(map(_room, self.parameters))].split([_room(p) for p in self.parameters])
+        return [part[: p.numel()].view(p.shape) for part, p in zip(parts, self.parameters)]
+
+    @property
+    def mine(self) -> range:
+        """Returns the groups that this rank computes."""
+        return range(1) if self.tree is None else self.tree.mine
+
+    @torch.no_grad()
+    def close(self, group: int) -> None:
+        """Ends a group's fold, after its last backward: it takes its place in the tree, and the buffers are zero.
+        Raises ValueError for another group than the next of `mine`."""
+        if self.tree is None:  # a single group ends with the step
+            if group != 0:
+                raise ValueError(f"MainGrads: close was called for group {group!r}, expected 0, the only one")
+            return
+        self._join_tied()
+        self.collect()
+        self.tree.close(group)
+        self.mark()
 
     @cached_property
     def masters(self) -> list[torch.nn.Parameter]:
         """Holds an fp32 copy of each parameter, made when it is first asked for, whose `.grad` is the parameter's
         `main_grad`."""
+        if self.sharded:
+            return [torch.nn.Parameter(self._weights(self.tree.share(part))) for part in self.tree.parts()]
         masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
         for p, master in zip(self.parameters, masters):
             master.grad = p.main_grad
         return masters
 
+    def _weights(self, share: slice) -> torch.Tensor:
+        """Returns the parameters' values where the flat buffer has a share, fp32; 0 between them."""
+        found, first = torch.zeros(share.stop - share.start, device=self.tree.flat.device), 0
+        for p in self.parameters:
+            low, high = max(first, share.start), min(first + p.numel(), share.stop)
+            if low < high:
+                found[low - share.start : high - share.start] = p.detach().reshape(-1)[low - first : high - first]
+            first += _room(p)
+        return found
+
     @torch.no_grad()
     def join(self) -> None:
         """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of
-        what still stands in `.grad`."""
+        what still stands in `.grad`. With groups, each had that when it was closed, and their sum is left in main_grad
+        of every rank, or in the masters' `.grad` where they are sharded."""
+        if self.tree is None:
+            self._join_tied()
+            self.collect()
+        elif self.sharded:
+            for master, share in zip(self.masters, self.tree.join()):
+                master.grad = share
+            return
+        else:
+            self.tree.gather(self.tree.join())
+        for p, master in zip(self.parameters, self._made):
+            master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it
+
+    def _join_tied(self) -> None:
         for p in self.tied:
             p.main_grad.add_(p.embedding_main_grad)
             p.embedding_main_grad.zero_()
-        self.collect()
-        for p, master in zip(self.parameters, self._made):
-            master.grad = p.main_grad  # an optimizer's zero_grad may have dropped it
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -64,7 +158,9 @@ class MainGrads:
     @torch.no_grad()
     def finish(self) -> None:
         """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
-        for p, master in zip(self.parameters, self._made):
+        if self.sharded:
+            self.tree.gather([master.detach() for master in self.masters])
+        for p, master in zip(self.parameters, self._buffers() if self.sharded else self._made):
             p.copy_(master)
         for p in self.parameters:
             p.main_grad.zero_()
@@ -78,3 +174,8 @@ class MainGrads:
     @property
     def _made(self) -> list[torch.nn.Parameter]:
         return self.__dict__.get("masters", [])
+
+
+def _room(p: torch.Tensor) -> int:
+    """Returns how many numbers a parameter has in the flat buffer: each begins at a multiple of 256 bytes."""
+    return -(-p.numel() // 64) * 64

@@ -71,7 +71,7 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
 
 
 PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
-MODEL, USE, TRAIN, AUDIT, LOCATE = PYTHON
+MODEL, USE, TRAIN, RANKS, AUDIT, LOCATE = PYTHON
 COMMANDS = [
     line.split("#")[0].strip()
     for language, _, _, text in blocks("README.md")
@@ -151,8 +151,8 @@ class Policy(torch.nn.Module):
         return bi_kernels.lm_head_logprob(h, self.embedding.weight, batch.ids)
 
 
-def trained(splits: list[list[int]]) -> list[torch.Tensor]:
-    """The weights after two steps of the README's loop; splits: the sequences of each micro-batch."""
+def trained(splits: list[list[int]], loop: str = TRAIN) -> list[torch.Tensor]:
+    """The weights after two steps of a loop of the README; splits: the sequences of each micro-batch, or group."""
     torch.manual_seed(0)
     lengths, model = [5, 17, 9], Policy()
     sequences = [(torch.arange(n) * 7 % 24, torch.linspace(-1, 1, n)) for n in lengths]
@@ -164,8 +164,9 @@ def trained(splits: list[list[int]]) -> list[torch.Tensor]:
         )
         for split in splits
     ]
-    step = SimpleNamespace(micro_batches=batches, active_tokens=sum(lengths))
-    exec(TRAIN, {"bi": bi_kernels, "torch": torch, "model": model, "steps": [step, step]})
+    groups = [[batch] for batch in batches] + [[]] * (8 - len(batches))
+    step = SimpleNamespace(micro_batches=batches, groups=groups, active_tokens=sum(lengths))
+    exec(loop, {"bi": bi_kernels, "torch": torch, "model": model, "steps": [step, step]})
     return [p.detach() for p in model.parameters()]
 
 
@@ -174,6 +175,20 @@ def test_the_readme_trains_and_the_split_does_not_matter():
     torch.manual_seed(0)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut))
     assert not any(torch.equal(a, b.detach()) for a, b in zip(whole, Policy().parameters()))
+
+
+def test_the_readme_trains_on_ranks(tmp_path):
+    """Of which there is one; tests/test_parallel.py has more."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        loops = RANKS, RANKS.replace("world=world", "world=world, sharded=True")
+        found = [trained([[0], [1, 2]], loop) for loop in loops]
+    finally:
+        torch.distributed.destroy_process_group()
+    alone = trained([[0], [1, 2]], RANKS.replace("torch.distributed.group.WORLD", "None"))
+    assert all(torch.equal(a, b) for weights in found for a, b in zip(weights, alone))
+    torch.manual_seed(0)
+    assert not any(torch.equal(a, b.detach()) for a, b in zip(alone, Policy().parameters()))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ MARKER = "spin_kernel"  # of torch.cuda._sleep
 SECTIONS = ("SpeedOfLight", "WarpStateStats", "Occupancy", "LaunchStats")
 STALLED = re.compile(r"smsp__average_warps?_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SHOWN = {
-    "µs": ("gpu__time_duration.sum", 1e-3),
+    "µs": ("gpu__time_duration.sum", 1000),
     "SM %": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", 1),
     "DRAM %": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1),
     "L2 %": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
@@ -142,7 +142,7 @@ def read(text: str) -> Iterator[dict]:
             continue
         stalls = {match[1]: _number(value) for name, value in line.items() if (match := STALLED.fullmatch(name or ""))}
         shown = {name: _number(line.get(metric)) for name, (metric, _) in SHOWN.items()}
-        shown = {name: None if value is None else value * SHOWN[name][1] for name, value in shown.items()}
+        shown = {name: None if value is None else value / SHOWN[name][1] for name, value in shown.items()}
         stalls = {name: value for name, value in stalls.items() if value is not None}
         worst = max(stalls, key=stalls.get, default="")
         share = f"{stalls[worst] / sum(stalls.values()):.0%}" if worst and sum(stalls.values()) else ""

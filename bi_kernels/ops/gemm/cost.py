@@ -111,7 +111,7 @@ def predicted_us(
     and w, which ones are stored by columns; what `use` tells of both, unless given."""
     m, n = way.size
     tiles, room = ceil(M / m) * ceil(N / n), DEVICE["multiprocessors"] * way.resident
-    each, together = (m + n) * 32e-6, min(way.resident, ceil(tiles / DEVICE["multiprocessors"]))
+    each, together = (m + n) * 32 / 1e6, min(way.resident, ceil(tiles / DEVICE["multiprocessors"]))
     read = max(min(tiles, room) * each / DEVICE["l2"], together * each / DEVICE["port"])  # 16 of k, by all that run
     x_t, w_t = transposed or (use != "rows",) * 2
     crooked = m * bool((M if x_t else K) % LINE) + n * bool((N if w_t else K) % LINE)  # rows that begin within a line

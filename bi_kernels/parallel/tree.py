@@ -1,0 +1,153 @@
+"""A step's gradients over data-parallel ranks: a fixed number of groups of sequences, joined by one fixed binary tree.
+
+A group is a fold of its own (tokens.py). Groups first … end are joined as (first … middle) + (middle … end), where the
+left half has the largest power of two of groups that leaves the right one any. Which rank computed a group, and how
+many ranks there are, is no part of that: a rank adds up what of the tree lies in its own groups; the rest is exchanged
+by `all_to_all_single`, so that each rank adds its share of all parameters, and gathered, or not if the optimizer is
+sharded as well.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+BUCKET = 2**26  # fp32 numbers that are exchanged at a time
+Node = tuple[int, int]  # groups: the first, and the one after the last
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.12 on
+
+
+def middle(first: int, end: int) -> int:
+    """Returns where a node of the tree is divided."""
+    return first + (1 << (end - first - 1).bit_length() - 1)
+
+
+def whole(first: int, end: int, groups: int) -> Iterator[Node]:
+    """Yields, in ascending order, the largest nodes of the tree over all groups that lie within first … end."""
+
+    def within(node: Node) -> Iterator[Node]:
+        low, high = node
+        if first <= low and high <= end:
+            yield node
+        elif low < end and first < high:
+            divided = middle(low, high)
+            yield from within((low, divided))
+            yield from within((divided, high))
+
+    if first < end:
+        yield from within((0, groups))
+
+
+class GroupTree:
+    """The fp32 gradients of the groups that this rank computes, in one flat buffer, and the tree that joins them.
+
+    groups: of the whole step; world: the ranks that share it, this process alone if None. Rank r of W has the groups
+    r · groups // W … (r + 1) · groups // W, which may be none. A rank keeps a buffer more for each of its nodes that
+    wait for their other half: at most log2 of its groups.
+    """
+
+    def __init__(self, numbers: int, groups: int, world: dist.ProcessGroup | None, device: torch.device):
+        self.groups, self.world = groups, world
+        self.rank, self.ranks = (dist.get_rank(world), dist.get_world_size(world)) if world else (0, 1)
+        self.size = -(-numbers // self.ranks) * self.ranks
+        self.flat = torch.zeros(self.size, device=device)
+        self.mine = self.of(self.rank)
+        self.waiting: list[tuple[Node, torch.Tensor]] = []
+        self.next = self.mine.start
+
+    def of(self, rank: int) -> range:
+        """Returns the groups of a rank."""
+        return range(*(r * self.groups // self.ranks for r in (rank, rank + 1)))
+
+    def close(self, group: int) -> None:
+        """Takes the flat buffer as the fold of a group, and zeroes it. Raises ValueError for another group than the
+        next of this rank's."""
+        if group != self.next or group not in self.mine:
+            due = f"group {self.next}" if self.next in self.mine else "none, for all are closed"
+            mine = f"rank {self.rank} has {_said(self.mine)}"
+            raise ValueError(f"MainGrads: close was called for group {group!r}, expected {due}; {mine}")
+        self.next += 1
+        node, held = (group, group + 1), None
+        while self.waiting and self._halves(self.waiting[-1][0], node):
+            (first, _), left = self.waiting.pop()
+            held = left.add_(self.flat if held is None else held)
+            node = first, node[1]
+        self.waiting.append((node, self.flat.clone() if held is None else held))
+        self.flat.zero_()
+
+    def _halves(self, left: Node, right: Node) -> bool:
+        """Tells whether two neighbours are the halves of one node."""
+        return [*whole(left[0], right[1], self.groups)] == [(left[0], right[1])]
+
+    def join(self) -> list[torch.Tensor]:
+        """Returns this rank's shares of the sum of all groups, one of each part of the flat buffer. Raises ValueError
+        where a group of this rank was not closed."""
+        if self.next != self.mine.stop:
+            missing = range(self.next, self.mine.stop)
+            raise ValueError(f"MainGrads: join was called before {_said(missing)} of rank {self.rank} was closed")
+        found = [self._sum(part) for part in self.parts()]
+        self.waiting.clear()
+        self.next = self.mine.start
+        return found
+
+    def gather(self, shares: list[torch.Tensor]) -> None:
+        """Leaves every rank's shares in the flat buffer of every rank."""
+        for part, share in zip(self.parts(), shares):
+            if self.world is None:
+                self.flat[part].copy_(share)
+            else:
+                _all_gather(self.flat[part], share, group=self.world)
+
+    def parts(self) -> Iterator[slice]:
+        """Yields the parts of the flat buffer that are exchanged at a time, each of which every rank has a share of."""
+        bucket = -(-BUCKET // self.ranks) * self.ranks
+        yield from (slice(first, min(first + bucket, self.size)) for first in range(0, self.size, bucket))
+
+    def share(self, part: slice) -> slice:
+        """Returns where in the flat buffer this rank's share of a part lies."""
+        count = (part.stop - part.start) // self.ranks
+        return slice(part.start + self.rank * count, part.start + (self.rank + 1) * count)
+
+    def _sum(self, part: slice) -> torch.Tensor:
+        """Returns this rank's share of a part of the flat buffers, of all groups."""
+        if self.world is None:
+            return self.waiting[0][1][part]
+        share = (part.stop - part.start) // self.ranks
+        nodes = [[*whole(held.start, held.stop, self.groups)] for held in map(self.of, range(self.ranks))]
+        found: dict[Node, torch.Tensor] = {}
+        for i in range(max(map(len, nodes))):
+            sent = self.waiting[i][1][part] if i < len(self.waiting) else self.flat[:0]
+            sizes = [share * (i < len(of)) for of in nodes]
+            came = self.flat.new_empty(sum(sizes))
+            given = [len(sent) // self.ranks] * self.ranks
+            dist.all_to_all_single(came, sent, sizes, given, group=self.world)
+            found |= {of[i]: piece for of, piece in zip(nodes, came.split(sizes)) if i < len(of)}
+
+        return added(found, (0, self.groups))
+
+
+def added(found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
+    """Returns the sum of a node's groups, in place of its first part, from the nodes that were found."""
+    if node in found:
+        return found[node]
+    divided = middle(*node)
+    return added(found, (node[0], divided)).add_(added(found, (divided, node[1])))
+
+
+def agree(world: dist.ProcessGroup, said: dict[str, object]) -> None:
+    """Raises ValueError, on every rank, where a rank says something else than rank 0."""
+    everybody: list = [None] * dist.get_world_size(world)
+    dist.all_gather_object(everybody, said, group=world)
+    for rank, theirs in enumerate(everybody):
+        for name, value in theirs.items():
+            if value != everybody[0][name]:
+                raise ValueError(
+                    f"MainGrads: rank {rank} has {name} {value!r:.200}, expected {everybody[0][name]!r:.200} as rank 0"
+                )
+
+
+def _said(groups: range) -> str:
+    if not groups:
+        return "no groups"
+    last = groups.stop - 1
+    return f"group {last}" if len(groups) == 1 else f"groups {groups.start} to {last}"

@@ -1,0 +1,118 @@
+"""Run by tests/test_parallel.py under torchrun, or alone: steps of a tiny decoder, data-parallel over gloo.
+
+world.py FILE GROUPS      # rank 0 writes {way: SHA-256 of every gradient and weight}
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import CONFIGS, Decoder, packed, policy_loss
+
+STEPS = 2
+LENGTHS = [5, 1, 17, 33, 9, 2]  # of a step's sequences
+GROUPS_OF = [[0, 1], [2], [], [3], [4], [5], [], []]  # the sequences of each group, some of none
+
+
+def drawn(step: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(step)
+    count = sum(LENGTHS)
+    ids, targets = torch.randint(0, CONFIGS["tiny"].vocab, (2, count), generator=g)
+    return ids, targets, torch.randn(count, generator=g)
+
+
+def backward(model: Decoder, sequences: list[int], step: int) -> None:
+    ids, targets, advantages = drawn(step)
+    starts = [sum(LENGTHS[:i]) for i in sequences]
+    at = torch.cat([torch.arange(start, start + LENGTHS[i]) for i, start in zip(sequences, starts)])
+    logprob, _ = model.logprobs(ids[at], targets[at], packed([LENGTHS[i] for i in sequences], "cpu"))
+    old = logprob.detach() - 0.1
+    policy_loss(logprob, old, advantages[at], torch.ones_like(at, dtype=torch.bool), sum(LENGTHS)).backward()
+
+
+def by_tree(groups: int, world: dist.ProcessGroup | None, sharded: bool = False) -> tuple[str, str]:
+    """Trains with groups that the fixed tree joins; of another number of groups, those of GROUPS_OF share one. Returns
+    digests of the steps' gradients and of the weights."""
+    model = Decoder(CONFIGS["tiny"], dtype=torch.float32)  # in which a weight shows its last bit
+    grads = MainGrads(model.parameters(), model.tied, groups=groups, world=world, sharded=sharded)
+    optimizer = torch.optim.AdamW(grads.masters, lr=0.01)
+    seen, weights = hashlib.sha256(), hashlib.sha256()
+    for step in range(STEPS):
+        for group in grads.mine:
+            for held in range(group * len(GROUPS_OF) // groups, (group + 1) * len(GROUPS_OF) // groups):
+                if GROUPS_OF[held]:
+                    backward(model, GROUPS_OF[held], step)
+            grads.close(group)
+        grads.join()
+        note(seen, [p.main_grad for p in model.parameters()])
+        optimizer.step()
+        grads.finish()
+    note(weights, [p.detach() for p in model.parameters()])
+    return seen.hexdigest(), weights.hexdigest()
+
+
+def by_reduction(world: dist.ProcessGroup | None) -> str:
+    """The control: each rank's fold, and an all-reduce of it, as DDP has it."""
+    model = Decoder(CONFIGS["tiny"], dtype=torch.float32)
+    grads = MainGrads(model.parameters(), model.tied)
+    rank, ranks = (dist.get_rank(world), dist.get_world_size(world)) if world else (0, 1)
+    for group in range(rank * len(GROUPS_OF) // ranks, (rank + 1) * len(GROUPS_OF) // ranks):
+        if GROUPS_OF[group]:
+            backward(model, GROUPS_OF[group], 0)
+    grads.join()
+    seen = hashlib.sha256()
+    for p in model.parameters():
+        if world:
+            dist.all_reduce(p.main_grad, group=world)
+    note(seen, [p.main_grad for p in model.parameters()])
+    return seen.hexdigest()
+
+
+def note(seen, tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        seen.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(file: Path, groups: int) -> None:
+    torch.set_num_threads(1)
+    world = None
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        world = dist.group.WORLD
+    ranks = dist.get_world_size() if world else 1
+    found = {
+        "tree": by_tree(groups, world),
+        "all-reduce": by_reduction(world),
+        "a tree of the world's size": by_tree(ranks, world),
+    }
+    if world:
+        found["sharded"] = by_tree(groups, world, sharded=True)
+        rank, few = dist.get_rank(), torch.nn.Linear(3, 2)
+        found["groups"] = refused(lambda: MainGrads(few.parameters(), groups=4 + (rank == 1), world=world))
+        grads = MainGrads(few.parameters(), groups=ranks, world=world)
+        found["too early"] = refused(grads.join)
+        found["another's"] = refused(lambda: grads.close((rank + 1) % ranks))
+    if not world or dist.get_rank() == 0:
+        file.write_text(json.dumps(found))
+    if world:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
