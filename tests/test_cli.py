@@ -138,6 +138,20 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
     assert board.end("gemm", True) >= 0 and gemm.finished and not dtype.finished
 
 
+@pytest.mark.parametrize("beside, said", [(2, "gemm: 1 checks ran out of memory beside other audits"), (0, "")])
+def test_memory_that_other_audits_took_is_said(beside, said, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    board = Board(["gemm"], tmp_path, console)
+    (tmp_path / "gemm").mkdir()
+    rows = (
+        ROW,
+        replace(ROW, verdict="needs-fix", detail="OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+    )
+    write_rows(tmp_path / "gemm" / "verdicts.json", [r.json() for r in rows])
+    board.short("gemm", beside)
+    assert console.file.getvalue().startswith(said) and bool(console.file.getvalue()) == bool(said)
+
+
 LIGHT = """
 import sys
 from bi_kernels.audit.cli import cli

@@ -160,6 +160,13 @@ class Board:
                 if self.task(name).started:
                     self.count(name)
 
+    def short(self, name: str, beside: int) -> None:
+        """Says of how many checks nothing is known, for the memory that others took: that is no drift."""
+        rows = read_rows(self.out / name)
+        if beside and (count := sum("OutOfMemoryError" in (row.get("detail") or "") for row in rows)):
+            said = f"{name}: {count} checks ran out of memory beside other audits; run it again with fewer --jobs"
+            self.console.print(said, highlight=False)
+
     def end(self, name: str, passed: bool) -> float:
         """Returns how many seconds the audit took."""
         total = self.task(name).total or 1
@@ -209,6 +216,7 @@ def run(
             body, error, finished = f"# {audit.title}", f"the process ended with status {died.status}", False
         board.count(name)
         passed = publish(audit, parameters[name], out / name, body, error, finished)
+        board.short(name, min(jobs, len(names)) - 1)
         seconds[name] = board.end(name, passed)
 
     with board.progress, ThreadPoolExecutor(jobs) as pool:
