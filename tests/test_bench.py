@@ -501,3 +501,7 @@ def test_without_a_profiler_a_sentence_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(profiler.shutil, "which", lambda name: str(refusing))
     with pytest.raises(RuntimeError, match="no counters: ERR_NVGPUCTRPERM"):
         profiler.counters()
+    refusing.write_text("#!/bin/sh\nexec sleep 9\n")
+    monkeypatch.setattr(profiler, "MOST", 0.2)
+    with pytest.raises(RuntimeError, match="had not ended after 0.2 s"):
+        profiler.counters()

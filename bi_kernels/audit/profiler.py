@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+MOST = 300  # seconds that ncu may take
 MARKER = "spin_kernel"  # of torch.cuda._sleep
 SECTIONS = ("SpeedOfLight", "WarpStateStats", "Occupancy", "LaunchStats")
 STALLED = re.compile(r"smsp__average_warps?_issue_stalled_(\w+?)_per_issue_active\.ratio")
@@ -120,7 +121,11 @@ def counters() -> list[dict]:
         raise RuntimeError("Nsight Compute (`ncu`) is not on the PATH: no counters were read")
     command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", *(word for section in SECTIONS for word in ("--section", section))]
-    done = subprocess.run([*command, sys.executable, "-m", __name__], capture_output=True, text=True, check=False)
+    command += [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"`ncu` had not ended after {MOST} s: no counters were read") from None
     found = list(read(done.stdout))
     if not found:
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
