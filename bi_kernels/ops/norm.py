@@ -129,7 +129,7 @@ def _launch_for(rows: int, width: int, dtype: torch.dtype, device: int, residual
     return Launch(_rms_norm_kernel, device, grid, *sizes, HAS_RESIDUAL=residual, enable_fp_fusion=False, **blocks)
 
 
-def _launch(x, residual: torch.Tensor | None, weight, eps: float, trains: bool = False) -> list[torch.Tensor]:
+def norm_forward(x, residual: torch.Tensor | None, weight, eps: float, trains: bool = False) -> list[torch.Tensor]:
     """y, h = x + residual where a residual is given, both like x, and where a gradient is wanted rstd of every row."""
     x, weight = aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
@@ -143,7 +143,7 @@ def _launch(x, residual: torch.Tensor | None, weight, eps: float, trains: bool =
     return [t for t in (y, None if residual is None else h, rstd) if t is not None]
 
 
-def _backward(
+def norm_backward(
     op: str,
     x,
     weight,
@@ -199,7 +199,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, op, layout, heads, x, residual, weight, eps):
         if weight.requires_grad:
             main_grad(op, weight)
-        y, *h, rstd = _launch(x, residual, weight, eps, trains=True)
+        y, *h, rstd = norm_forward(x, residual, weight, eps, trains=True)
         ctx.op, ctx.layout, ctx.heads, ctx.parameter = op, layout, heads, weight  # see _Linear
         ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
         return (y, *h) if h else y
@@ -208,7 +208,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dh=None):
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
-        dx, dw = _backward(
+        dx, dw = norm_backward(
             ctx.op,
             *ctx.saved_tensors,
             dy,
@@ -224,7 +224,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("bi_kernels::rms_norm", mutates_args=())
 def _opaque(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
-    return _launch(x, residual, weight, eps)
+    return norm_forward(x, residual, weight, eps)
 
 
 @_opaque.register_fake
@@ -255,7 +255,7 @@ def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torc
         lead, each = (x.shape[:-2], x.shape[-2]) if heads else (x.shape[:-1], 1)
         return _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), each, *args)
 
-    out = apply(_launch, _opaque, differentiable, x, residual, weight, eps)
+    out = apply(norm_forward, _opaque, differentiable, x, residual, weight, eps)
     return out if isinstance(out, torch.Tensor) else out[0] if residual is None else tuple(out)
 
 

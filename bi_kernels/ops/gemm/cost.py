@@ -15,7 +15,7 @@ from typing import NamedTuple
 FITTED: dict = tomllib.loads(files(__package__).joinpath("cost.toml").read_text(encoding="utf-8"))
 DEVICE: dict = FITTED["device"]
 WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
-SURE = 1.05  # by how much a ring must be the faster, to be preferred to the library
+SURE = 1.05  # by how much a program must be the faster, to be preferred to the usual one
 WORTH = 50  # µs of a product that may be cut in two: a second launch costs the CPU, too
 LINE = 64  # 16-bit numbers: of the L2 cache
 SHARP = 6  # how abruptly the slower of two limits takes over
@@ -173,8 +173,13 @@ def way_for(
     M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], rings: bool, waves: float | None
 ) -> tuple[float, Ring | None]:
     """Returns the microseconds of the cheapest of cuBLASLt's program, whose tiles fill so many waves (None: it has no
-    program), and of the rings, if they are to be had; and the ring, if it is one. 0, where there is neither."""
+    program), and of the rings, if they are to be had; and the ring, if it is one. 0, where there is neither, or a fold
+    is left to Triton's tiles."""
     ring = ring_for(M, N, K, use, transposed) if rings else None
+    if ring and use == "fold":
+        tile = tile_for(M, N, K, use, transposed)
+        left = predicted_us(tile, TILES[use][tile], M, N, K, use, transposed) * SURE < ring[1]
+        return (0, None) if left else ring[::-1]
     us = library_us(M, N, K, transposed, waves, use) if waves else 0
     return (us, None) if ring is None or us and us < ring[1] * SURE else (ring[1], ring[0])
 
