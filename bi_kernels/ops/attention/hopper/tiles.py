@@ -1,6 +1,8 @@
 """Deals tiles of queries to the programs of a persistent kernel for sm_90, and brings their K and V.
 
-Those with the most keys come first. A program's producer runs ahead into the next tile, and tells the groups of warps
+Sequences come in bands whose keys and values the L2 cache holds, and in a band the tiles by how many keys they see: the
+most first in the last band, and one way and the other in turn before, so that what runs together takes as long. A
+program's producer runs ahead into the next tile, and tells the groups of warps
 that compute what the tile is of.
 """
 
@@ -12,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from bi_kernels.ops.attention.hopper.common import _plus, pause, places, uniform
 
 WORDS = 8  # that are told of a tile
+BAND = gl.constexpr(256)  # tiles of a band of MHA: 32,768 keys and values, 16 MiB of width 128 in 16 bits
 
 
 @gluon.jit
@@ -24,6 +27,21 @@ def _sequences(where, GROUP: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constex
     queries = gl.load(length_q + i, mask=i < sequences, other=0)
     length = gl.load(length_k + i, mask=i < sequences, other=0)
     return _rank(queries, length, GROUP, SIZE, CAUSAL), gl.cdiv(queries * GROUP, SIZE)
+
+
+@gluon.jit
+def _bands(where, tiles, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """Returns (tiles up to its end, number of its band) of each sequence, in the order of the sequences."""
+    first_q, length_q, first_k, length_k, sequences = where
+    lanes: gl.constexpr = 32 if COUNT <= 128 else 32 * gl.num_warps()
+    each: gl.constexpr = COUNT // lanes if lanes < COUNT else 1
+    i = gl.arange(0, COUNT, gl.BlockedLayout([each], [32], [gl.num_warps()], [0]))
+    before = gl.load(length_q + i - 1, mask=(i > 0) & (i <= sequences), other=0)
+    ends = gl.associative_scan(tiles, 0, _plus)
+    starts = ends - tiles
+    earlier = starts - gl.cdiv(before * GROUP, SIZE)
+    opens = starts * HEADS // (BAND * GROUP) > earlier * HEADS // (BAND * GROUP)
+    return ends, gl.associative_scan(opens.to(gl.int32), 0, _plus)
 
 
 @gluon.jit
@@ -61,6 +79,7 @@ def _dealt(item, items):
 def _nth(
     item,
     seen,
+    bands,
     where,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
@@ -68,11 +87,17 @@ def _nth(
     BLOCK: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """Returns what an item is, those of the highest rank first: (first row of q's tokens, of the tile, head, queries,
+    """Returns what an item is, band by band, those of the highest rank first or last: (first row of q's tokens, of the tile, head, queries,
     keys, keys up to the first that not all see, keys up to the last that some see), and the first row of k."""
     first_q, length_q, first_k, length_k, sequences = where
     first, tiles = seen
     n = item // HEADS
+    ends, band = bands
+    own = gl.min(gl.where(ends > n, band, 0x7FFFFFFF), 0)
+    back = (gl.max(gl.where(tiles > 0, band, 0), 0) - own) % 2 > 0
+    n -= gl.sum(gl.where(band < own, tiles, 0), 0)
+    tiles = gl.where(band == own, tiles, 0)
+    n = uniform(gl.where(back, gl.sum(tiles, 0) - 1 - n, n))
     rank, span = n * 0, uniform(gl.max(first + tiles, 0)) + 1  # it is one of so many from here on
     while span > 1:
         half = span // 2
@@ -210,10 +235,11 @@ def produce(
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
     seen = _sequences(where, GROUP, SIZE, COUNT, CAUSAL)
+    bands = _bands(where, seen[1], GROUP, HEADS, SIZE, COUNT)
     items = items_of(where, GROUP, HEADS, SIZE, COUNT)
     i = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, row_k = _nth(_dealt(item, items), seen, where, GROUP, HEADS, SIZE, BLOCK, CAUSAL)
+        tile, row_k = _nth(_dealt(item, items), seen, bands, where, GROUP, HEADS, SIZE, BLOCK, CAUSAL)
         base, row0, head, queries, length, whole, end = tile
         _tell(info, told, item // gl.num_programs(0), (base, row0, head, queries, length, whole, end, i))
         row, column = uniform(row_k), uniform(head) * D
