@@ -69,7 +69,7 @@ class MainGrads:
         if world is not None:
             shapes = [(tuple(p.shape), str(p.dtype), any(p is t for t in self.tied)) for p in self.parameters]
             versions = {"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
-            agree(world, {"groups": groups, "parameters": shapes} | versions)
+            agree("MainGrads", world, {"groups": groups, "parameters": shapes} | versions)
         if groups == 1 and world is None:
             return None
         if not self.parameters or len({p.device for p in self.parameters}) > 1:

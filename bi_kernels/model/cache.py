@@ -46,10 +46,10 @@ def padded(
 class Cache:
     """Keys and values of the tokens that were computed before, one row a sequence; its last place takes padding's.
 
-    layers, kv_heads, head_dim: the decoder's; like: a tensor of its device and dtype."""
+    config: the decoder's; like: a tensor of its device and dtype; heads: key heads, the decoder's unless given."""
 
-    def __init__(self, config, sequences: int, capacity: int, like: Tensor):
-        shape = config.layers, sequences, capacity + 1, config.kv_heads, config.head_dim
+    def __init__(self, config, sequences: int, capacity: int, like: Tensor, heads: int | None = None):
+        shape = config.layers, sequences, capacity + 1, heads or config.kv_heads, config.head_dim
         self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
         self.lengths = torch.zeros(sequences, dtype=torch.int64, device=like.device)
         self.capacity = capacity

@@ -59,28 +59,34 @@ class Layer(nn.Module):
     def __init__(self, config: Config, make: Callable[..., nn.Parameter], ops):
         super().__init__()
         self.config, self.ops, c = config, ops, config
-        width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        width, kv_width, D = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.head_dim
         self.norm, self.mlp_norm = make(c.hidden), make(c.hidden)
-        self.q, self.k, self.v = make(width, c.hidden), make(kv_width, c.hidden), make(kv_width, c.hidden)
+        self.q, self.k, self.v = (make(rows, c.hidden, cut=D) for rows in (width, kv_width, kv_width))
         self.q_bias, self.k_bias, self.v_bias = (
-            (make(width), make(kv_width), make(kv_width)) if c.qkv_bias else (None, None, None)
+            make(rows, cut=D) if c.qkv_bias else None for rows in (width, kv_width, kv_width)
         )
-        self.q_norm, self.k_norm = (make(c.head_dim), make(c.head_dim)) if c.qk_norm else (None, None)
-        self.o = make(c.hidden, width)
-        self.gate, self.up, self.down = make(c.mlp, c.hidden), make(c.mlp, c.hidden), make(c.hidden, c.mlp)
+        self.q_norm, self.k_norm = (make(D), make(D)) if c.qk_norm else (None, None)
+        self.o = make(c.hidden, width, cut=1)
+        self.gate, self.up = make(c.mlp, c.hidden, cut=1), make(c.mlp, c.hidden, cut=1)
+        self.down = make(c.hidden, c.mlp, cut=1)
 
     def forward(
         self, x: Tensor | None, residual: Tensor, table: bi.RopeTable, rows: Rows, cache: Cache | None, number: int
     ):
         """Adds x, what the layer before left to add, to the residual; returns what is to be added next, and that."""
         c, ops = self.config, self.ops
+        keys = getattr(ops, "keys", ops)
         h, residual = _normed(ops, x, residual, self.norm, c.eps)
         q, k, v = (
-            ops.linear(h, weight, bias).unflatten(-1, (-1, c.head_dim))
-            for weight, bias in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
+            of.linear(h, weight, bias).unflatten(-1, (-1, c.head_dim))
+            for of, weight, bias in (
+                (ops, self.q, self.q_bias),
+                (keys, self.k, self.k_bias),
+                (keys, self.v, self.v_bias),
+            )
         )
         if c.qk_norm:
-            q, k = ops.qk_norm(q, self.q_norm, c.eps), ops.qk_norm(k, self.k_norm, c.eps)
+            q, k = ops.qk_norm(q, self.q_norm, c.eps), keys.qk_norm(k, self.k_norm, c.eps)
         q, k = ops.rope(q, table, rows.positions), ops.rope(k, table, rows.positions)
         if cache is not None:
             k, v = cache.put(number, k, v, rows)
@@ -92,7 +98,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A decoder with random weights of a seed. longest: positions that RoPE's table holds; checkpointing: layers are
     computed again in the backward; keep_bytes: of logits that are kept for it; neither changes a bit. ops: bi_kernels,
-    or whatever has ops of these names."""
+    or whatever has ops of these names; a TensorParallel, which takes this rank's rows of every weight as well."""
 
     def __init__(
         self,
@@ -107,23 +113,37 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         generator = torch.Generator(device).manual_seed(seed)
+        share = getattr(ops, "share", lambda weight, together: nn.Parameter(weight))
+        if agree := getattr(ops, "agree", None):
+            agree({"config": config, "dtype": dtype, "seed": seed})
 
-        def make(*shape: int) -> nn.Parameter:
+        def make(*shape: int, cut: int | None = 0) -> nn.Parameter:
+            """cut: rows that stay together where ranks share a weight; 0: every rank has it, None: a vocabulary."""
             w = torch.randn(shape, generator=generator, device=device)
-            return nn.Parameter((w * shape[-1] ** -0.5 if len(shape) > 1 else 1 + w / 10).to(dtype))
+            w = (w * shape[-1] ** -0.5 if len(shape) > 1 else 1 + w / 10).to(dtype)
+            return nn.Parameter(w) if cut == 0 else share(w, cut)
 
         self.config, self.checkpointing, self.ops = config, checkpointing, ops
         self.kept = {"keep_bytes": keep_bytes} if keep_bytes else {}
-        self.embedding = make(config.vocab, config.hidden)
+        self.embedding = make(config.vocab, config.hidden, cut=None)
         self.layers = nn.ModuleList(Layer(config, make, ops) for _ in range(config.layers))
         self.last_norm = make(config.hidden)
-        self.lm_head = self.embedding if config.tied else make(config.vocab, config.hidden)
+        self.lm_head = self.embedding if config.tied else make(config.vocab, config.hidden, cut=None)
         self.table = bi.rope_table(longest, config.head_dim, config.theta, device)
 
     @property
     def tied(self) -> list[nn.Parameter]:
         """Lists the parameters that MainGrads is told are tied."""
         return [self.embedding] if self.config.tied else []
+
+    @property
+    def key_heads(self) -> int:
+        """Tells how many key heads a cache of this rank holds."""
+        return getattr(self.ops, "key_heads", lambda heads: heads)(self.config.kv_heads)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits (…, vocab) of what `forward` returned."""
+        return getattr(self.ops, "logits", self.ops.linear)(hidden, self.lm_head)
 
     def forward(self, ids: Tensor, rows: Rows, cache: Cache | None = None) -> Tensor:
         """Returns what the LM head is given, (…, hidden) of ids (…). With a cache, ids are each sequence's next."""

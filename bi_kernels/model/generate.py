@@ -32,7 +32,7 @@ class Batch:
     def __init__(self, model: Decoder, rows: int, capacity: int, seed: int, temperature: float, graph: bool):
         device = model.embedding.device
         self.model, self.seed, self.temperature = model, seed, temperature
-        self.cache = Cache(model.config, rows, capacity, model.embedding)
+        self.cache = Cache(model.config, rows, capacity, model.embedding, model.key_heads)
         self.ids, self.samples, self.running = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self.drawn = self.ids, torch.zeros(rows, device=device)  # the last tokens and their logprobs
         self.step: Callable[[], None] = self._decode
@@ -67,7 +67,7 @@ class Batch:
             kept.copy_(new)
 
     def _draw(self, hidden: Tensor, samples: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.ops.linear(hidden, self.model.lm_head)
+        logits = self.model.logits(hidden)
         ids = sample(logits, self.seed, samples, positions, self.temperature)
         return ids, self.model.ops.token_logprob(logits, ids, self.temperature or 1.0)[0]
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from bi_kernels.parallel.exchange import all_gather
+
 BUCKET = 2**26  # fp32 numbers that are exchanged at a time
 Node = tuple[int, int]  # groups: the first, and the one after the last
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.12 on
 
 
 def middle(first: int, end: int) -> int:
@@ -96,7 +97,7 @@ class GroupTree:
             if self.world is None:
                 self.flat[part].copy_(share)
             else:
-                _all_gather(self.flat[part], share, group=self.world)
+                all_gather(self.flat[part], share, group=self.world)
 
     def parts(self) -> Iterator[slice]:
         """Yields the parts of the flat buffer that are exchanged at a time, each of which every rank has a share of."""
@@ -134,7 +135,7 @@ def added(found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
     return added(found, (node[0], divided)).add_(added(found, (divided, node[1])))
 
 
-def agree(world: dist.ProcessGroup, said: dict[str, object]) -> None:
+def agree(who: str, world: dist.ProcessGroup, said: dict[str, object]) -> None:
     """Raises ValueError, on every rank, where a rank says something else than rank 0."""
     everybody: list = [None] * dist.get_world_size(world)
     dist.all_gather_object(everybody, said, group=world)
@@ -142,7 +143,7 @@ def agree(world: dist.ProcessGroup, said: dict[str, object]) -> None:
         for name, value in theirs.items():
             if value != everybody[0][name]:
                 raise ValueError(
-                    f"MainGrads: rank {rank} has {name} {value!r:.200}, expected {everybody[0][name]!r:.200} as rank 0"
+                    f"{who}: rank {rank} has {name} {value!r:.200}, expected {everybody[0][name]!r:.200} as rank 0"
                 )
 
 

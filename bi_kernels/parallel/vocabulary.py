@@ -1,0 +1,210 @@
+"""Embedding and LM head of a vocabulary that is cut, between its blocks, over the ranks of a group.
+
+A rank looks up its own rows, and says of its own blocks what each row's logits add up to. One sum of integers puts
+them together, since every number is one rank's and 0 all others', and each rank merges the blocks in ascending order.
+dW is the rank's own. dhidden is one fold over the vocabulary, which goes from rank to rank: tokens in chunks, so that
+all ranks have one to go on with.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bi_kernels.ops import embedding as embeddings
+from bi_kernels.ops.gemm.gemm import product
+from bi_kernels.ops.lm_head import SCRATCH, _scratch
+from bi_kernels.ops.logprob import checked_targets
+from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
+from bi_kernels.parallel.exchange import merge
+from bi_kernels.tokens import SLAB, TokenLayout, begins, layout_for, main_grad
+
+CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
+
+
+def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Returns the first row of a rank, and the one after its last: whole blocks, as even as may be; the first rank has
+    some, others may have none."""
+    blocks = -(-rows // BLOCK)
+    first, end = (min(rows, -(-r * blocks // ranks) * BLOCK) for r in (rank, rank + 1))
+    return first, end
+
+
+def _rows(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
+    """Returns the rows of all ids, whichever rank has them; NaN of an id that the vocabulary does not hold."""
+    first, end, _ = weight.cut
+    mine = (ids >= first) & (ids < end)
+    y = embeddings._launch((ids - first).where(mine, 0), weight) if end > first else None
+    y = weight.new_zeros(*ids.shape, weight.shape[1]) if y is None else y.masked_fill_(~mine[..., None], 0)
+    if first == 0:
+        y.masked_fill_(((ids < 0) | (ids >= weight.cut.rows))[..., None], float("nan"))
+    return merge(y, group)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, layout, ids, weight):
+        ctx.layout, ctx.parameter = layout, weight
+        embeddings._buffer(weight)
+        ctx.save_for_backward(ids)
+        return _rows(group, ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (ids,), weight = ctx.saved_tensors, ctx.parameter
+        buffer, (first, end, _) = embeddings._buffer(weight), weight.cut
+        ids = (ids - first).where((ids >= first) & (ids < end), -1)
+        return None, None, None, embeddings._fold_rows(dy, ids, weight, buffer, ctx.layout, None)
+
+
+def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
+    """Returns weight[ids] of a shared weight, as `bi_kernels.embedding` does."""
+    embeddings.check_ids("embedding", "ids", ids, weight.cut.rows)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return _Embedding.apply(group, layout_for("embedding", ids.shape), ids, weight)
+    return _rows(group, ids, weight)
+
+
+def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns all logits (…, vocabulary) of hidden (…, hidden), without gradients."""
+    (first, end, vocab), flat = weight.cut, hidden.detach().reshape(-1, hidden.shape[-1])
+    found = flat.new_zeros(len(flat), vocab)
+    found[:, first:end] = product(flat, weight.detach())
+    return merge(found, group).view(*hidden.shape[:-1], vocab)
+
+
+class _Head:
+    """What the forward and the backward of the LM head are told."""
+
+    def __init__(self, group: dist.ProcessGroup, weight: Tensor, inv_temperature: float, ignore_index: int):
+        self.group, self.weight = group, weight
+        self.inv_temperature, self.ignore_index = inv_temperature, ignore_index
+        self.first, self.end, self.vocab = weight.cut
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Yields tokens, in slabs, that are computed at a time."""
+        most = min(-(-rows // (CHUNKS * self.ranks)), max(1, SCRATCH // max(1, self.vocab // self.ranks)))
+        step = max(SLAB, most // SLAB * SLAB)
+        yield from (slice(at, min(at + step, rows)) for at in range(0, rows, step))
+
+    def statistics(self, hidden: Tensor, targets: Tensor) -> Statistics:
+        rows = len(hidden)
+        stats = Statistics(rows, self.vocab, hidden.device, targets, self.inv_temperature)
+        said = hidden.new_zeros(3 * stats.blocks + 1, rows, dtype=torch.float32)
+        *parts, stats.selected = said.split([stats.blocks] * 3 + [1])
+        stats.parts, stats.selected = parts, stats.selected.view(rows)
+        step = max(BLOCK, SCRATCH // rows // BLOCK * BLOCK)
+        for first in range(self.first, self.end, step):
+            own = self.weight[first - self.first : min(first + step, self.end) - self.first]
+            stats.add(product(hidden, own), first)
+        merge(said, self.group)
+        return stats.merge()
+
+
+class _LMHeadLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, layout, hidden, weight, targets):
+        if weight.requires_grad:
+            main_grad("lm_head_logprob", weight)
+        ctx.set_materialize_grads(False)
+        stats = head.statistics(hidden, targets)
+        logprob, entropy = stats.results(head.ignore_index)
+        ctx.head, ctx.layout = head, layout
+        ctx.save_for_backward(hidden, weight, targets, stats.lse, entropy)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logprob, d_entropy):
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        head, layout = ctx.head, ctx.layout
+        d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
+        given = [lse, entropy, d_logprob] + ([] if d_entropy is None else [d_entropy])
+        slots = None if layout.identity else layout.slots_on(hidden.device).long()
+        if slots is not None:  # tokens in the order of the fold, free slots with a target that nobody wants
+            free = slots < 0
+            order = lambda t: t[slots.clamp(min=0)]
+            hidden_in_order = layout.gather(hidden)
+            targets = order(targets).masked_fill(free, head.ignore_index)
+            given = [order(t) for t in given]
+        else:
+            hidden_in_order = hidden
+        dhidden, dw = _gradients(head, hidden_in_order, targets, given, *ctx.needs_input_grad[2:4])
+        if dhidden is not None and slots is not None:
+            found = torch.zeros_like(hidden)
+            found[layout.rows_on(hidden.device)] = dhidden[~free]
+            dhidden = found
+        return None, None, dhidden, dw, None
+
+
+def _gradients(
+    head: _Head, hidden: Tensor, targets: Tensor, given: list[Tensor], needs_hidden: bool, needs_weight: bool
+):
+    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad; tokens in the
+    order of the fold."""
+    weight, group, rows = head.weight, head.group, len(hidden)
+    buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
+    dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
+    begun = buffer is not None and not begins(buffer)
+    dhidden = torch.empty_like(hidden) if needs_hidden else None
+    before, after = (dist.get_global_rank(group, r % head.ranks) for r in (head.rank - 1, head.rank + 1))
+    last, sent = head.rank == head.ranks - 1, []
+    for chunk in head.chunks(rows):
+        own = hidden[chunk]
+        if len(weight):
+            dz = product(own, weight, out=_scratch(own, len(weight))[:, : len(weight)])
+            lse, entropy, d_logprob, *d_entropy = (t[chunk].contiguous() for t in given)
+            entropies = entropy, d_logprob, d_entropy[0] if d_entropy else None
+            numbers = head.inv_temperature, head.ignore_index
+            dlogits(dz, head.first, head.vocab, targets[chunk].contiguous(), lse, *entropies, *numbers, dz)
+            if needs_weight:
+                product(dz.t(), own.t(), dw if begun else None, dw, torch.float32)
+                begun = True
+        if not needs_hidden:
+            continue
+        so_far = None
+        if head.rank:
+            so_far = torch.empty_like(own, dtype=torch.float32)
+            dist.recv(so_far, before, group=group)
+        kind = hidden.dtype if last else torch.float32
+        if len(weight):
+            so_far = product(dz, weight.t(), so_far, out_dtype=kind)
+        if last:
+            dhidden[chunk] = so_far
+        else:
+            sent.append((dist.isend(so_far, after, group=group), so_far))
+    for work, _ in sent:
+        work.wait()
+    if needs_hidden:
+        whole = dhidden.view(-1).view(torch.uint8)
+        dist.broadcast(whole, dist.get_global_rank(group, head.ranks - 1), group=group)
+    if needs_weight and buffer is None:
+        return dhidden, dw.to(weight.dtype)
+    return dhidden, None
+
+
+def lm_head_logprob(
+    group: dist.ProcessGroup,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `bi_kernels.lm_head_logprob` does, of a shared weight; the logits are computed again for the
+    backward."""
+    op, lead = "lm_head_logprob", hidden.shape[:-1]
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    inv_temperature = checked_targets(op, targets, lead, weight.cut.rows, temperature, ignore_index, trains)
+    head = _Head(group, weight, inv_temperature, ignore_index)
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
+    if trains:
+        layout = layout_for(op, lead, weight.requires_grad)
+        logprob, entropy = _LMHeadLogprob.apply(head, layout, flat, weight, wanted)
+    else:
+        logprob, entropy = head.statistics(flat, wanted).results(ignore_index)
+    return logprob.view(lead), entropy.view(lead)
