@@ -15,6 +15,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "model": "bi_kernels.audit.chain.session",
     "integration": "bi_kernels.audit.models.session",
     "bench": "bi_kernels.audit.bench.session",
+    "world": "bi_kernels.audit.worlds.session",
 }
 
 

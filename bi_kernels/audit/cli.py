@@ -45,6 +45,9 @@ OF_A_RUN = (
     click.option("--device", help="auto (default), cpu or cuda."),
     click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
     click.option(
+        "--nproc", type=int, help="Of the audit world: processes, each with a GPU if there are; 4 unless given."
+    ),
+    click.option(
         "-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks."
     ),
 )

@@ -197,6 +197,8 @@ def _checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict
         for k in ("candidate", "shapes"):
             if k in parameters and not any(accepted(name, {k: 0}) for name in names):
                 raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
+        if "nproc" in parameters and "world" not in names:
+            raise ValueError(f"--nproc is of the audit world, not of {', '.join(names)}")
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
         for name in names:

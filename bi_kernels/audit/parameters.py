@@ -17,7 +17,7 @@ from bi_kernels.audit.bench.cases import GROUPS
 from bi_kernels.contract import DTYPES, SHAPES
 
 # `bi-audit run --dtype`; others: `-p NAME VALUE`
-OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed")
+OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed", "nproc")
 
 
 def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:
@@ -82,6 +82,19 @@ class ModelParameters:
     def __post_init__(self):
         _dtype_and_shapes(self)
         _integers(self, "seed", least=0)
+
+
+@dataclass(frozen=True)
+class WorldParameters(ModelParameters):
+    """Parameters of the audit of worlds, in processes of their own."""
+
+    kind: ClassVar[str] = "world"
+    nproc: int = 4  # processes, and GPUs, at most
+    seconds: int = 600  # that all worlds of as many processes may take
+
+    def __post_init__(self):
+        super().__post_init__()
+        _integers(self, "nproc", "seconds", least=1)
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "chain": ModelParameters,
     "training": ModelParameters,
     "transformers": IntegrationParameters,
+    "world": WorldParameters,
     "bench": BenchParameters,
 }
 

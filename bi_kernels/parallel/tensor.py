@@ -60,8 +60,8 @@ class TensorParallel:
         agree("TensorParallel", self.group, said)
 
     def share(self, weight: Tensor, together: int | None = 1) -> nn.Parameter:
-        """Returns this rank's rows of a weight or a bias. together: rows that belong together, as those of a head; None:
-        of a vocabulary, which is cut between its blocks, of which the ranks may have different numbers. Raises
+        """Returns this rank's rows of a weight or a bias. together: rows that belong together, as those of a head;
+        None: of a vocabulary, which is cut between its blocks, of which the ranks may have different numbers. Raises
         ValueError where the ranks cannot share it."""
         rows, sums = weight.shape[0], weight.shape[1] if weight.dim() > 1 else 0
         heads = rows // (together or 1)
@@ -125,8 +125,8 @@ class TensorParallel:
         return self._of_one_key_head(q, k, v, given)
 
     def _of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, given: dict) -> tuple[Tensor, Tensor]:
-        """Computes the heads of this rank, which share a key head with other ranks'; where gradients are wanted all that
-        share it, since the gradient of a key is one sum over them."""
+        """Computes the heads of this rank, which share a key head with other ranks'; where gradients are wanted, all
+        that share it, since the gradient of a key is one sum over them."""
         together, heads = self.ranks // k.shape[-2], q.shape[-2]  # ranks that share a head
         first = self.rank // together * together
         key = slice(self.rank // together, self.rank // together + 1)
@@ -147,7 +147,7 @@ class TensorParallel:
         return vocabulary.embedding(self.group, ids, weight)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """linear of an LM head of which each rank has some blocks of the vocabulary: of all of it, without gradients."""
+        """Returns the logits of an LM head of which each rank has some blocks of the vocabulary, without gradients."""
         return vocabulary.logits(self.group, hidden, weight)
 
     def lm_head_logprob(

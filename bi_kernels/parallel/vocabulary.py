@@ -19,7 +19,7 @@ from bi_kernels.ops.lm_head import SCRATCH, _scratch
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
-from bi_kernels.tokens import SLAB, TokenLayout, begins, layout_for, main_grad
+from bi_kernels.tokens import SLAB, begins, layout_for, main_grad
 
 CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
 
@@ -76,7 +76,7 @@ def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
     return merge(found, group).view(*hidden.shape[:-1], vocab)
 
 
-class _Head:
+class Head:
     """What the forward and the backward of the LM head are told."""
 
     def __init__(self, group: dist.ProcessGroup, weight: Tensor, inv_temperature: float, ignore_index: int):
@@ -92,6 +92,7 @@ class _Head:
         yield from (slice(at, min(at + step, rows)) for at in range(0, rows, step))
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Statistics:
+        """Returns what all ranks' blocks say of each row, not merged yet."""
         rows = len(hidden)
         stats = Statistics(rows, self.vocab, hidden.device, targets, self.inv_temperature)
         said = hidden.new_zeros(3 * stats.blocks + 1, rows, dtype=torch.float32)
@@ -102,7 +103,7 @@ class _Head:
             own = self.weight[first - self.first : min(first + step, self.end) - self.first]
             stats.add(product(hidden, own), first)
         merge(said, self.group)
-        return stats.merge()
+        return stats
 
 
 class _LMHeadLogprob(torch.autograd.Function):
@@ -111,7 +112,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         if weight.requires_grad:
             main_grad("lm_head_logprob", weight)
         ctx.set_materialize_grads(False)
-        stats = head.statistics(hidden, targets)
+        stats = head.statistics(hidden, targets).merge()
         logprob, entropy = stats.results(head.ignore_index)
         ctx.head, ctx.layout = head, layout
         ctx.save_for_backward(hidden, weight, targets, stats.lse, entropy)
@@ -142,10 +143,10 @@ class _LMHeadLogprob(torch.autograd.Function):
 
 
 def _gradients(
-    head: _Head, hidden: Tensor, targets: Tensor, given: list[Tensor], needs_hidden: bool, needs_weight: bool
+    head: Head, hidden: Tensor, targets: Tensor, given: list[Tensor], needs_hidden: bool, needs_weight: bool
 ):
-    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad; tokens in the
-    order of the fold."""
+    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad; of tokens in
+    the order of the fold."""
     weight, group, rows = head.weight, head.group, len(hidden)
     buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
     dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
@@ -200,11 +201,11 @@ def lm_head_logprob(
     op, lead = "lm_head_logprob", hidden.shape[:-1]
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     inv_temperature = checked_targets(op, targets, lead, weight.cut.rows, temperature, ignore_index, trains)
-    head = _Head(group, weight, inv_temperature, ignore_index)
+    head = Head(group, weight, inv_temperature, ignore_index)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
     if trains:
         layout = layout_for(op, lead, weight.requires_grad)
         logprob, entropy = _LMHeadLogprob.apply(head, layout, flat, weight, wanted)
     else:
-        logprob, entropy = head.statistics(flat, wanted).results(ignore_index)
+        logprob, entropy = head.statistics(flat, wanted).merge().results(ignore_index)
     return logprob.view(lead), entropy.view(lead)

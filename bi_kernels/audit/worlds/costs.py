@@ -1,0 +1,187 @@
+"""What worlds cost on GPUs beside the usual ways, in one run and in turns: tensor parallelism that all-reduces, and a
+reduce-scatter of gradients."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import bi_kernels as bi
+from bi_kernels.audit.worlds.world import DTYPES, case
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import CONFIGS, Cache, packed
+from bi_kernels.model.decoder import Layer
+from bi_kernels.parallel.exchange import recutting
+from bi_kernels.parallel.tensor import TensorParallel
+
+ROUNDS, WARM = 5, 2
+
+
+class _Summed(torch.autograd.Function):
+    """The identity, whose gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        dist.all_reduce(dy := dy.contiguous(), group=ctx.group)
+        return dy, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' x, whose gradient every rank has."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        dist.all_reduce(x, group=group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+class AllReduce(TensorParallel):
+    """Tensor parallelism as Megatron-LM has it (Shoeybi et al., arXiv 1909.08053), of the same kernels: o and down are
+    cut along their columns, and what their parts add up to is all-reduced."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not hasattr(weight, "cut"):
+            return _Sum.apply(bi.linear(x, weight, bias), self.group)
+        if torch.is_grad_enabled() and self._last[0] is not x:
+            self._last = x, _Summed.apply(x, self.group)
+        return bi.linear(self._last[1] if torch.is_grad_enabled() else x, weight, bias)
+
+    def qk_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return bi.qk_norm(x, weight, eps)
+
+
+def measured(told: dict, device: torch.device, tensor, data) -> dict:
+    """Returns {"costs": a record of each measurement}, the medians of this rank; none without GPUs."""
+    if device.type != "cuda":
+        return {"costs": []}
+    found = []
+    if tensor is not None:
+        found += _layers(told, device, tensor)
+    if data is not None:
+        found += [_joined(told, device, data)]
+    return {"costs": found}
+
+
+def _stack(told: dict, device: torch.device, ops) -> nn.ModuleList:
+    config, dtype = CONFIGS[case(told["shapes"])["model"]], DTYPES[told["dtype"]]
+    g = torch.Generator(device).manual_seed(told["seed"])
+
+    def make(*shape: int, cut: int | None = 0) -> nn.Parameter:
+        w = (torch.randn(shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
+        return nn.Parameter(w) if cut == 0 else ops.share(w, cut)
+
+    layers = nn.ModuleList(Layer(config, make, ops) for _ in range(case(told["shapes"])["timed"]["layers"]))
+    if isinstance(ops, AllReduce):
+        for layer in layers:
+            layer.o, layer.down = (
+                nn.Parameter(recutting(w.detach(), ops.group)().clone()) for w in (layer.o, layer.down)
+            )
+    for p in layers.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    return layers
+
+
+def _layers(told: dict, device: torch.device, group) -> list[dict]:
+    """Times layers over tokens of prompts, forward and with a backward, and of a token a sequence in a CUDA graph."""
+    settings = case(told["shapes"])["timed"]
+    config, dtype = CONFIGS[case(told["shapes"])["model"]], DTYPES[told["dtype"]]
+    kinds = {"ours": TensorParallel(group), "all-reduce": AllReduce(group)}
+    stacks = {name: _stack(told, device, ops) for name, ops in kinds.items()}
+    table = bi.rope_table(settings["length"] + 8, config.head_dim, config.theta, device)
+    lengths = [settings["length"]] * settings["sequences"]
+    x = torch.randn(sum(lengths), config.hidden, device=device, dtype=dtype, requires_grad=True)
+    rows = packed(lengths, device)
+
+    def forward(layers, x, rows, cache=None):
+        step, residual = None, x
+        for number, layer in enumerate(layers):
+            step, residual = layer(step, residual, table, rows, cache, number)
+        return step + residual
+
+    def step(layers):
+        with rows.layout:
+            y = forward(layers, x, rows)
+        y.backward(torch.ones_like(y))
+
+    @torch.no_grad()
+    def prefill(layers):
+        forward(layers, x, rows)
+
+    found = []
+    for what, call in (("forward", prefill), ("forward and backward", step)):
+        ms = _turns({name: (lambda layers=layers, call=call: call(layers)) for name, layers in stacks.items()}, group)
+        case_ = f"{len(stacks['ours'])} layers, {sum(lengths)} tokens"
+        found.append({"what": f"tensor parallel, {what}", "case": case_, "ms": ms})
+    x.grad = None
+    decodes = {}
+    for name, layers in stacks.items():
+        cache = Cache(
+            config, settings["decoded"], settings["length"] + 8, x.detach(), kinds[name].key_heads(config.kv_heads)
+        )
+        cache.lengths += settings["length"]
+        token = torch.randn(settings["decoded"], 1, config.hidden, device=device, dtype=dtype)
+        decodes[name] = _captured(lambda layers=layers, cache=cache, t=token: forward(layers, t, cache.rows(1), cache))
+    ms = _turns(decodes, group)
+    case_ = f"{len(stacks['ours'])} layers, {settings['decoded']} sequences, {settings['length']} keys"
+    return [*found, {"what": "tensor parallel, decode in a CUDA graph", "case": case_, "ms": ms}]
+
+
+@torch.no_grad()
+def _captured(call: Callable) -> Callable:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    return lambda: (graph.replay(), kept)
+
+
+def _joined(told: dict, device: torch.device, group) -> dict:
+    """Times the join of a step's groups into shares, beside a reduce-scatter of as many numbers."""
+    settings = case(told["shapes"])["timed"]
+    count, ranks = settings["numbers"], dist.get_world_size(group)
+    weight = nn.Parameter(torch.zeros(count, device=device, dtype=torch.bfloat16))
+    grads = MainGrads([weight], groups=ranks, world=group, sharded=True)
+    share = torch.empty(count // ranks, device=device)
+
+    def ours():
+        for one in grads.mine:
+            grads.tree.next, grads.tree.waiting = one + 1, [((one, one + 1), grads.tree.flat)]
+        grads.tree.join()
+
+    calls = {
+        "ours": ours,
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(share, grads.tree.flat[:count], group=group),
+    }
+    return {"what": "data parallel, join", "case": f"{count:.3g} fp32 numbers", "ms": _turns(calls, group)}
+
+
+def _turns(calls: dict[str, Callable], group) -> dict[str, float]:
+    """Returns the median milliseconds of each call, which take turns on all ranks."""
+    for call in calls.values():
+        for _ in range(WARM):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            dist.barrier(group)
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            call()
+            ended.record()
+            ended.synchronize()
+            times[name].append(begun.elapsed_time(ended))
+    return {name: statistics.median(found) for name, found in times.items()}

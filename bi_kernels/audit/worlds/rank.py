@@ -1,0 +1,58 @@
+"""What torchrun starts on every rank: computes the jobs of a folder, and leaves a line of evidence for each.
+
+torchrun --nproc-per-node 2 -m bi_kernels.audit.worlds.rank FOLDER
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.parameters import choose
+from bi_kernels.parallel.tree import agree
+
+
+def main(folder: Path) -> None:
+    told = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
+    device, rank = choose(told["device"], told["shapes"]), int(os.environ["RANK"])
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    agree("bi-audit run world", dist.group.WORLD, {"jobs": told, "torch": torch.__version__})
+    with (folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8") as file:
+        for number, job in enumerate(told["jobs"]):
+            say = lambda said, number=number: print(json.dumps({"job": number} | said), file=file, flush=True)
+            try:
+                say(_one(job, told, device))
+            except Exception as error:
+                say({"error": f"rank {rank}: {sentence(error)}"})
+                raise
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _one(job: dict, told: dict, device: torch.device) -> dict:
+    from bi_kernels.audit.worlds import costs  # noqa: PLC0415 (imports triton: `choose` comes first)
+    from bi_kernels.audit.worlds.world import World, WorldStep  # noqa: PLC0415 (likewise)
+
+    world = World(*job["world"])
+    mesh = init_device_mesh(device.type, (world.dp, world.tp), mesh_dim_names=("dp", "tp"))
+    tensor, data = (mesh.get_group(name) if n > 1 else None for name, n in zip(("tp", "dp"), world))
+    if job["way"] == "costs":
+        return costs.measured(told, device, tensor, data)
+    module, _, name = job["way"].partition(":")
+    way = getattr(importlib.import_module(module), name)
+    return WorldStep(told["shapes"], told["dtype"], device, told["seed"], way, tensor, data).run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""Ways to cut a step over ranks that others take, each of which the audit of worlds must flag."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import bi_kernels as bi
+from bi_kernels.audit.worlds.world import Way, World
+from bi_kernels.grads import MainGrads
+from bi_kernels.ops.logprob import checked_targets
+from bi_kernels.parallel.exchange import beside, gathering, recutting
+from bi_kernels.parallel.tensor import TensorParallel
+from bi_kernels.parallel.vocabulary import Head
+
+HERE = "bi_kernels.audit.worlds.ways"
+
+
+class Reduced(TensorParallel):
+    """A product of columns that the ranks share is a sum of theirs, by an all-reduce, as Megatron-LM has it."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[-1] == weight.shape[1]:
+            return bi.linear(x, weight, bias)
+        y = bi.linear(x, recutting(weight, self.group)())
+        dist.all_reduce(y, group=self.group)
+        return y
+
+
+class Exchanged(TensorParallel):
+    """What is gathered comes in another order of the ranks."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[-1] == weight.shape[1]:
+            return bi.linear(x, weight, bias)
+        whole = beside(gathering(x.flatten(0, -2), self.group)().flip(0))
+        y = beside(gathering(bi.linear(whole, weight, bias), self.group)())
+        return y.view(*x.shape[:-1], -1)
+
+
+class Arriving(TensorParallel):
+    """Each rank merges its own blocks of the vocabulary first."""
+
+    def lm_head_logprob(self, hidden, weight, targets, temperature: float = 1.0, keep_bytes: float = 0):
+        lead, vocab = targets.shape, weight.cut.rows
+        inverse = checked_targets("lm_head_logprob", targets, lead, vocab, temperature, -100, False)
+        head = Head(self.group, weight, inverse, -100)
+        stats = head.statistics(hidden.flatten(0, -2), targets.reshape(-1))
+        before = -(-self.rank * stats.blocks // self.ranks)
+        stats.parts = [part.roll(-before, 0).contiguous() for part in stats.parts]
+        return tuple(t.view(lead) for t in stats.merge().results(-100))
+
+
+class Mean(MainGrads):
+    """Each rank folds its own groups, and an all-reduce takes their mean, as DDP does."""
+
+    def __init__(self, parameters, tied, groups: int, world: dist.ProcessGroup):
+        super().__init__(parameters, tied)
+        self.world, self.rank, self.ranks = world, dist.get_rank(world), dist.get_world_size(world)
+        self.groups = groups
+
+    @property
+    def mine(self) -> range:
+        return range(self.rank * self.groups // self.ranks, (self.rank + 1) * self.groups // self.ranks)
+
+    def close(self, group: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def join(self) -> None:
+        super().join()
+        for p in self.parameters:
+            dist.all_reduce(p.main_grad, group=self.world)
+
+
+class Following(MainGrads):
+    """The tree's groups are as many as the ranks."""
+
+    def __init__(self, parameters, tied, groups: int, world: dist.ProcessGroup):
+        super().__init__(parameters, tied, groups=dist.get_world_size(world), world=world)
+        self.all = groups
+
+    @property
+    def mine(self) -> range:
+        ranks = self.tree.ranks
+        return range(self.tree.rank * self.all // ranks, (self.tree.rank + 1) * self.all // ranks)
+
+    def close(self, group: int) -> None:
+        if group == self.mine.stop - 1:
+            super().close(self.tree.rank)
+
+
+OURS = Way()
+REDUCED, EXCHANGED, ARRIVING = (Way(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
+MEAN, FOLLOWING = Way(grads=Mean), Way(grads=Following)
+
+CONTROLS = {  # by what a reader calls it: the way, its world, and what must differ
+    "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", World(2, 1), "logprob"),
+    "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", World(2, 1), "logprob"),
+    "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", World(2, 1), "logprob"),
+    "DDP's mean over ranks": (f"{HERE}:MEAN", World(1, 2), "gradient"),
+    "a tree of the world's size": (f"{HERE}:FOLLOWING", World(1, 2), "gradient"),
+}
