@@ -15,7 +15,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 MIME = "application/vnd.bi-audit+json"
 LISTED = 40  # drifts
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
-RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing"
+RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training"
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in index.MARK.items()}
 plt.rcParams.update(
     {

@@ -146,6 +146,20 @@ class WorldSession(Session):
         self.add(found)
         return found
 
+    @property
+    def untimed(self) -> str:
+        """Says why nothing is timed."""
+        return "Nothing is timed: that takes two GPUs, and shapes that are not tiny."
+
+    def compared(self) -> list[dict]:
+        """Returns a line a measurement: milliseconds of ours and of the usual way, and how many times as long ours takes."""
+        found = []
+        for cost in self.costs:
+            (_, ours), (usual, theirs) = cost["ms"].items()
+            said = {"world": cost["world"], "what": cost["what"], "of": cost["case"]}
+            found.append(said | {"ours, ms": ours, "the usual way": usual, "ms": theirs, "times": ours / theirs})
+        return found
+
     def hashes(self) -> list[dict]:
         """Returns a line a world: the one SHA-256 of its logprobs, gradients and weights."""
         return [

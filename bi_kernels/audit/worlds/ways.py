@@ -91,7 +91,7 @@ class Following(MainGrads):
 
 OURS = Way()
 REDUCED, EXCHANGED, ARRIVING = (Way(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
-MEAN, FOLLOWING = Way(grads=Mean), Way(grads=Following)
+MEAN, FOLLOWING = Way(grads=Mean, steps=1), Way(grads=Following, steps=1)
 
 CONTROLS = {  # by what a reader calls it: the way, its world, and what must differ
     "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", World(2, 1), "logprob"),

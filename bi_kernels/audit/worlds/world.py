@@ -47,11 +47,13 @@ def case(shapes: str) -> dict:
 
 
 class Way(NamedTuple):
-    """How a world computes: the ops over a group, and what joins the gradients. forward: nothing but logprobs."""
+    """How a world computes: the ops over a group, and what joins the gradients. forward: nothing but logprobs; steps:
+    so many of the case's, all unless given."""
 
     ops: Callable[[dist.ProcessGroup], object] = TensorParallel
     grads: Callable[..., MainGrads] = MainGrads
     forward: bool = False
+    steps: int | None = None
 
 
 class WorldStep:
@@ -79,7 +81,9 @@ class WorldStep:
         self.lengths = self.case["lengths"]
         g, count = generator(device, seed, "world"), sum(self.lengths)
         draw = lambda: torch.randint(0, config.vocab, (2, count), generator=g, device=device)
-        self.steps = [(draw(), torch.randn(count, generator=g, device=device)) for _ in range(self.case["steps"])]
+        self.steps = [
+            (draw(), torch.randn(count, generator=g, device=device)) for _ in range(way.steps or self.case["steps"])
+        ]
 
     def sequences(self, group: int) -> list[int]:
         """Returns the sequences of a group: dealt out in turn, so that some groups have more and some may have none."""

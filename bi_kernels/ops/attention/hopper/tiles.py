@@ -87,8 +87,9 @@ def _nth(
     BLOCK: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """Returns what an item is, band by band, those of the highest rank first or last: (first row of q's tokens, of the tile, head, queries,
-    keys, keys up to the first that not all see, keys up to the last that some see), and the first row of k."""
+    """Returns what an item is, band by band, those of the highest rank first or last: (first row of q's tokens, of the
+    tile, head, queries, keys, keys up to the first that not all see, keys up to the last that some see), and the first
+    row of k."""
     first_q, length_q, first_k, length_k, sequences = where
     first, tiles = seen
     n = item // HEADS
