@@ -1,1 +1,1 @@
-"""Many GPUs, the same bits: a step's gradients are added up in one order, wherever they are computed"""
+"""Many GPUs, the same bits: weights cut over ranks whose parts are gathered, gradients joined in one order"""

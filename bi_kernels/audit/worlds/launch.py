@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DIED = re.compile(r"rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+DIED = re.compile(r"^\s+rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL | re.MULTILINE)  # in torchrun's report
 
 
 def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list[list[dict]], str]:
@@ -29,32 +29,35 @@ def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list
         errors="replace",
         start_new_session=True,
     )
+    late, said = "", ""
     try:
         _, said = process.communicate(timeout=seconds)
-        why = _why(said, process.returncode)
     except subprocess.TimeoutExpired:
-        why = f"the ranks had not ended after {seconds:.0f} s"
+        late = f"the ranks had not ended after {seconds:.0f} s"
     finally:
         if process.poll() is None:
             _end(process)
     lines = [_lines(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
+    errors = {rank: of.pop() for rank, of in enumerate(lines) if of and "error" in of[-1]}
     whole = min(map(len, lines))
-    errors = [line["error"] for of in lines for line in of if "error" in line]
-    found = [[of[job] for of in lines] for job in range(whole)]
-    found = [of for of in found if not any("error" in line for line in of)]
-    if why and errors:
-        why = errors[0]
-    elif why:
-        behind = [str(rank) for rank, of in enumerate(lines) if len(of) == whole]
-        why += f"; rank {', '.join(behind)} had ended {whole} of {len(told['jobs'])} jobs"
-    return found, why
+    why = late or _why(said, process.returncode, errors)
+    if why:
+        why += f"; {whole} of {len(told['jobs'])} jobs had ended on every rank"
+    return [[of[job] for of in lines] for job in range(whole)], why
 
 
-def _why(said: str, status: int) -> str:
+def _why(said: str, status: int, errors: dict[int, dict]) -> str:
+    """Returns who ended first, by what torchrun says and what the ranks do: one that died without a word, before those
+    that then missed it; else the first that raised."""
     if not status:
         return ""
-    died = DIED.search(said.partition("Root Cause")[2])
-    return f"rank {died[1]} ended with status {died[2]}" if died else f"torchrun ended with status {status}"
+    died = {int(rank): int(code) for rank, code in DIED.findall(said) if int(code) != -signal.SIGTERM}
+    for rank, code in died.items():
+        if rank not in errors:
+            return f"rank {rank} ended with status {code}"
+    if errors:
+        return min(errors.values(), key=lambda line: line["time"])["error"]
+    return f"torchrun ended with status {status}: {(said.strip().splitlines() or [''])[-1]:.200}"
 
 
 def _end(process: subprocess.Popen) -> None:

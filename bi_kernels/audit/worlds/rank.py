@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -25,17 +26,17 @@ def main(folder: Path) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    agree("bi-audit run world", dist.group.WORLD, {"jobs": told, "torch": torch.__version__})
     with (folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8") as file:
-        for number, job in enumerate(told["jobs"]):
-            say = lambda said, number=number: print(json.dumps({"job": number} | said), file=file, flush=True)
-            try:
+        say = lambda said: print(json.dumps(said), file=file, flush=True)
+        try:
+            agree("bi-audit run world", dist.group.WORLD, {"jobs": told, "torch": torch.__version__})
+            for job in told["jobs"]:
                 say(_one(job, told, device))
-            except Exception as error:
-                say({"error": f"rank {rank}: {sentence(error)}"})
-                raise
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        except Exception as error:
+            say({"error": f"rank {rank}: {sentence(error)}", "time": time.time()})
+            raise
     dist.barrier()
     dist.destroy_process_group()
 

@@ -152,7 +152,7 @@ class WorldSession(Session):
         return "Nothing is timed: that takes two GPUs, and shapes that are not tiny."
 
     def compared(self) -> list[dict]:
-        """Returns a line a measurement: milliseconds of ours and of the usual way, and how many times as long ours takes."""
+        """Returns a line a measurement: milliseconds of ours and of the usual way, and how many times as long it takes."""
         found = []
         for cost in self.costs:
             (_, ours), (usual, theirs) = cost["ms"].items()

@@ -1,0 +1,30 @@
+"""Ways of a world that end badly, for tests/test_tensor_parallel.py."""
+
+import os
+import time
+
+import torch.distributed as dist
+
+from bi_kernels.audit.worlds.world import Way
+from bi_kernels.parallel.tensor import TensorParallel
+
+
+def dies(group):
+    if dist.get_rank() == 1:
+        os._exit(9)
+    return TensorParallel(group)
+
+
+def hangs(group):
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return TensorParallel(group)
+
+
+def raises(group):
+    if dist.get_rank() == 1:
+        raise ValueError("this rank has no luck")
+    return TensorParallel(group)
+
+
+DIES, HANGS, RAISES = (Way(ops, forward=True) for ops in (dies, hangs, raises))
