@@ -140,13 +140,14 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
 
 @torch.no_grad()
 def _captured(call: Callable) -> Callable:
+    """Returns a call that replays this one; it keeps what the graph reads."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    return lambda: (graph.replay(), kept)
+    return lambda held=(call, kept): graph.replay()
 
 
 def _joined(told: dict, device: torch.device, group) -> dict:

@@ -100,8 +100,9 @@ class WorldSession(Session):
             rows = [
                 row for _, w, _ in jobs for row in (self._rows(w) if w in self.evidence else [self._missing(w, why)])
             ]
-            if why and all(w in self.evidence for _, w, _ in jobs):
-                rows.append(self._missing(jobs[-1][1], why))
+            if why and len(said) >= len(jobs):  # a control or a measurement, which is named
+                name, world, _ = every[min(len(said), len(every) - 1)]
+                rows.append(self._missing(world, f"{name}: {why}"))
             self.add(rows)
             found += rows
         return found
@@ -149,10 +150,11 @@ class WorldSession(Session):
     @property
     def untimed(self) -> str:
         """Says why nothing is timed."""
-        return "Nothing is timed: that takes two GPUs, and shapes that are not tiny."
+        asked = self.on_gpu and self.parameters["nproc"] > 1
+        return "No measurement ended; the verdicts say why." if asked else "Nothing is timed: that takes two GPUs."
 
     def compared(self) -> list[dict]:
-        """Returns a line a measurement: milliseconds of ours and of the usual way, and how many times as long it takes."""
+        """Returns a line a measurement: milliseconds of ours and of the usual way, and ours over theirs."""
         found = []
         for cost in self.costs:
             (_, ours), (usual, theirs) = cost["ms"].items()

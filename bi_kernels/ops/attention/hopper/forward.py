@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from bi_kernels.checks import multiprocessors
 from bi_kernels.ops.attention.hopper.common import (
+    BLOCK,
     REGISTERS,
     STAGES,
     descriptor,
@@ -27,7 +28,7 @@ from bi_kernels.ops.attention.hopper.common import (
     wait,
 )
 from bi_kernels.ops.attention.hopper.rows import merge, paired, rescaled, softmax, weights
-from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
+from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, order, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
 
@@ -205,6 +206,7 @@ def _hopper_prefill_kernel(
     v_tma,
     out,
     lse,
+    table,
     first_q,
     length_q,
     first_k,
@@ -234,7 +236,7 @@ def _hopper_prefill_kernel(
     tiles, results = (qs, ks, vs), (q, out, lse)
     gl.warp_specialize(
         [
-            (produce, (q, k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (produce, (q, k_tma, v_tma, ks, vs, bars, info, table, where, GROUP, HEADS, 2 * ROWS, COUNT, PAUSE)),
             (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
             (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
         ],
@@ -266,12 +268,14 @@ def prefill(
     of two; late: nanoseconds by which some copies are, for an audit.
     """
     heads = k.shape[1]
+    table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
     _hopper_prefill_kernel[(min(multiprocessors(q.device), tiles * heads),)](
         q,
         descriptor(k),
         descriptor(v),
         out,
         lse,
+        table,
         *where,
         len(where[0]),
         scale,

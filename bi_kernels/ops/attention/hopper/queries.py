@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from bi_kernels.checks import multiprocessors
 from bi_kernels.ops.attention.hopper.common import (
+    BLOCK,
     REGISTERS,
     STAGES,
     descriptor,
@@ -24,7 +25,7 @@ from bi_kernels.ops.attention.hopper.common import (
     uniform,
     wait,
 )
-from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, produce, tile_of
+from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, order, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
 
@@ -183,6 +184,7 @@ def _hopper_queries_kernel(
     lse,
     delta,
     dq,
+    table,
     first_q,
     length_q,
     first_k,
@@ -212,7 +214,7 @@ def _hopper_queries_kernel(
     tiles, given = (qs, dos, ks, vs), (q, d_out, lse, delta, dq)
     gl.warp_specialize(
         [
-            (produce, (None, k_tma, v_tma, ks, vs, bars, info, where, GROUP, HEADS, 2 * ROWS, COUNT, CAUSAL, PAUSE)),
+            (produce, (None, k_tma, v_tma, ks, vs, bars, info, table, where, GROUP, HEADS, 2 * ROWS, COUNT, PAUSE)),
             (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
             (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
         ],
@@ -245,6 +247,7 @@ def queries_backward(
     late: nanoseconds by which some copies are, for an audit.
     """
     heads = k.shape[1]
+    table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
     _hopper_queries_kernel[(min(multiprocessors(q.device), tiles * heads),)](
         q,
         d_out,
@@ -253,6 +256,7 @@ def queries_backward(
         lse,
         delta,
         dq,
+        table,
         *where,
         len(where[0]),
         scale,

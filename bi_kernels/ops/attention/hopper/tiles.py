@@ -2,10 +2,12 @@
 
 Sequences come in bands whose keys and values the L2 cache holds, and in a band the tiles by how many keys they see: the
 most first in the last band, and one way and the other in turn before, so that what runs together takes as long. A
-program's producer runs ahead into the next tile, and tells the groups of warps
-that compute what the tile is of.
+kernel of its own writes that order down, since to find one tile's place takes as long as to compute a short one. A
+program's producer runs ahead into the next tile, and tells the groups of warps that compute what the tile is of.
 """
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -76,23 +78,12 @@ def _dealt(item, items):
 
 
 @gluon.jit
-def _nth(
-    item,
-    seen,
-    bands,
-    where,
-    GROUP: gl.constexpr,
-    HEADS: gl.constexpr,
-    SIZE: gl.constexpr,
-    BLOCK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
-    """Returns what an item is, band by band, those of the highest rank first or last: (first row of q's tokens, of the
-    tile, head, queries, keys, keys up to the first that not all see, keys up to the last that some see), and the first
-    row of k."""
+def _nth(n, seen, bands, where, GROUP: gl.constexpr, SIZE: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr):
+    """Returns what the nth tile is, band by band, those of the highest rank first or last: first row of q's tokens, of
+    the tile, queries, keys, keys up to the first that not all see, keys up to the last that some see, first row of
+    k."""
     first_q, length_q, first_k, length_k, sequences = where
     first, tiles = seen
-    n = item // HEADS
     ends, band = bands
     own = gl.min(gl.where(ends > n, band, 0x7FFFFFFF), 0)
     back = (gl.max(gl.where(tiles > 0, band, 0), 0) - own) % 2 > 0
@@ -126,7 +117,62 @@ def _nth(
     if CAUSAL:
         end = gl.minimum(end, last_seen + 1)
         whole = gl.minimum(whole, (first_seen + 1) // BLOCK * BLOCK)
-    return (base, tile * SIZE, item % HEADS, queries, length, whole, gl.maximum(end, 0)), row_k
+    return base, tile * SIZE, queries, length, whole, gl.maximum(end, 0), row_k
+
+
+@gluon.jit(do_not_specialize=["sequences"])
+def _order_kernel(
+    table,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    sequences,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    COUNT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    where, n = (first_q, length_q, first_k, length_k, sequences), gl.program_id(0)
+    seen = _sequences(where, GROUP, SIZE, COUNT, CAUSAL)
+    if n < uniform(gl.sum(seen[1], 0)):
+        bands = _bands(where, seen[1], GROUP, HEADS, SIZE, COUNT)
+        words = _nth(n, seen, bands, where, GROUP, SIZE, BLOCK, CAUSAL)
+        for j in gl.static_range(7):
+            gl.store(table + n * WORDS + j, words[j])
+
+
+def order(
+    where: tuple[Tensor, ...], tiles: int, room: int, group: int, heads: int, size: int, block: int, causal: bool
+) -> Tensor:
+    """Returns what each tile is, (tiles, WORDS) int32, in the order in which they are dealt; see `prefill`."""
+    table = where[0].new_empty(tiles, WORDS, dtype=torch.int32)
+    _order_kernel[(tiles,)](
+        table,
+        *where,
+        len(where[0]),
+        GROUP=group,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=block,
+        COUNT=room,
+        CAUSAL=causal,
+        WORDS=WORDS,
+        num_warps=1,
+    )
+    return table
+
+
+@gluon.jit
+def _tile(table, item, items, HEADS: gl.constexpr, WORDS: gl.constexpr):
+    """Returns what `tile_of` does of an item, and the first row of k; of the last one, where there is no such item."""
+    dealt = _dealt(gl.minimum(item, items - 1), items)
+    at = table + dealt // HEADS * WORDS
+    base, row0, queries, length = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+    return (base, row0, dealt % HEADS, queries, length, gl.load(at + 4), gl.load(at + 5)), gl.load(at + 6)
 
 
 @gluon.jit
@@ -222,12 +268,12 @@ def produce(
     vs,
     bars,
     info,
+    table,
     where,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     COUNT: gl.constexpr,
-    CAUSAL: gl.constexpr,
     PAUSE: gl.constexpr,
 ):
     """Copies K and V, tile after tile and block after block, into the ring, and has q's rows brought nearer."""
@@ -235,14 +281,15 @@ def produce(
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK: gl.constexpr = ks.shape[1]
     D: gl.constexpr = ks.shape[2]
-    seen = _sequences(where, GROUP, SIZE, COUNT, CAUSAL)
-    bands = _bands(where, seen[1], GROUP, HEADS, SIZE, COUNT)
+    WORDS: gl.constexpr = info.shape[0]
     items = items_of(where, GROUP, HEADS, SIZE, COUNT)
     i = 0
+    following = _tile(table, gl.program_id(0), gl.maximum(items, 1), HEADS, WORDS)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, row_k = _nth(_dealt(item, items), seen, bands, where, GROUP, HEADS, SIZE, BLOCK, CAUSAL)
+        tile, row_k = following
         base, row0, head, queries, length, whole, end = tile
         _tell(info, told, item // gl.num_programs(0), (base, row0, head, queries, length, whole, end, i))
+        following = _tile(table, item + gl.num_programs(0), items, HEADS, WORDS)
         row, column = uniform(row_k), uniform(head) * D
         if q is not None:
             _prefetch(q, tile, SIZE, GROUP, HEADS, D)
