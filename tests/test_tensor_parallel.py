@@ -1,4 +1,4 @@
-"""Tensor parallelism: the bits of one rank, and worlds that end badly. Whole worlds are judged by the notebook `world`."""
+"""Tensor parallelism: the bits of one rank, and worlds that end badly. Notebook `world` judges whole worlds."""
 
 import json
 import os

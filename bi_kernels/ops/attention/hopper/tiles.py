@@ -214,18 +214,10 @@ def tile_of(info, told, turn, there):
     """Returns what `_nth` does, without k's row, and how many blocks of keys were before; something else if not
     `there`."""
     mbarrier.wait(told.index(0), turn & 1, pred=there)
-    words = (
-        _word(info, 0),
-        _word(info, 1),
-        _word(info, 2),
-        _word(info, 3),
-        _word(info, 4),
-        _word(info, 5),
-        _word(info, 6),
-        _word(info, 7),
-    )
+    base, row0, head, queries = _word(info, 0), _word(info, 1), _word(info, 2), _word(info, 3)
+    length, whole, end, before = _word(info, 4), _word(info, 5), _word(info, 6), _word(info, 7)
     mbarrier.arrive(told.index(1), pred=there)
-    return words
+    return base, row0, head, queries, length, whole, end, before
 
 
 @gluon.jit
