@@ -17,6 +17,7 @@ _HOLDS = {
     "ops.attention.attention": ("attention",),
     "tokens": ("TokenLayout",),
     "grads": ("MainGrads",),
+    "parallel.tensor": ("TensorParallel",),
 }
 _MODULE = {name: module for module, names in _HOLDS.items() for name in names}
 __all__ = list(_MODULE)

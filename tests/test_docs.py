@@ -71,7 +71,7 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
 
 
 PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
-MODEL, USE, TRAIN, RANKS, AUDIT, LOCATE = PYTHON
+MODEL, USE, TRAIN, RANKS, TENSOR, AUDIT, LOCATE = PYTHON
 COMMANDS = [
     line.split("#")[0].strip()
     for language, _, _, text in blocks("README.md")
@@ -189,6 +189,17 @@ def test_the_readme_trains_on_ranks(tmp_path):
     assert all(torch.equal(a, b) for weights in found for a, b in zip(weights, alone))
     torch.manual_seed(0)
     assert not any(torch.equal(a, b.detach()) for a, b in zip(alone, Policy().parameters()))
+
+
+def test_the_readme_cuts_weights_over_ranks(tmp_path):
+    """Of which there is one; tests/test_tensor_parallel.py has more."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    small = TENSOR.replace('"cuda"', '"cpu"').replace("(2, 4)", "(1, 1)").replace("qwen3-8b", "tiny")
+    try:
+        exec(small, scope := {"bi": bi_kernels, "torch": torch})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(scope["grads"].masters) == len([*scope["model"].parameters()])
 
 
 @triton.jit

@@ -18,11 +18,11 @@ import triton
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-import bi_kernels as bi
 from bi_kernels.checks import aligned
 from bi_kernels.contract import EPS, VERSION
-from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, product
-from bi_kernels.ops.norm import norm_backward, norm_forward
+from bi_kernels.ops import elementwise, logprob, norm, rope
+from bi_kernels.ops.attention.attention import attention
+from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
 from bi_kernels.parallel import vocabulary
 from bi_kernels.parallel.exchange import Part, Whole, beside, gathering, own, recutting
 from bi_kernels.parallel.tree import agree
@@ -46,8 +46,9 @@ class TensorParallel:
     one GPU has. Raises ValueError where the ranks' versions differ.
     """
 
-    rms_norm, add_rms_norm = staticmethod(bi.rms_norm), staticmethod(bi.add_rms_norm)
-    rope, swiglu, token_logprob = staticmethod(bi.rope), staticmethod(bi.swiglu), staticmethod(bi.token_logprob)
+    rms_norm, add_rms_norm = staticmethod(norm.rms_norm), staticmethod(norm.add_rms_norm)
+    swiglu, token_logprob = staticmethod(elementwise.swiglu), staticmethod(logprob.token_logprob)
+    rope = staticmethod(rope.rope)
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -93,7 +94,7 @@ class TensorParallel:
         (rows, K), lead, given = weight.shape, x.shape[:-1], x.shape[-1]
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
         if self.ranks == 1 or given == K and not trains or given not in (K, K // self.ranks):
-            return bi.linear(x, weight, bias)
+            return linear(x, weight, bias)
         flat = x.reshape(-1, given)
         if not trains:
             return _of_parts(self.group, flat, weight, bias)[1].view(*lead, rows * self.ranks)
@@ -115,13 +116,13 @@ class TensorParallel:
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
         if self.ranks == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
-            return bi.qk_norm(x, weight, eps)
+            return norm.qk_norm(x, weight, eps)
         return _HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x, weight, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
         """attention of this rank's heads; of fewer key heads than ranks, all of them are given."""
         if self.keys is self:
-            return bi.attention(q, k, v, **given)
+            return attention(q, k, v, **given)
         return self._of_one_key_head(q, k, v, given)
 
     def _of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, given: dict) -> tuple[Tensor, Tensor]:
@@ -131,13 +132,13 @@ class TensorParallel:
         first = self.rank // together * together
         key = slice(self.rank // together, self.rank // together + 1)
         if not torch.is_grad_enabled():
-            return bi.attention(q, k[..., key, :], v[..., key, :], **given)
+            return attention(q, k[..., key, :], v[..., key, :], **given)
         width = q.shape[-1]
         cut = lambda t, columns, kept: Part.apply(t.flatten(-2).flatten(0, -2), columns, self.group, kept)
         columns = lambda s: slice(s.start * width, s.stop * width)
         k, v = (cut(t, columns(key), slice(None, None, together)).view(*t.shape[:-2], 1, width) for t in (k, v))
         every = Whole.apply(q.flatten(-2).flatten(0, -2), self.group).view(*q.shape[:-2], -1, width)
-        out, lse = bi.attention(every[..., first * heads : (first + together) * heads, :], k, v, **given)
+        out, lse = attention(every[..., first * heads : (first + together) * heads, :], k, v, **given)
         at = (self.rank - first) * heads
         mine = cut(out, columns(slice(at, at + heads)), slice(first, first + together))
         return mine.view(q.shape), lse[..., at : at + heads]
@@ -160,7 +161,7 @@ class TensorParallel:
 class _WholeKeys:
     """The ops of keys and values that every rank has whole, of fewer heads than ranks: cut along the rows of a head."""
 
-    qk_norm, rope = staticmethod(bi.qk_norm), staticmethod(bi.rope)
+    qk_norm, rope = staticmethod(norm.qk_norm), staticmethod(rope.rope)
 
     def __init__(self, parallel: TensorParallel):
         self.parallel = parallel
@@ -178,7 +179,7 @@ class _OfWhole(torch.autograd.Function):
         _check_buffers(weight, bias)
         ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
         ctx.save_for_backward(x, weight)
-        return bi.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -235,7 +236,7 @@ def _of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tens
     come = [gathering(part[cut], group) for cut in cuts]
     leave = []
     for cut, arrived in zip(cuts, come):
-        leave.append(gathering(bi.linear(beside(arrived(), x[cut]), weight, bias), group))
+        leave.append(gathering(linear(beside(arrived(), x[cut]), weight, bias), group))
     for cut, arrived in zip(cuts, leave):
         beside(arrived(), y[cut])
     return x, y
@@ -248,7 +249,7 @@ class _HeadNorm(torch.autograd.Function):
     def forward(ctx, group, layout, x, weight, eps):
         main_grad("qk_norm", weight)
         x = aligned(x)
-        y, rstd = norm_forward(x, None, weight, eps, trains=True)
+        y, rstd = norm.norm_forward(x, None, weight, eps, trains=True)
         ctx.group, ctx.layout, ctx.eps, ctx.parameter = group, layout, eps, weight
         ctx.save_for_backward(x, weight, rstd)
         return y
@@ -262,11 +263,11 @@ class _HeadNorm(torch.autograd.Function):
         tokens = x.numel() // (heads * width)
         if needs_weight:
             came = [gathering(t.reshape(tokens, -1), ctx.group) for t in (x, dy)]
-        dx, dw = norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
+        dx, dw = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
         if needs_weight:
             x, dy = (beside(arrived()).view(-1, width) for arrived in came)
-            _, rstd = norm_forward(x, None, weight, ctx.eps, trains=True)
+            _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
             every = heads * dist.get_world_size(ctx.group)
             given = "qk_norm", x, weight, rstd, dy, None, ctx.layout, every
-            _, dw = norm_backward(*given, False, True, ctx.parameter)
+            _, dw = norm.norm_backward(*given, False, True, ctx.parameter)
         return None, None, dx, dw, None

@@ -1,1 +1,1 @@
-"""Worlds: one decoder's step on one GPU, and cut over ranks by tensor and by data, each rank a process"""
+"""Worlds: a decoder's steps on one rank, and cut over several by tensor, by data and by both"""
