@@ -18,19 +18,29 @@ from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 
 SCRIPT = Path(__file__).with_name("world_tensor.py")
+TRANSFORMERS = SCRIPT.with_name("world_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def of_one_and_two(script: Path, folder: Path) -> dict[int, dict]:
+    """Returns everything that a script found, by the number of its processes."""
+    both = {}
+    for ranks, run in ((1, [sys.executable]), (2, [*RUN, "2"])):
+        file = folder / f"{ranks}.json"
+        done = subprocess.run([*run, str(script), str(file)], capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        both[ranks] = json.loads(file.read_text())
+    return both
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, dict]:
-    """Everything that tests/world_tensor.py found, by the number of its processes."""
-    folder, both = tmp_path_factory.mktemp("tensor"), {}
-    for ranks, run in ((1, [sys.executable]), (2, [*RUN, "2"])):
-        file = folder / f"{ranks}.json"
-        done = subprocess.run([*run, str(SCRIPT), str(file)], capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        both[ranks] = json.loads(file.read_text())
-    return both
+    return of_one_and_two(SCRIPT, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory) -> dict[int, dict]:
+    return of_one_and_two(TRANSFORMERS, tmp_path_factory.mktemp("transformers"))
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "generation"])
@@ -40,9 +50,22 @@ def test_two_ranks_have_the_bits_of_one(variant, found):
     assert one.keys() == two.keys()
 
 
+@pytest.mark.parametrize("model", ["qwen3, tied", "llama, biases"])
+def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, applied):
+    one, two = applied[1][model], applied[2][model]
+    assert one.keys() == two.keys() and len(one) > 30
+    assert [name for name in one if one[name] != two[name]] == []
+
+
+def test_a_transformers_model_that_cannot_be_cut_is_left_as_it_was(applied):
+    said = applied[2]["refused"]
+    assert said["heads"] == "apply: model.layers.0.self_attn has 1 heads, expected a multiple of 2 ranks"
+    assert said["rows"] == "TensorParallel: a weight has shape (47, 32), expected multiples of 2 ranks"
+
+
 def test_what_cannot_be_cut_is_one_sentence(found):
     said = found[2]["refused"]
-    assert said["odd"] == "TensorParallel: a weight of shape (95, 64), expected multiples of 2 ranks"
+    assert said["odd"] == "TensorParallel: a weight has shape (95, 64), expected multiples of 2 ranks"
     assert said["heads"] == "TensorParallel: 3 heads, expected a multiple or a divisor of 2 ranks"
     assert said["seed"] == "TensorParallel: rank 1 has seed 1, expected 0 as rank 0"
 

@@ -24,7 +24,7 @@ from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import Part, Whole, beside, gathering, own, recutting
+from bi_kernels.parallel.exchange import Part, Whole, beside, gathering, merge, own, recutting
 from bi_kernels.parallel.tree import agree
 from bi_kernels.tokens import layout_for, main_grad
 
@@ -60,29 +60,42 @@ class TensorParallel:
         """Raises ValueError, on every rank, where a rank says something else than rank 0."""
         agree("TensorParallel", self.group, said)
 
-    def share(self, weight: Tensor, together: int | None = 1) -> nn.Parameter:
-        """Returns this rank's rows of a weight or a bias. together: rows that belong together, as those of a head;
-        None: of a vocabulary, which is cut between its blocks, of which the ranks may have different numbers. Raises
-        ValueError where the ranks cannot share it."""
-        rows, sums = weight.shape[0], weight.shape[1] if weight.dim() > 1 else 0
+    def cut(self, shape: tuple[int, ...], together: int | None = 1) -> Cut:
+        """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
+        those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
+        numbers. Raises ValueError where the ranks cannot share it."""
+        rows, sums = shape[0], shape[1] if len(shape) > 1 else 0
         heads = rows // (together or 1)
-        if sums % self.ranks or together and (rows % self.ranks or heads % self.ranks and self.ranks % heads):
-            what = (
-                f"{heads} heads, expected a multiple or a divisor"
-                if together and together > 1
-                else (f"a weight of shape {tuple(weight.shape)}, expected multiples")
+        if sums % self.ranks or together and rows % self.ranks:
+            raise ValueError(
+                f"TensorParallel: a weight has shape {tuple(shape)}, expected multiples of {self.ranks} ranks"
             )
-            raise ValueError(f"TensorParallel: {what} of {self.ranks} ranks")
         if together is None:
-            cut = Cut(*vocabulary.share(rows, self.rank, self.ranks), rows)
-        else:
-            mine = own(rows // self.ranks, self.group)
-            cut = Cut(mine.start, mine.stop, rows)
-            if heads < self.ranks:
-                self.keys = _WholeKeys(self)
+            return Cut(*vocabulary.share(rows, self.rank, self.ranks), rows)
+        if heads % self.ranks and self.ranks % heads:
+            raise ValueError(f"TensorParallel: {heads} heads, expected a multiple or a divisor of {self.ranks} ranks")
+        mine = own(rows // self.ranks, self.group)
+        return Cut(mine.start, mine.stop, rows)
+
+    def share(self, weight: Tensor, together: int | None = 1) -> nn.Parameter:
+        """Returns this rank's rows of a weight or a bias; see `cut`."""
+        cut = self.cut(weight.shape, together)
+        if together and cut.rows // together < self.ranks:
+            self.keys = _WholeKeys(self)
         shared = nn.Parameter(weight[cut.first : cut.end].detach().clone())
         shared.cut = cut
         return shared
+
+    @torch.no_grad()
+    def whole(self, weight: Tensor, mine: Tensor | None = None) -> Tensor:
+        """Returns a shared weight as it was before it was cut, on every rank, another one as it is; mine: what has the
+        weight's rows, as its gradient, itself unless given."""
+        cut, mine = getattr(weight, "cut", None), weight.detach() if mine is None else mine
+        if cut is None:
+            return mine
+        found = mine.new_zeros(cut.rows, *mine.shape[1:])
+        found[cut.first : cut.end] = mine
+        return merge(found, self.group)
 
     def key_heads(self, heads: int) -> int:
         """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
@@ -143,12 +156,12 @@ class TensorParallel:
         mine = cut(out, columns(slice(at, at + heads)), slice(first, first + together))
         return mine.view(q.shape), lse[..., at : at + heads]
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
         """embedding of a weight of which each rank has some blocks of the vocabulary."""
-        return vocabulary.embedding(self.group, ids, weight)
+        return vocabulary.embedding(self.group, ids, weight, padding_id)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Returns the logits of an LM head of which each rank has some blocks of the vocabulary, without gradients."""
+        """linear of an LM head of which each rank has some blocks of the vocabulary: all logits."""
         return vocabulary.logits(self.group, hidden, weight)
 
     def lm_head_logprob(

@@ -6,7 +6,7 @@ dW is the rank's own. dhidden is one fold over the vocabulary, which goes from r
 all ranks have one to go on with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from bi_kernels.ops.lm_head import SCRATCH, _scratch
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
-from bi_kernels.tokens import SLAB, begins, layout_for, main_grad
+from bi_kernels.tokens import SLAB, TokenLayout, begins, layout_for, main_grad
 
 CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
 
@@ -45,8 +45,8 @@ def _rows(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, layout, ids, weight):
-        ctx.layout, ctx.parameter = layout, weight
+    def forward(ctx, group, layout, padding_id, ids, weight):
+        ctx.layout, ctx.padding_id, ctx.parameter = layout, padding_id, weight
         embeddings._buffer(weight)
         ctx.save_for_backward(ids)
         return _rows(group, ids, weight)
@@ -56,24 +56,19 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, dy):
         (ids,), weight = ctx.saved_tensors, ctx.parameter
         buffer, (first, end, _) = embeddings._buffer(weight), weight.cut
-        ids = (ids - first).where((ids >= first) & (ids < end), -1)
-        return None, None, None, embeddings._fold_rows(dy, ids, weight, buffer, ctx.layout, None)
+        mine = (ids >= first) & (ids < end)
+        if ctx.padding_id is not None:
+            mine &= ids != ctx.padding_id
+        ids = (ids - first).where(mine, -1)
+        return None, None, None, None, embeddings._fold_rows(dy, ids, weight, buffer, ctx.layout, None)
 
 
-def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """Returns weight[ids] of a shared weight, as `bi_kernels.embedding` does."""
     embeddings.check_ids("embedding", "ids", ids, weight.cut.rows)
     if torch.is_grad_enabled() and weight.requires_grad:
-        return _Embedding.apply(group, layout_for("embedding", ids.shape), ids, weight)
+        return _Embedding.apply(group, layout_for("embedding", ids.shape), padding_id, ids, weight)
     return _rows(group, ids, weight)
-
-
-def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns all logits (…, vocabulary) of hidden (…, hidden), without gradients."""
-    (first, end, vocab), flat = weight.cut, hidden.detach().reshape(-1, hidden.shape[-1])
-    found = flat.new_zeros(len(flat), vocab)
-    found[:, first:end] = product(flat, weight.detach())
-    return merge(found, group).view(*hidden.shape[:-1], vocab)
 
 
 class Head:
@@ -124,44 +119,79 @@ class _LMHeadLogprob(torch.autograd.Function):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         head, layout = ctx.head, ctx.layout
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
-        given = [lse, entropy, d_logprob] + ([] if d_entropy is None else [d_entropy])
-        slots = None if layout.identity else layout.slots_on(hidden.device).long()
-        if slots is not None:  # tokens in the order of the fold, free slots with a target that nobody wants
-            free = slots < 0
-            order = lambda t: t[slots.clamp(min=0)]
-            hidden_in_order = layout.gather(hidden)
-            targets = order(targets).masked_fill(free, head.ignore_index)
-            given = [order(t) for t in given]
-        else:
-            hidden_in_order = hidden
-        dhidden, dw = _gradients(head, hidden_in_order, targets, given, *ctx.needs_input_grad[2:4])
-        if dhidden is not None and slots is not None:
-            found = torch.zeros_like(hidden)
-            found[layout.rows_on(hidden.device)] = dhidden[~free]
-            dhidden = found
-        return None, None, dhidden, dw, None
+        given = [targets, lse, entropy, d_logprob] + ([] if d_entropy is None else [d_entropy])
+        if not layout.identity:  # free slots get a target that nobody wants
+            slots = layout.slots_on(hidden.device).long()
+            given = [t[slots.clamp(min=0)] for t in given]
+            given[0].masked_fill_(slots < 0, head.ignore_index)
+
+        def dz(chunk: slice, own: Tensor) -> Tensor:
+            targets, lse, entropy, d_logprob, *d_entropy = (t[chunk].contiguous() for t in given)
+            dz = product(own, weight, out=_scratch(own, len(weight))[:, : len(weight)])
+            rest = lse, entropy, d_logprob, d_entropy[0] if d_entropy else None
+            return dlogits(dz, head.first, head.vocab, targets, *rest, head.inv_temperature, head.ignore_index, dz)
+
+        return None, None, *_gradients(head, layout, hidden, dz, *ctx.needs_input_grad[2:4]), None
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, layout, hidden, weight):
+        if weight.requires_grad:
+            main_grad("linear", weight)
+        ctx.head, ctx.layout = head, layout
+        ctx.save_for_backward(hidden, weight)
+        return _logits(head, hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (hidden, _), head, layout = ctx.saved_tensors, ctx.head, ctx.layout
+        mine = layout.gather(dy[:, head.first : head.end])
+        dz = lambda chunk, own: mine[chunk]
+        return None, None, *_gradients(head, layout, hidden, dz, *ctx.needs_input_grad[2:4])
+
+
+def _logits(head: "Head", hidden: Tensor) -> Tensor:
+    found = hidden.new_zeros(len(hidden), head.vocab)
+    found[:, head.first : head.end] = product(hidden, head.weight.detach())
+    return merge(found, head.group)
+
+
+def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns what `bi_kernels.linear` does, of a shared weight: all logits (…, vocabulary) of hidden (…, hidden)."""
+    head, lead, flat = Head(group, weight, 1.0, -100), hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        found = _Logits.apply(head, layout_for("linear", lead, weight.requires_grad), flat, weight)
+    else:
+        found = _logits(head, flat)
+    return found.view(*lead, head.vocab)
 
 
 def _gradients(
-    head: Head, hidden: Tensor, targets: Tensor, given: list[Tensor], needs_hidden: bool, needs_weight: bool
-):
-    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad; of tokens in
-    the order of the fold."""
-    weight, group, rows = head.weight, head.group, len(hidden)
+    head: Head,
+    layout: TokenLayout,
+    hidden: Tensor,
+    dz_of: Callable[[slice, Tensor], Tensor],
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad.
+
+    dz_of: the gradient of this rank's logits, of a chunk of tokens in the order of the fold and their hidden.
+    """
+    weight, group, given = head.weight, head.group, hidden
+    hidden = layout.gather(hidden)
     buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
     dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
     begun = buffer is not None and not begins(buffer)
     dhidden = torch.empty_like(hidden) if needs_hidden else None
     before, after = (dist.get_global_rank(group, r % head.ranks) for r in (head.rank - 1, head.rank + 1))
     last, sent = head.rank == head.ranks - 1, []
-    for chunk in head.chunks(rows):
+    for chunk in head.chunks(len(hidden)):
         own = hidden[chunk]
         if len(weight):
-            dz = product(own, weight, out=_scratch(own, len(weight))[:, : len(weight)])
-            lse, entropy, d_logprob, *d_entropy = (t[chunk].contiguous() for t in given)
-            entropies = entropy, d_logprob, d_entropy[0] if d_entropy else None
-            numbers = head.inv_temperature, head.ignore_index
-            dlogits(dz, head.first, head.vocab, targets[chunk].contiguous(), lse, *entropies, *numbers, dz)
+            dz = dz_of(chunk, own)
             if needs_weight:
                 product(dz.t(), own.t(), dw if begun else None, dw, torch.float32)
                 begun = True
@@ -171,9 +201,8 @@ def _gradients(
         if head.rank:
             so_far = torch.empty_like(own, dtype=torch.float32)
             dist.recv(so_far, before, group=group)
-        kind = hidden.dtype if last else torch.float32
         if len(weight):
-            so_far = product(dz, weight.t(), so_far, out_dtype=kind)
+            so_far = product(dz, weight.t(), so_far, out_dtype=hidden.dtype if last else torch.float32)
         if last:
             dhidden[chunk] = so_far
         else:
@@ -183,9 +212,11 @@ def _gradients(
     if needs_hidden:
         whole = dhidden.view(-1).view(torch.uint8)
         dist.broadcast(whole, dist.get_global_rank(group, head.ranks - 1), group=group)
-    if needs_weight and buffer is None:
-        return dhidden, dw.to(weight.dtype)
-    return dhidden, None
+        if not layout.identity:
+            found = torch.zeros_like(given)
+            found[layout.rows_on(given.device)] = dhidden[layout.slots_on(given.device) >= 0]
+            dhidden = found
+    return dhidden, dw.to(weight.dtype) if needs_weight and buffer is None else None
 
 
 def lm_head_logprob(

@@ -134,6 +134,8 @@ class Folds:
         if p is None or p.dtype == dtype:
             return p
         cast = p.detach().to(dtype)
+        if hasattr(p, "cut"):
+            cast.cut = p.cut
         if torch.is_grad_enabled() and p.requires_grad:
             cast.requires_grad_()
             cast.main_grad = buffer(p)

@@ -19,8 +19,12 @@ from bi_kernels.integrations.transformers.attention import NAME, PAGED
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, dense, read
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
-from bi_kernels.integrations.transformers.swap import Swapped, check_parts
+from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout
+
+
+def _ops(module: nn.Module):
+    return module.__dict__.get(OPS, bi)
 
 
 def _folds() -> tuple[Folds, bool]:
@@ -55,7 +59,7 @@ class Linear(Swapped):
             x = x.to(dtype)
         weight, bias = folds.cast(self.weight, dtype), folds.cast(self.bias, dtype)
         with _rows(x.shape[:-1]):
-            return _ended(bi.linear(x, weight, bias), folds, alone)
+            return _ended(_ops(self).linear(x, weight, bias), folds, alone)
 
 
 class Embedding(Swapped):
@@ -65,7 +69,7 @@ class Embedding(Swapped):
         folds, alone = _folds()
         folds.use(self.weight, embedding=True)
         with _rows(ids.shape):
-            return _ended(bi.embedding(ids, self.weight, self.padding_idx), folds, alone)
+            return _ended(_ops(self).embedding(ids, self.weight, self.padding_idx), folds, alone)
 
 
 class RMSNorm(Swapped):
@@ -75,7 +79,7 @@ class RMSNorm(Swapped):
         folds, alone = _folds()
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        norm, lead = (bi.qk_norm, x.shape[:-2]) if x.dim() == 4 else (bi.rms_norm, x.shape[:-1])
+        norm, lead = (_ops(self).qk_norm, x.shape[:-2]) if x.dim() == 4 else (bi.rms_norm, x.shape[:-1])
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         with _rows(lead):
             return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)

@@ -1,5 +1,6 @@
 """Which modules of a model are swapped, which are left, and why: all of them or none, and back again."""
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -10,11 +11,12 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.contract import DTYPES
-from bi_kernels.integrations.transformers import attention_modules, modules
+from bi_kernels.integrations.transformers import attention_modules, modules, ranks
 from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.report import Report
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
+from bi_kernels.parallel.tensor import TensorParallel
 
 ATTENTION = {
     qwen3.Qwen3Attention: attention_modules.Attention,
@@ -133,13 +135,16 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
     return report
 
 
-def apply(model: nn.Module) -> Report:
+def apply(model: nn.Module, group: dist.ProcessGroup | None = None) -> Report:
     """Puts this package's ops into a model, in place; returns what was replaced, what was left, and why.
 
     Parameters, names and buffers stay as they are, so checkpoints save and load, and any optimizer trains the model; a
     step's gradients have the same bits however it is cut into micro-batches: each one forward and one backward, in the
     step's order, between sequences. Qwen3, Qwen2, Llama and Mistral models are swapped whole; of another, what is
     recognised. Raises TypeError and ValueError with one sentence, and then nothing was replaced.
+
+    group: ranks that share each weight of a model that is swapped whole: every rank gives the same one and keeps its
+    rows, and every result has the bits of one rank (parallel/tensor.py); of fewer key heads than ranks there is none.
     """
     _check(model)
     named = dict(model.named_modules())
@@ -160,6 +165,8 @@ def apply(model: nn.Module) -> Report:
                 remember_parts(module)
             if isinstance(module, modules.LanguageModel):
                 module.set_attn_implementation(NAME)
+        if group is not None:
+            ranks.share(model, TensorParallel(group))
     except BaseException:
         _undo(done)
         raise
@@ -167,11 +174,12 @@ def apply(model: nn.Module) -> Report:
 
 
 def restore(model: nn.Module) -> None:
-    """Takes out what `apply` put into a model; its parameters and their `.grad` stay as they are. Raises ValueError for
-    a model without it."""
+    """Takes out what `apply` put into a model; its parameters and their `.grad` stay as they are, and are whole again
+    where ranks shared them. Raises ValueError for a model without it."""
     done = [m for m in model.modules() if isinstance(m, Swapped)] if isinstance(model, nn.Module) else []
     if not done:
         raise ValueError(f"restore: model is a {type(model).__name__} without swapped modules, expected apply(model)")
+    ranks.gather(model)
     _undo(done)
     for p in model.parameters():
         forget(p)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.layout import read
-from bi_kernels.integrations.transformers.swap import Swapped, check_parts
+from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 
 IGNORED = -100
 
@@ -78,6 +78,6 @@ def logprobs(
             scores = none, none.clone()
         else:
             weight = call.folds.cast(head.weight, hidden.dtype)
-            scores = bi.lm_head_logprob(hidden, weight, targets, temperature)
+            scores = head.__dict__.get(OPS, bi).lm_head_logprob(hidden, weight, targets, temperature)
     call.folds.attach(scores)
     return scores

@@ -5,6 +5,7 @@ import functools
 from torch import nn
 
 PARTS = "bi_kernels_parts"
+OPS = "bi_kernels_ops"  # of a module whose weight ranks share; see ranks.py
 
 
 class Swapped:

@@ -1,0 +1,72 @@
+"""An applied model over ranks that share each weight: which module's weight is cut how, and the ops that compute it."""
+
+from torch import Tensor, nn
+
+from bi_kernels.integrations.transformers import attention_modules, modules
+from bi_kernels.integrations.transformers.swap import OPS, Swapped
+from bi_kernels.parallel.tensor import Cut, TensorParallel
+
+
+class _Head:
+    """The ops of an LM head, whose vocabulary is cut."""
+
+    def __init__(self, parallel: TensorParallel):
+        self.lm_head_logprob, self._logits = parallel.lm_head_logprob, parallel.logits
+
+    def linear(self, x: Tensor, weight: Tensor, bias: None) -> Tensor:
+        return self._logits(x, weight)
+
+
+def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, object], dict[nn.Parameter, Cut]]:
+    """Returns the ops of each module that has others than one rank's, and how parameters are cut. Raises ValueError."""
+    owner = next((m for m in model.modules() if isinstance(m, modules.LanguageModel)), None)
+    owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), owner)
+    head = None if owner is None else owner.get_output_embeddings()
+    if owner is None or not owner.whole or not isinstance(head, modules.Linear) or head.bias is not None:
+        raise ValueError(
+            f"apply: group is given for a {type(model).__name__}, expected a model for causal language modelling of an "
+            "architecture that is swapped whole, its head a linear without bias"
+        )
+    ops: dict[nn.Module, object] = {owner.get_input_embeddings(): parallel, head: _Head(parallel)}
+    together: dict[nn.Module, int | None] = {owner.get_input_embeddings(): None, head: None}
+    for name, module in model.named_modules():
+        if isinstance(module, attention_modules.Attention):
+            for part in (module.q_proj, module.k_proj, module.v_proj):
+                if (heads := len(part.weight) // module.head_dim) % parallel.ranks:
+                    raise ValueError(f"apply: {name} has {heads} heads, expected a multiple of {parallel.ranks} ranks")
+                together[part] = module.head_dim
+            together[module.o_proj] = 1
+            ops |= {m: parallel for m in (getattr(module, n, None) for n in ("q_norm", "k_norm")) if m is not None}
+        elif isinstance(module, modules.MLP):
+            together |= dict.fromkeys((module.gate_proj, module.up_proj, module.down_proj), 1)
+    cuts = {
+        p: parallel.cut(p.shape, rows) for module, rows in together.items() for p in module.parameters(recurse=False)
+    }
+    return dict.fromkeys(together, parallel) | ops, cuts
+
+
+def share(model: nn.Module, parallel: TensorParallel) -> None:
+    """Leaves of every weight this rank's rows, in place. Raises ValueError, before any is cut, where the ranks cannot
+    share one, or have other models."""
+    shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()}
+    parallel.agree({"model": type(model).__name__, "parameters": shapes})
+    ops, cuts = _cuts(model, parallel)
+    for module, its in ops.items():
+        module.__dict__[OPS] = its
+    for p, cut in cuts.items():
+        p.data, p.cut = p.data[cut.first : cut.end].clone(), cut
+    model.__dict__[OPS] = parallel
+
+
+def gather(model: nn.Module) -> None:
+    """Gives every rank its weights back whole, and their `.grad`, in place, and the modules one rank's ops."""
+    parallel = model.__dict__.get(OPS)
+    for p in model.parameters() if parallel is not None else ():
+        if hasattr(p, "cut"):
+            grad, p.grad = p.grad, None
+            whole = parallel.whole(p, grad) if grad is not None else None
+            p.data = parallel.whole(p)
+            del p.cut
+            p.grad = whole
+    for module in model.modules():
+        module.__dict__.pop(OPS, None)
