@@ -154,12 +154,15 @@ class WorldSession(Session):
         return "No measurement ended; the verdicts say why." if asked else "Nothing is timed: that takes two GPUs."
 
     def compared(self) -> list[dict]:
-        """Returns a line a measurement: milliseconds of ours and of the usual way, and ours over theirs."""
-        found = []
+        """Returns a line a measurement: milliseconds of ours and of the usual way, ours over theirs, and the goal."""
+        found, ranks = [], {w.name: w.ranks for w in WORLDS}
+        goals = {(g["what"], g["ranks"]): g["most"] for g in case(self.parameters["shapes"])["timed"]["goals"]}
         for cost in self.costs:
             (_, ours), (usual, theirs) = cost["ms"].items()
-            said = {"world": cost["world"], "what": cost["what"], "of": cost["case"]}
-            found.append(said | {"ours, ms": ours, "the usual way": usual, "ms": theirs, "times": ours / theirs})
+            most, times = goals.get((cost["what"], ranks[cost["world"]])), ours / theirs
+            goal = f"{'✔' if times <= most else '✘'} {most} at most" if most else ""
+            said = {"world": cost["world"], "what": cost["what"], "of": cost["case"], "ours, ms": f"{ours:.3g}"}
+            found.append(said | {"the usual way": usual, "ms": f"{theirs:.3g}", "times": f"{times:.2f}", "goal": goal})
         return found
 
     def hashes(self) -> list[dict]:
