@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from world_tensor import VARIANTS
 
 from bi_kernels.audit.worlds.launch import launched
+from bi_kernels.audit.worlds.session import Evidence, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
+from bi_kernels.audit.worlds.world import World
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 
@@ -22,52 +24,82 @@ TRANSFORMERS = SCRIPT.with_name("world_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def of_one_and_two(script: Path, folder: Path) -> dict[int, dict]:
-    """Returns everything that a script found, by the number of its processes."""
-    both = {}
-    for ranks, run in ((1, [sys.executable]), (2, [*RUN, "2"])):
-        file = folder / f"{ranks}.json"
-        done = subprocess.run([*run, str(script), str(file)], capture_output=True, text=True, timeout=240, check=False)
+def of_all(script: Path, folder: Path) -> dict[str, dict]:
+    """Returns everything that a script found in one process, "one", and in each rank of two, "0" and "1"."""
+    for run in ([sys.executable], [*RUN, "2"]):
+        command = [*run, str(script), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        both[ranks] = json.loads(file.read_text())
-    return both
+    return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[int, dict]:
-    return of_one_and_two(SCRIPT, tmp_path_factory.mktemp("tensor"))
+def found(tmp_path_factory) -> dict[str, dict]:
+    return of_all(SCRIPT, tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.fixture(scope="module")
-def applied(tmp_path_factory) -> dict[int, dict]:
-    return of_one_and_two(TRANSFORMERS, tmp_path_factory.mktemp("transformers"))
+def applied(tmp_path_factory) -> dict[str, dict]:
+    return of_all(TRANSFORMERS, tmp_path_factory.mktemp("transformers"))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "generation"])
-def test_two_ranks_have_the_bits_of_one(variant, found):
-    one, two = found[1][variant], found[2][variant]
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "generation", "generation, one block", "two models", "x used twice"])
+def test_two_ranks_have_the_bits_of_one(variant, rank, found):
+    one, two = found["one"][variant], found[rank][variant]
     assert [name for name in one if one[name] != two[name]] == []
     assert one.keys() == two.keys()
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("model", ["qwen3, tied", "llama, biases"])
-def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, applied):
-    one, two = applied[1][model], applied[2][model]
+def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, rank, applied):
+    one, two = applied["one"][model], applied[rank][model]
     assert one.keys() == two.keys() and len(one) > 30
     assert [name for name in one if one[name] != two[name]] == []
 
 
 def test_a_transformers_model_that_cannot_be_cut_is_left_as_it_was(applied):
-    said = applied[2]["refused"]
+    said = applied["1"]["refused"]
     assert said["heads"] == "apply: model.layers.0.self_attn has 1 heads, expected a multiple of 2 ranks"
-    assert said["rows"] == "TensorParallel: a weight has shape (47, 32), expected multiples of 2 ranks"
+    assert said["rows"] == "TensorParallel: a weight of shape (47, 32) has 47 rows, expected a multiple of 2 ranks"
 
 
-def test_what_cannot_be_cut_is_one_sentence(found):
-    said = found[2]["refused"]
-    assert said["odd"] == "TensorParallel: a weight has shape (95, 64), expected multiples of 2 ranks"
-    assert said["heads"] == "TensorParallel: 3 heads, expected a multiple or a divisor of 2 ranks"
+def test_what_cannot_be_cut_or_computed_is_one_sentence(found):
+    said = found["1"]["refused"]
+    assert said["odd"] == "TensorParallel: a weight of shape (95, 64) has 95 rows, expected a multiple of 2 ranks"
+    assert said["heads"] == "TensorParallel: 3 heads, expected a multiple of 2 ranks"
+    assert said["one head"] == "TensorParallel: 1 heads, expected a multiple of 2 ranks"
     assert said["seed"] == "TensorParallel: rank 1 has seed 1, expected 0 as rank 0"
+    assert said["group"].startswith("TensorParallel: group is None, expected a process group that this rank is in")
+    assert said["unshared"].startswith("lm_head_logprob: weight of shape (9000, 64) is not shared over ranks")
+    assert said["hidden"].startswith("lm_head_logprob: hidden has shape (4, 32) and weight (")
+
+
+TP2 = World(2, 1)
+ONE = [{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}, "logprob": {"0": "AACAPw=="}, "decode": {}}]
+LEFT = [  # what two ranks leave, and the kinds of it that differ
+    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 0),
+    ([{"leaves": {"gradient q 0": "b", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 1),
+    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "m"}}], 1),
+    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {}], 1),  # a norm is every rank's
+    ([{"leaves": {"gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 1),
+    ([{}, {}], 2),
+]
+
+
+@pytest.mark.parametrize(("ranks", "wrong"), LEFT)
+def test_evidence_that_differs_or_is_missing_is_counted(ranks, wrong):
+    one, two = Evidence.of(ONE), Evidence.of(ranks)
+    assert _leaves(two, one, "gradient", TP2).mismatches == wrong
+    same = two.digest() == Evidence.of([ONE[0] | {"logprob": {}}]).digest()
+    assert same == (wrong == 0 or ranks[1] == {} and bool(ranks[0])), "what differs has another hash"
+
+
+@pytest.mark.parametrize(("values", "wrong"), [(["AACAPw=="] * 2, 0), (["AACAPw==", "AQCAPw=="], 1), (["AACAPw=="], 1)])
+def test_logprobs_of_every_rank_count(values, wrong):
+    one, two = Evidence.of(ONE), Evidence.of([{"logprob": {"0": value}} for value in values])
+    assert _values(two.against(one, "logprob", TP2), one.logprob).mismatches == wrong
 
 
 @given(rows=st.integers(1, 60 * BLOCK), ranks=st.integers(1, 16))
@@ -84,7 +116,7 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
     ("way", "seconds", "expected"),
     [
         ("DIES", 120, "rank 1 ended with status 9; 1 of 2 jobs had ended on every rank"),
-        ("HANGS", 25, "the ranks had not ended after 25 s; 1 of 2 jobs had ended on every rank"),
+        ("HANGS", 40, "the ranks had not ended after 40 s; 1 of 2 jobs had ended on every rank"),
         ("RAISES", 120, "rank 1: ValueError: this rank has no luck; 1 of 2 jobs had ended on every rank"),
     ],
 )

@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: one step of small decoders, cut by tensor over gloo.
 
-world_tensor.py FILE      # rank 0 writes {variant: {what: SHA-256}} of logprobs, whole gradients and what is generated
+world_tensor.py FOLDER      # each rank writes {variant: {what: SHA-256}}: logprobs, whole gradients, what is generated
 """
 
 import hashlib
@@ -20,12 +20,17 @@ from bi_kernels.parallel.tensor import TensorParallel
 
 LENGTHS, WIDTH = [5, 1, 17, 33], 40
 BASE = replace(CONFIGS["world"], layers=1, qkv_bias=True, tied=False)
+SMALL = replace(BASE, vocab=300, qkv_bias=False)  # one block, so that a rank has none of the vocabulary
 VARIANTS = {  # of the configuration; of the step
     "biases, packed": ({}, {}),
     "one key head": ({"kv_heads": 1}, {}),
     "one key head, padded left": ({"kv_heads": 1}, {"padded": True, "left": True}),
     "fp32, padded, no main_grad": ({"qk_norm": False}, {"dtype": torch.float32, "padded": True, "buffers": False}),
     "tied, window": ({"tied": True, "window": 8}, {}),
+    "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
+    "one block of vocabulary": ({"vocab": 300}, {}),
+    "all frozen but an inner weight": ({"layers": 2}, {"trains": "layers.0.k"}),
+    "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
 }
 
 
@@ -42,28 +47,59 @@ def sha(t: torch.Tensor) -> str:
     return hashlib.sha256(t.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def step(config, ops, dtype=torch.bfloat16, padded_=False, left=False, buffers=True) -> dict[str, str]:
-    model = Decoder(config, dtype=dtype, ops=ops)
-    g = torch.Generator().manual_seed(3)
-    shape = (len(LENGTHS), WIDTH) if padded_ else (sum(LENGTHS),)
-    rows = padded(LENGTHS, WIDTH, "cpu", left=left) if padded_ else packed(LENGTHS, "cpu")
-    ids, targets = torch.randint(0, config.vocab, (2, *shape), generator=g)
-    weights = torch.randn(shape, generator=g)
-    if padded_:
-        at = torch.arange(WIDTH) - (WIDTH - torch.tensor(LENGTHS)[:, None] if left else 0)
-        targets = targets.masked_fill((at < 0) | (at >= torch.tensor(LENGTHS)[:, None]), -100)
+def step(
+    config,
+    ops,
+    dtype=torch.bfloat16,
+    padded_=False,
+    left=False,
+    buffers=True,
+    checkpointing=False,
+    batches=None,
+    trains="",
+    frozen=(),
+) -> dict[str, str]:
+    model, found = Decoder(config, dtype=dtype, ops=ops, checkpointing=checkpointing), {}
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == trains if trains else name not in frozen)
     grads = MainGrads(model.parameters(), model.tied) if buffers else None
-    logprob, entropy = model.logprobs(ids, targets, rows, temperature=0.8)
-    ((logprob * weights).sum() + 0.1 * entropy.sum()).backward()
+    for batch in batches or [range(len(LENGTHS))]:
+        lengths = [LENGTHS[i] for i in batch]
+        g = torch.Generator().manual_seed(3 + batch[0])
+        shape = (len(lengths), WIDTH) if padded_ else (sum(lengths),)
+        rows = padded(lengths, WIDTH, "cpu", left=left) if padded_ else packed(lengths, "cpu")
+        ids, targets = torch.randint(0, config.vocab, (2, *shape), generator=g)
+        weights = torch.randn(shape, generator=g)
+        if padded_:
+            at = torch.arange(WIDTH) - (WIDTH - torch.tensor(lengths)[:, None] if left else 0)
+            targets = targets.masked_fill((at < 0) | (at >= torch.tensor(lengths)[:, None]), -100)
+        logprob, entropy = model.logprobs(ids, targets, rows, temperature=0.8)
+        ((logprob * weights).sum() + 0.1 * entropy.sum()).backward()
+        found |= {f"logprob {batch[0]}": sha(logprob), f"entropy {batch[0]}": sha(entropy)}
     if grads:
         grads.join()
-    found = {"logprob": sha(logprob), "entropy": sha(entropy)}
-    return found | {n: sha(whole(p, p.main_grad if grads else p.grad)) for n, p in model.named_parameters()}
+    of = {n: p.main_grad if grads else p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(x.any() for x in of.values() if x.numel()), "every gradient is there"
+    return found | {n: sha(whole(p, of[n])) for n, p in model.named_parameters() if n in of}
 
 
-def generated(ops) -> dict[str, str]:
-    found = generate(Decoder(BASE, ops=ops), [[1, 2, 3], [4], [5, 6]], 5, batch=2, seed=1)
+def generated(config, ops) -> dict[str, str]:
+    found = generate(Decoder(config, ops=ops), [[1, 2, 3], [4], [5, 6]], 5, batch=2, seed=1)
     return {"generated": str(sorted((one.number, one.ids, one.logprobs) for one in found))}
+
+
+def used_twice(ops, weights: list[torch.Tensor]) -> dict[str, str]:
+    """An x that goes to two products and elsewhere, and a weight that is not shared."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(24, 64, generator=g).bfloat16().requires_grad_()
+    share = getattr(ops, "share", lambda w: torch.nn.Parameter(w.clone()))
+    a, b, own = share(weights[0]), share(weights[1]), torch.nn.Parameter(weights[2].clone())
+    ys = [ops.linear(x, a), ops.linear(x, b), ops.linear(x, own), x * 3]
+    first, end = getattr(a, "cut", (0, 64))[:2]
+    d = [torch.randn(24, 64, generator=g).bfloat16() for _ in ys]
+    parts = [d[0][:, first:end], d[1][:, first:end], *d[2:]]
+    sum((y.float() * one.float()).sum() for y, one in zip(ys, parts)).backward()
+    return {"dx": sha(x.grad), "own": sha(own.grad), "shared": sha(whole(a, a.grad))}
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
@@ -72,16 +108,28 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     for what, config, seed in (
         ("odd", replace(BASE, mlp=95), 0),
         ("heads", replace(BASE, heads=3, kv_heads=3, hidden=48), 0),
+        ("one head", replace(BASE, heads=1, kv_heads=1), 0),
         ("seed", BASE, dist.get_rank(group)),
     ):
         try:
             Decoder(config, ops=TensorParallel(group), seed=seed)
         except ValueError as error:
             found[what] = str(error)
+    ops = TensorParallel(group)
+    hidden, weight, targets = torch.zeros(4, 32).bfloat16(), torch.zeros(9000, 64).bfloat16(), torch.ones(4).long()
+    for what, call in (
+        ("group", lambda: TensorParallel(None)),
+        ("unshared", lambda: ops.lm_head_logprob(torch.zeros(4, 64).bfloat16(), weight, targets)),
+        ("hidden", lambda: ops.lm_head_logprob(hidden, ops.share(weight, None), targets)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found[what] = str(error)
     return found
 
 
-def main(file: Path) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = "RANK" in os.environ
     if ranks:
@@ -91,11 +139,15 @@ def main(file: Path) -> None:
     for name, (sizes, how) in VARIANTS.items():
         how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
         found[name] = step(replace(BASE, **sizes), ops(), **how)
-    found["generation"] = generated(ops())
+    found["generation"] = generated(BASE, ops()) | generated(replace(BASE, kv_heads=1), ops())
+    found["generation, one block"] = generated(SMALL, ops())
+    both = ops()  # of two models, whose key heads are more and fewer than the ranks
+    found["two models"] = step(replace(BASE, kv_heads=1), both) | generated(BASE, both)
+    g = torch.Generator().manual_seed(7)
+    found["x used twice"] = used_twice(ops(), [torch.randn(64, 64, generator=g).bfloat16() for _ in range(3)])
     if ranks:
         found["refused"] = refused(dist.group.WORLD)
-    if not ranks or dist.get_rank() == 0:
-        file.write_text(json.dumps(found))
+    (folder / f"{dist.get_rank() if ranks else 'one'}.json").write_text(json.dumps(found))
     if ranks:
         dist.barrier()
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: a small Qwen3 and a Llama after `apply`, over ranks.
 
-world_transformers.py FILE      # rank 0 writes {model: {what: SHA-256}}
+world_transformers.py FOLDER      # each rank writes {model: {what: SHA-256}}
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     return said
 
 
-def main(file: Path) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     group = None
     if "RANK" in os.environ:
@@ -80,8 +80,7 @@ def main(file: Path) -> None:
     said = {name: found(make, group) for name, make in MODELS.items()}
     if group:
         said["refused"] = refused(group)
-    if not group or dist.get_rank() == 0:
-        file.write_text(json.dumps(said))
+    (folder / f"{dist.get_rank() if group else 'one'}.json").write_text(json.dumps(said))
     if group:
         dist.barrier()
         dist.destroy_process_group()

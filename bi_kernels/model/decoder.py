@@ -61,10 +61,10 @@ class Layer(nn.Module):
         self.config, self.ops, c = config, ops, config
         width, kv_width, D = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.head_dim
         self.norm, self.mlp_norm = make(c.hidden), make(c.hidden)
-        self.q, self.k, self.v = (make(rows, c.hidden, cut=D) for rows in (width, kv_width, kv_width))
-        self.q_bias, self.k_bias, self.v_bias = (
-            make(rows, cut=D) if c.qkv_bias else None for rows in (width, kv_width, kv_width)
-        )
+        self.q = make(width, c.hidden, cut=D)
+        self.k, self.v = (make(kv_width, c.hidden, cut=D, keys=True) for _ in range(2))
+        self.q_bias = make(width, cut=D) if c.qkv_bias else None
+        self.k_bias, self.v_bias = (make(kv_width, cut=D, keys=True) if c.qkv_bias else None for _ in range(2))
         self.q_norm, self.k_norm = (make(D), make(D)) if c.qk_norm else (None, None)
         self.o = make(c.hidden, width, cut=1)
         self.gate, self.up = make(c.mlp, c.hidden, cut=1), make(c.mlp, c.hidden, cut=1)
@@ -75,8 +75,10 @@ class Layer(nn.Module):
     ):
         """Adds x, what the layer before left to add, to the residual; returns what is to be added next, and that."""
         c, ops = self.config, self.ops
-        keys = getattr(ops, "keys", ops)
+        keys = ops.keys(c.kv_heads) if hasattr(ops, "keys") else ops
+        enter = getattr(ops, "enter", lambda h: h)  # of what products alone are given
         h, residual = _normed(ops, x, residual, self.norm, c.eps)
+        h = enter(h)
         q, k, v = (
             of.linear(h, weight, bias).unflatten(-1, (-1, c.head_dim))
             for of, weight, bias in (
@@ -90,8 +92,9 @@ class Layer(nn.Module):
         q, k = ops.rope(q, table, rows.positions), ops.rope(k, table, rows.positions)
         if cache is not None:
             k, v = cache.put(number, k, v, rows)
-        out, _ = ops.attention(q, k, v, window=c.window, **rows.attend)
+        out, _ = keys.attention(q, k, v, window=c.window, **rows.attend)
         h, residual = _normed(ops, ops.linear(out.flatten(-2), self.o), residual, self.mlp_norm, c.eps)
+        h = enter(h)
         return ops.linear(ops.swiglu(ops.linear(h, self.gate), ops.linear(h, self.up)), self.down), residual
 
 
@@ -113,15 +116,16 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         generator = torch.Generator(device).manual_seed(seed)
-        share = getattr(ops, "share", lambda weight, together: nn.Parameter(weight))
+        share = getattr(ops, "share", lambda weight, together, keys: nn.Parameter(weight))
         if agree := getattr(ops, "agree", None):
             agree({"config": config, "dtype": dtype, "seed": seed})
 
-        def make(*shape: int, cut: int | None = 0) -> nn.Parameter:
-            """cut: rows that stay together where ranks share a weight; 0: every rank has it, None: a vocabulary."""
+        def make(*shape: int, cut: int | None = 0, keys: bool = False) -> nn.Parameter:
+            """cut: rows that stay together where ranks share a weight; 0: every rank has it, None: a vocabulary; keys:
+            heads that may be fewer than the ranks."""
             w = torch.randn(shape, generator=generator, device=device)
             w = (w * shape[-1] ** -0.5 if len(shape) > 1 else 1 + w / 10).to(dtype)
-            return nn.Parameter(w) if cut == 0 else share(w, cut)
+            return nn.Parameter(w) if cut == 0 else share(w, cut, keys)
 
         self.config, self.checkpointing, self.ops = config, checkpointing, ops
         self.kept = {"keep_bytes": keep_bytes} if keep_bytes else {}

@@ -139,6 +139,30 @@ def _(hidden, weight, targets, inv_temperature, ignore_index):
     return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3)]
 
 
+def checked(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab: int,
+    temperature: float,
+    ignore_index: int,
+    keep_bytes: float,
+) -> float:
+    """Returns 1 / temperature, once the arguments are known to be right, of a vocabulary that weight has rows of."""
+    op = "lm_head_logprob"
+    check(op, hidden=hidden, weight=weight)
+    check(op, same_dtype=False, hidden=hidden, targets=targets)
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
+            "and (V, H)"
+        )
+    trains = hidden.requires_grad or weight.requires_grad
+    if not check_number(op, "keep_bytes", keep_bytes) >= 0:
+        raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
+    return checked_targets(op, targets, hidden.shape[:-1], vocab, temperature, ignore_index, trains)
+
+
 def lm_head_logprob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -154,19 +178,8 @@ def lm_head_logprob(
     ValueError for a target outside the vocabulary (NaN where nobody can tell, see `embedding`), and where a gradient is
     wanted of nothing but ignored ones.
     """
-    op = "lm_head_logprob"
-    check(op, hidden=hidden, weight=weight)
-    check(op, same_dtype=False, hidden=hidden, targets=targets)
-    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{op}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., H) "
-            "and (V, H)"
-        )
-    lead = hidden.shape[:-1]
-    trains = hidden.requires_grad or weight.requires_grad
-    inv_temperature = checked_targets(op, targets, lead, len(weight), temperature, ignore_index, trains)
-    if not check_number(op, "keep_bytes", keep_bytes) >= 0:
-        raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
+    op, lead = "lm_head_logprob", hidden.shape[:-1]
+    inv_temperature = checked(hidden, weight, targets, len(weight), temperature, ignore_index, keep_bytes)
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead, weight.requires_grad), keep_bytes, *args)
     logprob, entropy, *_ = apply(
         _lm_head,

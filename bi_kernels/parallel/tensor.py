@@ -16,19 +16,16 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned
 from bi_kernels.contract import EPS, VERSION
 from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
-from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
+from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import Part, Whole, beside, gathering, merge, own, recutting
+from bi_kernels.parallel.exchange import Part, Whole, merge, own
+from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
 from bi_kernels.parallel.tree import agree
-from bi_kernels.tokens import layout_for, main_grad
-
-PIECE, PIECES = 1024, 4  # tokens that a product is cut at, the least and into how many: the next is on its way
+from bi_kernels.tokens import layout_for
 
 
 class Cut(NamedTuple):
@@ -39,11 +36,31 @@ class Cut(NamedTuple):
     rows: int
 
 
+class Shared(nn.Parameter):
+    """This rank's rows of a weight, and which they are, also in a copy."""
+
+    cut: Cut
+
+    def __deepcopy__(self, memo):
+        found = super().__deepcopy__(memo)
+        found.__class__, found.cut = Shared, self.cut
+        return found
+
+
+class Entered(NamedTuple):
+    """What products of one x are given, and nothing else is: x, and this rank's columns of it, whose gradients are
+    added before they are gathered."""
+
+    whole: Tensor
+    part: Tensor
+
+
 class TensorParallel:
     """The ops of bi_kernels for weights that are cut over the ranks of a group, to be given to a Decoder as its `ops`.
 
-    group: the default one, or a mesh's. Every rank gives the same tokens, and gets the same results, with the bits that
-    one GPU has. Raises ValueError where the ranks' versions differ.
+    group: a mesh's, or the default one. Every rank gives the same tokens, and gets the same results, with the bits that
+    one GPU has; gradients are wanted of the same weights on every rank. A weight that was not shared is every rank's
+    own. Raises ValueError for a group that this rank is not in, and where the ranks' versions differ.
     """
 
     rms_norm, add_rms_norm = staticmethod(norm.rms_norm), staticmethod(norm.add_rms_norm)
@@ -51,38 +68,45 @@ class TensorParallel:
     rope = staticmethod(rope.rope)
 
     def __init__(self, group: dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise ValueError(
+                f"TensorParallel: group is {group!r:.100}, expected a process group that this rank is in, as "
+                "mesh.get_group() or torch.distributed.group.WORLD"
+            )
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.keys: TensorParallel | _WholeKeys = self  # the ops of keys and values
-        self._last: tuple[Tensor | None, Tensor | None] = None, None
         self.agree({"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION})
+
+    def __deepcopy__(self, memo) -> "TensorParallel":
+        return self  # of a copied model, whose ranks are the same
 
     def agree(self, said: dict[str, object]) -> None:
         """Raises ValueError, on every rank, where a rank says something else than rank 0."""
         agree("TensorParallel", self.group, said)
 
-    def cut(self, shape: tuple[int, ...], together: int | None = 1) -> Cut:
+    def cut(self, shape: tuple[int, ...], together: int | None = 1, keys: bool = False) -> Cut:
         """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
         those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
-        numbers. Raises ValueError where the ranks cannot share it."""
+        numbers; keys: heads that may be fewer than the ranks. Raises ValueError where the ranks cannot share it."""
         rows, sums = shape[0], shape[1] if len(shape) > 1 else 0
-        heads = rows // (together or 1)
-        if sums % self.ranks or together and rows % self.ranks:
-            raise ValueError(
-                f"TensorParallel: a weight has shape {tuple(shape)}, expected multiples of {self.ranks} ranks"
-            )
+        heads, ranks = rows // (together or 1), self.ranks
+        for name, size in (("columns", sums), ("rows", rows if together else 0)):
+            if size % ranks:
+                raise ValueError(
+                    f"TensorParallel: a weight of shape {tuple(shape)} has {size} {name}, expected a multiple "
+                    f"of {ranks} ranks"
+                )
         if together is None:
-            return Cut(*vocabulary.share(rows, self.rank, self.ranks), rows)
-        if heads % self.ranks and self.ranks % heads:
-            raise ValueError(f"TensorParallel: {heads} heads, expected a multiple or a divisor of {self.ranks} ranks")
+            return Cut(*vocabulary.share(rows, self.rank, ranks), rows)
+        if heads % ranks and not (keys and ranks % heads == 0):
+            allowed = "a multiple or a divisor" if keys else "a multiple"
+            raise ValueError(f"TensorParallel: {heads} {'key ' * keys}heads, expected {allowed} of {ranks} ranks")
         mine = own(rows // self.ranks, self.group)
         return Cut(mine.start, mine.stop, rows)
 
-    def share(self, weight: Tensor, together: int | None = 1) -> nn.Parameter:
+    def share(self, weight: Tensor, together: int | None = 1, keys: bool = False) -> Shared:
         """Returns this rank's rows of a weight or a bias; see `cut`."""
-        cut = self.cut(weight.shape, together)
-        if together and cut.rows // together < self.ranks:
-            self.keys = _WholeKeys(self)
-        shared = nn.Parameter(weight[cut.first : cut.end].detach().clone())
+        cut = self.cut(weight.shape, together, keys)
+        shared = Shared(weight[cut.first : cut.end].detach().clone())
         shared.cut = cut
         return shared
 
@@ -97,54 +121,61 @@ class TensorParallel:
         found[cut.first : cut.end] = mine
         return merge(found, self.group)
 
+    def keys(self, heads: int) -> "TensorParallel | _WholeKeys":
+        """Returns the ops of keys, values and attention of so many key heads."""
+        return self if heads >= self.ranks else _WholeKeys(self)
+
+    def enter(self, x: Tensor) -> Tensor | Entered:
+        """Returns x as it is given to several products and to nothing else, so that their gradients are gathered once:
+        one rank adds them in the same order."""
+        if self.ranks == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return Entered(x.detach(), self._part(x))
+
+    def _part(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return Part.apply(flat, own(flat.shape[1] // self.ranks, self.group), self.group)
+
     def key_heads(self, heads: int) -> int:
         """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
         return heads // self.ranks if heads >= self.ranks else heads
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns this rank's columns of y where every rank has x (…, K) whole, and y whole where x has this rank's
-        columns."""
+        columns; of a weight that was not shared, what one rank does."""
+        part, x = (x.part, x.whole) if isinstance(x, Entered) else (None, x)
         (rows, K), lead, given = weight.shape, x.shape[:-1], x.shape[-1]
-        trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-        if self.ranks == 1 or given == K and not trains or given not in (K, K // self.ranks):
+        of_weight = any(t is not None and t.requires_grad for t in (weight, bias))
+        trains = torch.is_grad_enabled() and (of_weight or x.requires_grad or part is not None)
+        shared = self.ranks > 1 and hasattr(weight, "cut")
+        if not shared or given == K and not trains or given not in (K, K // self.ranks):
             return linear(x, weight, bias)
         flat = x.reshape(-1, given)
         if not trains:
-            return _of_parts(self.group, flat, weight, bias)[1].view(*lead, rows * self.ranks)
-        layout = layout_for("linear", lead, True)
+            return of_parts(self.group, flat, weight, bias)[1].view(*lead, rows * self.ranks)
+        layout = layout_for("linear", lead, of_weight)
         if given == K:
-            return _OfWhole.apply(self.group, layout, self._part(x, flat), flat.detach(), weight, bias).view(
-                *lead, rows
-            )
-        return _OfParts.apply(self.group, layout, flat, weight, bias).view(*lead, rows * self.ranks)
-
-    def _part(self, x: Tensor, flat: Tensor) -> Tensor:
-        """Returns this rank's columns of x, the same tensor for all products of x: their gradients are added before
-        they are gathered."""
-        if self._last[0] is not x:
-            columns = own(flat.shape[1] // self.ranks, self.group)
-            self._last = x, Part.apply(flat, columns, self.group)
-        return self._last[1]
+            part = self._part(x) if part is None else part
+            return OfWhole.apply(self.group, layout, part, flat.detach(), weight, bias).view(*lead, rows)
+        return OfParts.apply(self.group, layout, flat, weight, bias).view(*lead, rows * self.ranks)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
         if self.ranks == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
             return norm.qk_norm(x, weight, eps)
-        return _HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x, weight, eps)
+        return HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x, weight, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
-        """attention of this rank's heads; of fewer key heads than ranks, all of them are given."""
-        if self.keys is self:
-            return attention(q, k, v, **given)
-        return self._of_one_key_head(q, k, v, given)
+        """attention of this rank's heads."""
+        return attention(q, k, v, **given)
 
-    def _of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, given: dict) -> tuple[Tensor, Tensor]:
-        """Computes the heads of this rank, which share a key head with other ranks'; where gradients are wanted, all
-        that share it, since the gradient of a key is one sum over them."""
+    def of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, given: dict) -> tuple[Tensor, Tensor]:
+        """Returns attention of this rank's heads, which share one of k's with other ranks'; where gradients are wanted,
+        all that share it are computed, since the gradient of a key is one sum over them."""
         together, heads = self.ranks // k.shape[-2], q.shape[-2]  # ranks that share a head
         first = self.rank // together * together
         key = slice(self.rank // together, self.rank // together + 1)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
             return attention(q, k[..., key, :], v[..., key, :], **given)
         width = q.shape[-1]
         cut = lambda t, columns, kept: Part.apply(t.flatten(-2).flatten(0, -2), columns, self.group, kept)
@@ -165,122 +196,29 @@ class TensorParallel:
         return vocabulary.logits(self.group, hidden, weight)
 
     def lm_head_logprob(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, keep_bytes: float = 0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        keep_bytes: float = 0,
     ) -> tuple[Tensor, Tensor]:
         """lm_head_logprob of a weight of which each rank has some blocks of the vocabulary; no logits are kept."""
-        return vocabulary.lm_head_logprob(self.group, hidden, weight, targets, temperature)
+        return vocabulary.lm_head_logprob(self.group, hidden, weight, targets, temperature, ignore_index, keep_bytes)
 
 
 class _WholeKeys:
     """The ops of keys and values that every rank has whole, of fewer heads than ranks: cut along the rows of a head."""
 
-    qk_norm, rope = staticmethod(norm.qk_norm), staticmethod(rope.rope)
+    qk_norm = staticmethod(norm.qk_norm)
 
     def __init__(self, parallel: TensorParallel):
         self.parallel = parallel
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = self.parallel.linear(x, weight, bias)
         return Whole.apply(y.flatten(0, -2), self.parallel.group).view(*y.shape[:-1], -1)
 
-
-class _OfWhole(torch.autograd.Function):
-    """This rank's columns of a product of x, whole; `part` is the rank's columns of x, whose gradient it is."""
-
-    @staticmethod
-    def forward(ctx, group, layout, part, x, weight, bias):
-        _check_buffers(weight, bias)
-        ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
-        ctx.save_for_backward(x, weight)
-        return linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_x, _, *needed = ctx.needs_input_grad[2:]
-        if needs_x:
-            dy_of_all, own_columns = gathering(dy, ctx.group), recutting(weight, ctx.group)
-        grads = _folds(ctx, dy, x, needed)
-        dx = product(beside(dy_of_all()), own_columns().t()) if needs_x else None
-        return None, None, dx, None, *grads
-
-
-class _OfParts(torch.autograd.Function):
-    """A product, whole, of x of which the ranks have some columns each."""
-
-    @staticmethod
-    def forward(ctx, group, layout, part, weight, bias):
-        _check_buffers(weight, bias)
-        ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
-        x, y = _of_parts(group, part, weight, bias)
-        ctx.save_for_backward(x, weight)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_x, *needed = ctx.needs_input_grad[2:]
-        if needs_x:
-            own_columns = recutting(weight, ctx.group)
-        grads = _folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
-        return None, None, product(dy, own_columns().t()) if needs_x else None, *grads
-
-
-def _check_buffers(weight: Tensor, bias: Tensor | None) -> None:
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.requires_grad:
-            main_grad("linear", parameter, name)
-
-
-def _folds(ctx, dy: Tensor, x: Tensor, needed: list[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns dW and dbias of this rank's rows, None where they went into main_grad."""
-    (weight, bias), layout = ctx.parameters, ctx.layout
-    dw = fold_weight("linear", dy, x, weight, layout) if needed[0] else None
-    return dw, fold_bias("linear", dy, bias, layout) if needed[1] else None
-
-
-def _of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns x and y, whole. Tokens are cut in pieces, so that one is exchanged while another is computed."""
-    rows, ranks = len(part), dist.get_world_size(group)
-    x, y = part.new_empty(rows, weight.shape[1]), part.new_empty(rows, len(weight) * ranks)
-    cuts = [slice(c[0], c[-1] + 1) for c in torch.arange(rows).tensor_split(max(1, min(PIECES, rows // PIECE)))]
-    come = [gathering(part[cut], group) for cut in cuts]
-    leave = []
-    for cut, arrived in zip(cuts, come):
-        leave.append(gathering(linear(beside(arrived(), x[cut]), weight, bias), group))
-    for cut, arrived in zip(cuts, leave):
-        beside(arrived(), y[cut])
-    return x, y
-
-
-class _HeadNorm(torch.autograd.Function):
-    """QK-norm of this rank's heads."""
-
-    @staticmethod
-    def forward(ctx, group, layout, x, weight, eps):
-        main_grad("qk_norm", weight)
-        x = aligned(x)
-        y, rstd = norm.norm_forward(x, None, weight, eps, trains=True)
-        ctx.group, ctx.layout, ctx.eps, ctx.parameter = group, layout, eps, weight
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[2:4]
-        heads, width = x.shape[-2:]
-        tokens = x.numel() // (heads * width)
-        if needs_weight:
-            came = [gathering(t.reshape(tokens, -1), ctx.group) for t in (x, dy)]
-        dx, dw = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
-        if needs_weight:
-            x, dy = (beside(arrived()).view(-1, width) for arrived in came)
-            _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
-            every = heads * dist.get_world_size(ctx.group)
-            given = "qk_norm", x, weight, rstd, dy, None, ctx.layout, every
-            _, dw = norm.norm_backward(*given, False, True, ctx.parameter)
-        return None, None, dx, dw, None
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
+        return self.parallel.of_one_key_head(q, k, v, given)

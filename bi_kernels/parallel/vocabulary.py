@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.ops import embedding as embeddings
-from bi_kernels.ops.gemm.gemm import product
-from bi_kernels.ops.lm_head import SCRATCH, _scratch
-from bi_kernels.ops.logprob import checked_targets
+from bi_kernels.ops.gemm.gemm import check_linear, product
+from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
 from bi_kernels.tokens import SLAB, TokenLayout, begins, layout_for, main_grad
@@ -30,6 +29,18 @@ def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     blocks = -(-rows // BLOCK)
     first, end = (min(rows, -(-r * blocks // ranks) * BLOCK) for r in (rank, rank + 1))
     return first, end
+
+
+def cut_of(op: str, weight: Tensor) -> tuple[int, int, int]:
+    """Returns which rows of the vocabulary a weight has: the first, the one after the last, of how many. Raises
+    ValueError for one that was not shared."""
+    cut = getattr(weight, "cut", None)
+    if cut is None:
+        raise ValueError(
+            f"{op}: weight of shape {tuple(weight.shape)} is not shared over ranks, expected what TensorParallel.share "
+            "returned"
+        )
+    return cut
 
 
 def _rows(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +76,9 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """Returns weight[ids] of a shared weight, as `bi_kernels.embedding` does."""
-    embeddings.check_ids("embedding", "ids", ids, weight.cut.rows)
+    *_, vocab = cut_of("embedding", weight)
+    embeddings._checked(ids, weight, None)
+    embeddings.check_ids("embedding", "ids", ids, vocab)
     if torch.is_grad_enabled() and weight.requires_grad:
         return _Embedding.apply(group, layout_for("embedding", ids.shape), padding_id, ids, weight)
     return _rows(group, ids, weight)
@@ -160,6 +173,8 @@ def _logits(head: "Head", hidden: Tensor) -> Tensor:
 
 def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
     """Returns what `bi_kernels.linear` does, of a shared weight: all logits (…, vocabulary) of hidden (…, hidden)."""
+    cut_of("linear", weight)
+    check_linear(hidden, weight, None)
     head, lead, flat = Head(group, weight, 1.0, -100), hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         found = _Logits.apply(head, layout_for("linear", lead, weight.requires_grad), flat, weight)
@@ -226,12 +241,14 @@ def lm_head_logprob(
     targets: Tensor,
     temperature: float = 1.0,
     ignore_index: int = -100,
+    keep_bytes: float = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `bi_kernels.lm_head_logprob` does, of a shared weight; the logits are computed again for the
     backward."""
     op, lead = "lm_head_logprob", hidden.shape[:-1]
+    *_, vocab = cut_of(op, weight)
+    inv_temperature = checked(hidden, weight, targets, vocab, temperature, ignore_index, keep_bytes)
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    inv_temperature = checked_targets(op, targets, lead, weight.cut.rows, temperature, ignore_index, trains)
     head = Head(group, weight, inv_temperature, ignore_index)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
     if trains:

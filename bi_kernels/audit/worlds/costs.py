@@ -51,12 +51,12 @@ class AllReduce(TensorParallel):
     """Tensor parallelism as Megatron-LM has it (Shoeybi et al., arXiv 1909.08053), of the same kernels: o and down are
     cut along their columns, and what their parts add up to is all-reduced."""
 
+    def enter(self, x: Tensor) -> Tensor:
+        return _Summed.apply(x, self.group) if torch.is_grad_enabled() else x
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not hasattr(weight, "cut"):
-            return _Sum.apply(bi.linear(x, weight, bias), self.group)
-        if torch.is_grad_enabled() and self._last[0] is not x:
-            self._last = x, _Summed.apply(x, self.group)
-        return bi.linear(self._last[1] if torch.is_grad_enabled() else x, weight, bias)
+        y = bi.linear(x, weight, bias)
+        return y if hasattr(weight, "cut") else _Sum.apply(y, self.group)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return bi.qk_norm(x, weight, eps)
@@ -78,9 +78,9 @@ def _stack(told: dict, device: torch.device, ops) -> nn.ModuleList:
     config, dtype = CONFIGS[case(told["shapes"])["model"]], DTYPES[told["dtype"]]
     g = torch.Generator(device).manual_seed(told["seed"])
 
-    def make(*shape: int, cut: int | None = 0) -> nn.Parameter:
+    def make(*shape: int, cut: int | None = 0, keys: bool = False) -> nn.Parameter:
         w = (torch.randn(shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
-        return nn.Parameter(w) if cut == 0 else ops.share(w, cut)
+        return nn.Parameter(w) if cut == 0 else ops.share(w, cut, keys)
 
     layers = nn.ModuleList(Layer(config, make, ops) for _ in range(case(told["shapes"])["timed"]["layers"]))
     if isinstance(ops, AllReduce):

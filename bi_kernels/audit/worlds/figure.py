@@ -35,8 +35,8 @@ def drawn(rows: list[Row]):
         axes.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
     axes.set_xticks(range(len(columns)), columns.values())
     axes.set_yticks(range(len(lines)), [f"{world}" if who == "ours" else f"{who}, {world}" for who, world in lines])
-    wrong = sum(bool(r.mismatches) or r.mismatches is None for r in rows if not r.control)
-    asked = sum(not r.control for r in rows)
+    judged = [r for r in rows if not r.control and r.against]
+    wrong, asked = sum(bool(r.mismatches) or r.mismatches is None for r in judged), len(judged)
     axes.set_title(
         f"Every world has one rank's bits ({asked} comparisons)"
         if not wrong

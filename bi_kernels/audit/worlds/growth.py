@@ -58,6 +58,27 @@ def table(shapes: str) -> list[dict]:
     return found
 
 
+def measured(costs: list[dict], shapes: str) -> list[dict]:
+    """Returns a line for each world's forward, and forward with backward, that was timed: by how much a layer took
+    longer than by all-reduces, and by how much it should on paper; none where nothing was timed."""
+    timed, found = case(shapes).get("timed", {}), []
+    directions = {"forward": ("forward",), "forward and backward": ("forward", "backward")}
+    for cost in costs:
+        which = directions.get(cost["what"].removeprefix("tensor parallel, "))
+        if which is None:
+            continue
+        of = received(CONFIGS[case(shapes)["model"]], int(cost["world"].removeprefix("tp")))
+        tokens = timed["sequences"] * timed["length"]
+        more = sum(of[f"{d}, gathered"] - of[f"{d}, all-reduced"] for d in which) * tokens
+        more += of["weights"] * ("backward" in which)
+        paper = more / CONTRACT["chain"]["world"]["growth"]["nvlink"] * 1e3
+        ours, theirs = cost["ms"].values()
+        took = (ours - theirs) / timed["layers"]
+        said = {"world": cost["world"], "a layer's": " and ".join(which)}
+        found.append(said | {"measured, ms more": f"{took:.3g}", "on paper, ms more": f"{paper:.3g}"})
+    return found
+
+
 def sentence(shapes: str) -> str:
     """Says where gathering moves more than reducing, and where it moves less."""
     config = CONFIGS["qwen3-8b" if shapes == "tiny" else case(shapes)["model"]]

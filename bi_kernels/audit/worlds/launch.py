@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+GRACE = 10  # seconds, for torchrun to end the ranks
 DIED = re.compile(r"^\s+rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL | re.MULTILINE)  # in torchrun's report
 
 
@@ -36,7 +37,7 @@ def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list
         late = f"the ranks had not ended after {seconds:.0f} s"
     finally:
         if process.poll() is None:
-            _end(process)
+            _end(process, folder)
     lines = [_lines(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
     errors = {rank: of.pop() for rank, of in enumerate(lines) if of and "error" in of[-1]}
     whole = min(map(len, lines))
@@ -60,13 +61,19 @@ def _why(said: str, status: int, errors: dict[int, dict]) -> str:
     return f"torchrun ended with status {status}: {(said.strip().splitlines() or [''])[-1]:.200}"
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ends torchrun and the ranks, which are in a session of their own."""
+def _end(process: subprocess.Popen, folder: Path) -> None:
+    """Ends torchrun, which ends the ranks; those that it does not are killed, by the numbers that they left."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, how)
-            process.wait(10)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
+            process.send_signal(how)
+            process.wait(GRACE)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    for file in folder.glob("rank-*.pid"):
+        try:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        except (ProcessLookupError, ValueError):
             continue
 
 

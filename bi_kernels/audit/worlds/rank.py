@@ -20,6 +20,7 @@ from bi_kernels.parallel.tree import agree
 
 
 def main(folder: Path) -> None:
+    (folder / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     told = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     device, rank = choose(told["device"], told["shapes"]), int(os.environ["RANK"])
     if device.type == "cuda":

@@ -3,6 +3,7 @@
 import base64
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def start(audit: str, given: dict) -> "WorldSession":
     return WorldSession(audit, asdict(p), device, Candidate("bi_kernels", {}))
 
 
+KINDS = "leaves", "logprob", "decode"
+
+
 @dataclass
 class Evidence:
     """What the ranks of a world left, put together."""
@@ -38,22 +42,37 @@ class Evidence:
     leaves: dict[str, str] = field(default_factory=dict)
     logprob: dict[str, str] = field(default_factory=dict)
     decode: dict[str, str] = field(default_factory=dict)
+    unmoved: list[str] = field(default_factory=list)  # parameters without a gradient
     other: dict[str, str] = field(default_factory=dict)  # what a later rank has of the same, where that differs
+    times: Counter = field(default_factory=Counter)  # that each was left, by a rank each
 
     @classmethod
     def of(cls, ranks: list[dict]) -> "Evidence":
         found = cls()
         for said in ranks:
-            for kind in ("leaves", "logprob", "decode"):
+            found.unmoved += said.get("unmoved", [])
+            for kind in KINDS:
                 for name, value in said.get(kind, {}).items():
+                    found.times[f"{kind} {name}"] += 1
                     if getattr(found, kind).setdefault(name, value) != value:
                         found.other[f"{kind} {name}"] = value
         return found
 
-    def against(self, one: "Evidence", kind: str) -> dict[str, str]:
-        """Returns what the ranks have of a kind: where they differ among themselves, what differs from one rank's."""
-        mine, theirs = getattr(self, kind), getattr(one, kind)
-        return {n: v if v != theirs.get(n) else self.other.get(f"{kind} {n}", v) for n, v in mine.items()}
+    def against(self, one: "Evidence", kind: str, world: World) -> dict[str, str]:
+        """Returns what the ranks have of what one rank has: where they differ among themselves, what differs from that;
+        "" of what not all ranks left that should have it."""
+        found = {}
+        for name, theirs in getattr(one, kind).items():
+            at = f"{kind} {name}"
+            value = getattr(self, kind).get(name, "")
+            everybody = world.ranks if kind == "leaves" and "norm" in name else world.dp
+            expected = everybody if kind == "leaves" else world.tp
+            found[name] = "" if self.times[at] != expected else value if value != theirs else self.other.get(at, value)
+        return found
+
+    def digest(self) -> str:
+        """Returns one SHA-256 of what all ranks left of a step: logprobs, gradients, weights."""
+        return digest(self.leaves | self.logprob | {f"other {k}": v for k, v in self.other.items()})
 
 
 @dataclass
@@ -70,6 +89,11 @@ class WorldSession(Session):
         return [w for w in WORLDS if w.ranks <= self.parameters["nproc"]]
 
     @property
+    def timed(self) -> bool:
+        """Tells whether there is something to time: on GPUs, at shapes that the contract has for it."""
+        return self.on_gpu and "timed" in case(self.parameters["shapes"])
+
+    @property
     def who(self) -> Whole:
         layers = case(self.parameters["shapes"])["layers"]
         return Whole(layers, self.parameters["dtype"], self.device_label, self.command)
@@ -81,7 +105,7 @@ class WorldSession(Session):
         for ranks in sorted({w.ranks for w in self.worlds}):
             jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
             broken = [(name, w, way) for name, (way, w, _) in CONTROLS.items() if w.ranks == ranks]
-            timed = [("costs", w, "costs") for _, w, _ in jobs if self.on_gpu and 1 in w and ranks > 1]
+            timed = [("costs", w, "costs") for _, w, _ in jobs if self.timed and 1 in w and ranks > 1]
             told = {k: self.parameters[k] for k in ("shapes", "dtype", "seed")} | {"device": self.device.type}
             every = jobs + broken + timed
             told["jobs"] = [{"way": way, "world": w} for _, w, way in every]
@@ -113,23 +137,37 @@ class WorldSession(Session):
         return self.who.row(INVARIANCE, world.name, None, "packed", detail=why)
 
     def _rows(self, world: World) -> list[Row]:
-        """Returns the rows of a world; those of one rank say of how much there is evidence at all."""
+        """Returns the rows of a world. Of one rank they ask whether there is something to compare with: that logprobs
+        are numbers, that every parameter has a gradient, and that decode has prefill's bits."""
         if World() not in self.evidence:
             return [self._missing(world, "")]
-        mine, one, count = self.evidence[world], self.evidence[World()], sum(case(self.parameters["shapes"])["lengths"])
-        about = lambda relation, drift, part, **more: replace(
-            self.who.about(relation, world.name, drift, [part], rows=count, **more), against="one rank"
-        )
-        rows = [about(INVARIANCE, _values(mine.against(one, "logprob"), one.logprob), "logprob")]
-        detail = f"SHA-256 {digest(mine.leaves | mine.logprob)}"
-        gradient, weight = (_tensors(mine, one, kind) for kind in ("gradient", "weight"))
-        rows.append(about(GRADIENT, gradient, "gradients, a leaf each", detail=detail))
-        rows.append(about(WEIGHTS, weight, "weights, a leaf each"))
-        if mine.decode:
-            ends = {name: _ending(one.logprob[name], value) for name, value in mine.decode.items()}
-            decoded = mine.against(Evidence(decode=ends), "decode")
-            rows.append(about(PARITY, _values(decoded, ends), "logprob"))
+        mine, one = self.evidence[world], self.evidence[World()]
+        detail = f"SHA-256 {mine.digest()}"
+        if world == World():
+            numbers = torch.cat([_numbers(v) for v in one.logprob.values()] or [torch.zeros(0)])
+            wrong = Drift(int((~numbers.isfinite()).sum()), numbers.numel())
+            parameters = len({name.rsplit(" ", 1)[0] for name in one.leaves if name.startswith("gradient")})
+            rows = [self._row(INVARIANCE, world, wrong, "logprobs that are no numbers")]
+            unmoved = Drift(len(one.unmoved), parameters)
+            rows.append(self._row(GRADIENT, world, unmoved, "parameters without a gradient", detail=detail))
+        else:
+            logprob = _values(mine.against(one, "logprob", world), one.logprob)
+            rows = [self._row(INVARIANCE, world, logprob, "logprob")]
+            rows.append(self._row(GRADIENT, world, _leaves(mine, one, "gradient", world), "gradients", detail=detail))
+            rows.append(self._row(WEIGHTS, world, _leaves(mine, one, "weight", world), "weights"))
+        if world.dp == 1:
+            ends = {name: _ending(one.logprob[name], value) for name, value in one.decode.items()}
+            decoded = mine.against(Evidence(decode=ends), "decode", world)
+            rows.append(self._row(PARITY, world, _values(decoded, ends), "logprob"))
         return rows
+
+    def _row(self, relation: str, world: World, drift: Drift, part: str, **more) -> Row:
+        """Returns a row; without an element that was compared it needs a fix."""
+        count = sum(case(self.parameters["shapes"])["lengths"])
+        if not drift.elements:
+            return replace(self._missing(world, f"{part}: there was nothing to compare"), relation=relation)
+        row = self.who.about(relation, world.name, drift, [part], rows=count, **more)
+        return replace(row, against="one rank" if world != World() else "")
 
     def controls(self) -> list[Row]:
         """Judges the ways that others take, each by what has to differ; returns their rows."""
@@ -138,20 +176,27 @@ class WorldSession(Session):
             if world.ranks > self.parameters["nproc"]:
                 continue
             mine = self.broken.get(name, Evidence())
-            drift = (
-                _values(mine.against(one, "logprob"), one.logprob) if kind == "logprob" else _tensors(mine, one, kind)
-            )
             relation = INVARIANCE if kind == "logprob" else GRADIENT
-            row = self.who.about(relation, world.name, drift, [kind]) if mine.logprob else self._missing(world, "")
-            found.append(replace(row, candidate=name, against="one rank").as_control())
+            which = "logprob" if kind == "logprob" else "leaves"
+            asked = {n: v for n, v in mine.against(one, which, world).items() if which == kind or n.startswith(kind)}
+            if not asked or "" in asked.values():  # it must differ, and not be absent
+                row = self._missing(world, "the control left too little")
+            else:
+                values = _values(asked, one.logprob) if which == kind else _leaves(mine, one, kind, world)
+                row = self._row(relation, world, values, kind)
+            found.append(replace(row, candidate=name).as_control())
         self.add(found)
         return found
 
     @property
     def untimed(self) -> str:
         """Says why nothing is timed."""
-        asked = self.on_gpu and self.parameters["nproc"] > 1
-        return "No measurement ended; the verdicts say why." if asked else "Nothing is timed: that takes two GPUs."
+        asked = self.timed and self.parameters["nproc"] > 1
+        return (
+            "No measurement ended; the verdicts say why."
+            if asked
+            else "Nothing is timed: that takes two GPUs, and shapes that are not tiny."
+        )
 
     def compared(self) -> list[dict]:
         """Returns a line a measurement: milliseconds of ours and of the usual way, ours over theirs, and the goal."""
@@ -167,10 +212,7 @@ class WorldSession(Session):
 
     def hashes(self) -> list[dict]:
         """Returns a line a world: the one SHA-256 of its logprobs, gradients and weights."""
-        return [
-            {"world": w.name, "ranks": w.ranks, "SHA-256": digest(e.leaves | e.logprob)}
-            for w, e in self.evidence.items()
-        ]
+        return [{"world": w.name, "ranks": w.ranks, "SHA-256": e.digest()} for w, e in self.evidence.items()]
 
 
 def _numbers(value: str) -> torch.Tensor:
@@ -184,16 +226,16 @@ def _ending(whole: str, part: str) -> str:
 
 
 def _values(mine: dict[str, str], one: dict[str, str]) -> Drift:
-    """Compares logprobs element by element; those of a sequence that nobody computed all differ."""
-    names = sorted(one, key=int)
-    theirs = [_numbers(one[name]) for name in names]
-    ours = [_numbers(mine[name]) if name in mine else torch.full_like(t, torch.nan) for name, t in zip(names, theirs)]
-    return compare(torch.cat(ours), torch.cat(theirs)) if names else Drift(0, 0)
+    """Compares logprobs element by element; those of a sequence that a rank did not leave all differ."""
+    if not one:
+        return Drift(0, 0)
+    theirs = {name: _numbers(value) for name, value in one.items()}
+    ours = [_numbers(mine[name]) if mine.get(name) else torch.full_like(t, torch.nan) for name, t in theirs.items()]
+    return compare(torch.cat(ours), torch.cat([*theirs.values()]))
 
 
-def _tensors(mine: Evidence, one: Evidence, kind: str) -> Drift:
-    """Counts the leaves of gradients or weights that differ, that are missing, or that two ranks have differently."""
+def _leaves(mine: Evidence, one: Evidence, kind: str, world: World) -> Drift:
+    """Counts the leaves of gradients or weights that differ, or that a rank did not leave that has them."""
+    leaves = mine.against(one, "leaves", world)
     names = [name for name in one.leaves if name.startswith(kind)]
-    leaves = mine.against(one, "leaves")
-    wrong = [name for name in names if leaves.get(name) != one.leaves[name]]
-    return Drift(len(wrong), len(names))
+    return Drift(sum(leaves[name] != one.leaves[name] for name in names), len(names))

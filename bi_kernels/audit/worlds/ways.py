@@ -40,14 +40,14 @@ class Exchanged(TensorParallel):
 class Arriving(TensorParallel):
     """Each rank merges its own blocks of the vocabulary first."""
 
-    def lm_head_logprob(self, hidden, weight, targets, temperature: float = 1.0, keep_bytes: float = 0):
+    def lm_head_logprob(self, hidden, weight, targets, temperature=1.0, ignore_index=-100, keep_bytes=0):
         lead, vocab = targets.shape, weight.cut.rows
-        inverse = checked_targets("lm_head_logprob", targets, lead, vocab, temperature, -100, False)
-        head = Head(self.group, weight, inverse, -100)
+        inverse = checked_targets("lm_head_logprob", targets, lead, vocab, temperature, ignore_index, False)
+        head = Head(self.group, weight, inverse, ignore_index)
         stats = head.statistics(hidden.flatten(0, -2), targets.reshape(-1))
         before = -(-self.rank * stats.blocks // self.ranks)
         stats.parts = [part.roll(-before, 0).contiguous() for part in stats.parts]
-        return tuple(t.view(lead) for t in stats.merge().results(-100))
+        return tuple(t.view(lead) for t in stats.merge().results(ignore_index))
 
 
 class Mean(MainGrads):

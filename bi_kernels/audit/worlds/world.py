@@ -76,7 +76,6 @@ class WorldStep:
         config = replace(CONFIGS[self.case["model"]], layers=self.case["layers"])
         ops = bi_kernels if tensor is None else way.ops(tensor)
         self.model = Decoder(config, device, DTYPES[dtype], seed, checkpointing=True, ops=ops)
-        self.first = tensor is None or dist.get_rank(tensor) == 0  # of those that have the same tokens
         self.data = data
         self.lengths = self.case["lengths"]
         g, count = generator(device, seed, "world"), sum(self.lengths)
@@ -95,7 +94,8 @@ class WorldStep:
 
     def run(self) -> dict:
         """Returns the evidence: base64 of the logprobs of each sequence that this rank computed, of a first step and
-        from a cache, and SHA-256 of the leaves of the first step's gradients and of the weights after all steps."""
+        from a cache, SHA-256 of the leaves of the first step's gradients and of the weights after all steps, and the
+        parameters without a gradient."""
         if self.way.forward:
             with torch.no_grad():
                 return {"logprob": dict(self._forward(range(self.case["groups"])))}
@@ -110,6 +110,7 @@ class WorldStep:
             grads.join()
             if number == 0:
                 found["leaves"] |= self._hashed("gradient", lambda p: p.main_grad)
+                found["unmoved"] = [n for n, p in self.model.named_parameters() if p.numel() and not p.main_grad.any()]
             optimizer.step()
             grads.finish()
         found["leaves"] |= self._hashed("weight", lambda p: p)

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from bi_kernels.integrations.transformers import attention_modules, modules
 from bi_kernels.integrations.transformers.swap import OPS, Swapped
-from bi_kernels.parallel.tensor import Cut, TensorParallel
+from bi_kernels.parallel.tensor import Cut, Shared, TensorParallel
 
 
 class _Head:
@@ -48,13 +48,13 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
 def share(model: nn.Module, parallel: TensorParallel) -> None:
     """Leaves of every weight this rank's rows, in place. Raises ValueError, before any is cut, where the ranks cannot
     share one, or have other models."""
-    shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()}
+    shapes = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()}
     parallel.agree({"model": type(model).__name__, "parameters": shapes})
     ops, cuts = _cuts(model, parallel)
     for module, its in ops.items():
         module.__dict__[OPS] = its
     for p, cut in cuts.items():
-        p.data, p.cut = p.data[cut.first : cut.end].clone(), cut
+        p.data, p.__class__, p.cut = p.data[cut.first : cut.end].clone(), Shared, cut
     model.__dict__[OPS] = parallel
 
 
@@ -67,6 +67,6 @@ def gather(model: nn.Module) -> None:
             whole = parallel.whole(p, grad) if grad is not None else None
             p.data = parallel.whole(p)
             del p.cut
-            p.grad = whole
+            p.__class__, p.grad = nn.Parameter, whole
     for module in model.modules():
         module.__dict__.pop(OPS, None)

@@ -210,7 +210,8 @@ def _apply(
 
 
 @once
-def _checked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises what `linear` does for these arguments."""
     check("linear", optional=("bias",), x=x, weight=weight, bias=bias)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected two dimensions (N, K)")
@@ -230,7 +231,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     on the tokens in the order of the token layout. bf16, fp16 or fp32, any strides.
     Raises TypeError for another dtype, ValueError for shapes or devices that do not match.
     """
-    _checked(x, weight, bias)
+    check_linear(x, weight, bias)
     return _apply("linear", "weight", x, weight, bias, across=False)
 
 
