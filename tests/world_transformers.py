@@ -19,6 +19,7 @@ SIZES = {"vocab_size": 9000, "hidden_size": 32, "num_hidden_layers": 2, "interme
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 MODELS = {
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3, one key head": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=False)),
 }
 
@@ -49,7 +50,10 @@ def found(make, group: dist.ProcessGroup | None) -> dict[str, str]:
     model.eval()
     with torch.no_grad():
         new = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    said["generated"] = str(new.tolist())
+        again = model.generate(
+            ids, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation="static"
+        )
+    said["generated"] = str((new.tolist(), again.tolist()))
     restore(model)
     said |= {f"gradient of {name}": sha(p.grad) for name, p in model.named_parameters()}
     assert {name: sha(p) for name, p in model.named_parameters()} == before, "restore gives the weights back whole"
@@ -58,7 +62,10 @@ def found(make, group: dist.ProcessGroup | None) -> dict[str, str]:
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
     said = {}
-    for what, sizes in (("heads", {"num_key_value_heads": 1}), ("rows", {"intermediate_size": 47})):
+    for what, sizes in (
+        ("heads", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+        ("rows", {"intermediate_size": 47}),
+    ):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
         kinds = [type(m) for m in model.modules()]
         try:

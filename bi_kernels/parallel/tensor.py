@@ -10,6 +10,7 @@ norms and residuals are the same on every rank.
     model = Decoder(config, device="cuda", ops=TensorParallel(mesh.get_group()))
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -169,23 +170,29 @@ class TensorParallel:
         """attention of this rank's heads."""
         return attention(q, k, v, **given)
 
-    def of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, given: dict) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> tuple[Tensor, Tensor | None]:
+        """Returns attention of this rank's heads by another function of q, k and v."""
+        return attend(q, k, v)
+
+    def of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> tuple[Tensor, Tensor | None]:
         """Returns attention of this rank's heads, which share one of k's with other ranks'; where gradients are wanted,
-        all that share it are computed, since the gradient of a key is one sum over them."""
+        all that share it are computed, since the gradient of a key is one sum over them. attend: returns the output,
+        and the LSE or None, of q, k and v."""
         together, heads = self.ranks // k.shape[-2], q.shape[-2]  # ranks that share a head
         first = self.rank // together * together
         key = slice(self.rank // together, self.rank // together + 1)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
-            return attention(q, k[..., key, :], v[..., key, :], **given)
+            return attend(q, k[..., key, :], v[..., key, :])
         width = q.shape[-1]
         cut = lambda t, columns, kept: Part.apply(t.flatten(-2).flatten(0, -2), columns, self.group, kept)
         columns = lambda s: slice(s.start * width, s.stop * width)
         k, v = (cut(t, columns(key), slice(None, None, together)).view(*t.shape[:-2], 1, width) for t in (k, v))
         every = Whole.apply(q.flatten(-2).flatten(0, -2), self.group).view(*q.shape[:-2], -1, width)
-        out, lse = attention(every[..., first * heads : (first + together) * heads, :], k, v, **given)
-        at = (self.rank - first) * heads
-        mine = cut(out, columns(slice(at, at + heads)), slice(first, first + together))
-        return mine.view(q.shape), lse[..., at : at + heads]
+        out, lse = attend(every[..., first * heads : (first + together) * heads, :], k, v)
+        at, ranks = (self.rank - first) * heads, slice(first, first + together)
+        mine, own_heads = cut(out, columns(slice(at, at + heads)), ranks), slice(at, at + heads)
+        lse = None if lse is None else Part.apply(lse.flatten(0, -2), own_heads, self.group, ranks).view(q.shape[:-1])
+        return mine.view(q.shape), lse
 
     def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
         """embedding of a weight of which each rank has some blocks of the vocabulary."""
@@ -221,4 +228,7 @@ class _WholeKeys:
         return Whole.apply(y.flatten(0, -2), self.parallel.group).view(*y.shape[:-1], -1)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
-        return self.parallel.of_one_key_head(q, k, v, given)
+        return self.attend(q, k, v, lambda *qkv: attention(*qkv, **given))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> tuple[Tensor, Tensor | None]:
+        return self.parallel.of_one_key_head(q, k, v, attend)

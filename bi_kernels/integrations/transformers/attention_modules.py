@@ -7,7 +7,7 @@ from torch import Tensor
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import attention, paged_attention
 from bi_kernels.integrations.transformers.layout import current
-from bi_kernels.integrations.transformers.swap import Swapped
+from bi_kernels.integrations.transformers.swap import OPS, Swapped
 
 
 class Attention(Swapped):
@@ -39,10 +39,16 @@ class Attention(Swapped):
             rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
             q, k = rotate(q, k, table, positions, unsqueeze_dim=2)
         given = {"scale": self.scaling, "window": self.window}
+        keys = self.__dict__.get(OPS)  # where ranks share the weights
+        if call.paged is not None and keys is not None:
+            raise ValueError(
+                f"{type(self).__name__}: continuous batching with ranks that share weights, expected generate"
+            )
         if call.paged is not None:
             out = paged_attention(self, q, k, v, call, **given, **kwargs)
         else:
-            out = attention(self, q, k, v, call, cache=past_key_values, **given)
+            attend = lambda *qkv: attention(self, *qkv, call, cache=past_key_values, **given)
+            out = attend(q, k, v) if keys is None else keys.attend(q, k, v, lambda *qkv: (attend(*qkv), None))[0]
         return self.o_proj(out.flatten(-2)), None
 
     @property

@@ -29,19 +29,19 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
         )
     ops: dict[nn.Module, object] = {owner.get_input_embeddings(): parallel, head: _Head(parallel)}
     together: dict[nn.Module, int | None] = {owner.get_input_embeddings(): None, head: None}
-    for name, module in model.named_modules():
+    fewer: set[nn.Parameter] = set()  # of keys and values, whose heads may be fewer than the ranks
+    for module in model.modules():
         if isinstance(module, attention_modules.Attention):
-            for part in (module.q_proj, module.k_proj, module.v_proj):
-                if (heads := len(part.weight) // module.head_dim) % parallel.ranks:
-                    raise ValueError(f"apply: {name} has {heads} heads, expected a multiple of {parallel.ranks} ranks")
-                together[part] = module.head_dim
+            together |= dict.fromkeys((module.q_proj, module.k_proj, module.v_proj), module.head_dim)
             together[module.o_proj] = 1
-            ops |= {m: parallel for m in (getattr(module, n, None) for n in ("q_norm", "k_norm")) if m is not None}
+            keys = parallel.keys(len(module.k_proj.weight) // module.head_dim)
+            named = {"q_norm": parallel, "k_norm": keys, "k_proj": keys, "v_proj": keys}
+            ops |= {getattr(module, n): its for n, its in named.items() if hasattr(module, n)} | {module: keys}
+            fewer |= {p for part in (module.k_proj, module.v_proj) for p in part.parameters()}
         elif isinstance(module, modules.MLP):
             together |= dict.fromkeys((module.gate_proj, module.up_proj, module.down_proj), 1)
-    cuts = {
-        p: parallel.cut(p.shape, rows) for module, rows in together.items() for p in module.parameters(recurse=False)
-    }
+    rows_of = {p: rows for module, rows in together.items() for p in module.parameters(recurse=False)}
+    cuts = {p: parallel.cut(p.shape, rows, keys=p in fewer) for p, rows in rows_of.items()}
     return dict.fromkeys(together, parallel) | ops, cuts
 
 

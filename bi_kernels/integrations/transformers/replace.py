@@ -144,7 +144,8 @@ def apply(model: nn.Module, group: dist.ProcessGroup | None = None) -> Report:
     recognised. Raises TypeError and ValueError with one sentence, and then nothing was replaced.
 
     group: ranks that share each weight of a model that is swapped whole: every rank gives the same one and keeps its
-    rows, and every result has the bits of one rank (parallel/tensor.py); of fewer key heads than ranks there is none.
+    rows, and every result has the bits of one rank (parallel/tensor.py). It generates by `generate`, not by continuous
+    batching.
     """
     _check(model)
     named = dict(model.named_modules())
