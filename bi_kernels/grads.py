@@ -35,6 +35,8 @@ class MainGrads:
                 grads.close(group)
             grads.join(); optimizer.step(); grads.finish()
 
+    A Transformers model is given to `apply` first.
+
     sharded: the masters are this rank's shares of all parameters, flat, for an optimizer that treats each number alone,
     as AdamW does; main_grad is not gathered then, and `finish` gathers the weights.
 
@@ -59,6 +61,7 @@ class MainGrads:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
         for p, buffer in zip(self.parameters, self._buffers()):
             p.main_grad = buffer
+            buffer.of_step = True  # and no integration's, which would hand it on to `.grad`
         self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)

@@ -52,10 +52,10 @@ def test_two_ranks_have_the_bits_of_one(variant, rank, found):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("model", ["qwen3, tied", "qwen3, one key head", "llama, biases"])
+@pytest.mark.parametrize("model", ["qwen3, tied", "qwen3, one key head", "llama, biases", "trained"])
 def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, rank, applied):
     one, two = applied["one"][model], applied[rank][model]
-    assert one.keys() == two.keys() and len(one) > 30
+    assert one.keys() == two.keys() and len(one) > 25
     assert [name for name in one if one[name] != two[name]] == []
 
 

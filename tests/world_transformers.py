@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from bi_kernels.grads import MainGrads
 from bi_kernels.integrations.transformers import apply, logprobs, restore
 
 SIZES = {"vocab_size": 9000, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 16}
@@ -60,6 +61,34 @@ def found(make, group: dist.ProcessGroup | None) -> dict[str, str]:
     return said
 
 
+def trained(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Steps of an applied model whose groups of sequences one tree joins: over the ranks of a weight, or of a step."""
+    said = {}
+    for cut in ("tensor", "data"):
+        torch.manual_seed(0)
+        model = MODELS["qwen3, tied"]().bfloat16()
+        before = [sha(p) for p in model.parameters()]
+        apply(model, group if cut == "tensor" else None)
+        world = {"world": group} if group and cut == "data" else {}
+        grads = MainGrads(model.parameters(), tied=[model.lm_head.weight], groups=3, **world)
+        optimizer = torch.optim.AdamW(grads.masters, lr=0.01)
+        for step in range(2):
+            for number in grads.mine:
+                ids = torch.randint(
+                    1, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(number + step)
+                )
+                (-logprobs(model, ids)[0].sum() / 54).backward()
+                assert all(p.grad is None for p in model.parameters())
+                grads.close(number)
+            grads.join()
+            optimizer.step()
+            grads.finish()
+        restore(model)
+        assert all(sha(p) != was for p, was in zip(model.parameters(), before)), "every weight is trained"
+        said |= {f"{cut}, weight {name}": sha(p) for name, p in model.named_parameters()}
+    return said
+
+
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
     said = {}
     for what, sizes in (
@@ -84,7 +113,7 @@ def main(folder: Path) -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
-    said = {name: found(make, group) for name, make in MODELS.items()}
+    said = {name: found(make, group) for name, make in MODELS.items()} | {"trained": trained(group)}
     if group:
         said["refused"] = refused(group)
     (folder / f"{dist.get_rank() if group else 'one'}.json").write_text(json.dumps(said))

@@ -4,6 +4,7 @@ A backward begins where the gradient reaches an output of the model. Each parame
 its fold goes on if `.grad` is what the last backward left there; it starts anew from what stands there else, from zero
 where `zero_grad` dropped or zeroed it. When the backward ends, `.grad` gets the whole fold, rounded once, and what
 autograd itself added meanwhile. So clipping, any optimizer, and gradients that a user sets or scales work as ever.
+A parameter that a MainGrads holds is left to it: its folds are the step's, or its groups'.
 """
 
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ class Folds:
                 f"apply: a parameter of shape {tuple(p.shape)} has a gradient hook, which autograd would not call; "
                 "expected none"
             )
+        if hasattr(getattr(p, "main_grad", None), "of_step"):
+            return
         fold = _fold(p)
         fold.uses.add(BUFFERS[embedding])
         for name in BUFFERS:
