@@ -93,11 +93,11 @@ class HeadNorm(torch.autograd.Function):
     """QK-norm of this rank's heads."""
 
     @staticmethod
-    def forward(ctx, group, layout, x, weight, eps):
+    def forward(ctx, group, layout, heads, x, weight, eps):
         main_grad("qk_norm", weight)
         x = aligned(x)
         y, rstd = norm.norm_forward(x, None, weight, eps, trains=True)
-        ctx.group, ctx.layout, ctx.eps, ctx.parameter = group, layout, eps, weight
+        ctx.group, ctx.layout, ctx.heads, ctx.eps, ctx.parameter = group, layout, heads, eps, weight
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -105,16 +105,16 @@ class HeadNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[2:4]
-        heads, width = x.shape[-2:]
-        tokens = x.numel() // (heads * width)
+        needs_x, needs_weight = ctx.needs_input_grad[3:5]
+        heads, width = ctx.heads, x.shape[-1]
         if needs_weight:
-            came = [gathering(t.reshape(tokens, -1), ctx.group) for t in (x, dy)]
+            came = [gathering(t.reshape(-1, heads * width), ctx.group) for t in (x, dy)]
         dx, dw = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
         if needs_weight:
             x, dy = (beside(arrived()).view(-1, width) for arrived in came)
             _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
             every = heads * dist.get_world_size(ctx.group)
-            given = "qk_norm", x, weight, rstd, dy, None, ctx.layout, every
-            _, dw = norm.norm_backward(*given, False, True, ctx.parameter)
-        return None, None, dx, dw, None
+            _, dw = norm.norm_backward(
+                "qk_norm", x, weight, rstd, dy, None, ctx.layout, every, False, True, ctx.parameter
+            )
+        return None, None, None, dx, dw, None

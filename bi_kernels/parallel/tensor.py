@@ -164,7 +164,7 @@ class TensorParallel:
         """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
         if self.ranks == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
             return norm.qk_norm(x, weight, eps)
-        return HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x, weight, eps)
+        return HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x.shape[-2], x, weight, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
         """attention of this rank's heads."""

@@ -34,14 +34,14 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
         if isinstance(module, attention_modules.Attention):
             together |= dict.fromkeys((module.q_proj, module.k_proj, module.v_proj), module.head_dim)
             together[module.o_proj] = 1
-            keys = parallel.keys(len(module.k_proj.weight) // module.head_dim)
+            keys = parallel.keys(module.config.num_key_value_heads)
             named = {"q_norm": parallel, "k_norm": keys, "k_proj": keys, "v_proj": keys}
             ops |= {getattr(module, n): its for n, its in named.items() if hasattr(module, n)} | {module: keys}
             fewer |= {p for part in (module.k_proj, module.v_proj) for p in part.parameters()}
         elif isinstance(module, modules.MLP):
             together |= dict.fromkeys((module.gate_proj, module.up_proj, module.down_proj), 1)
     rows_of = {p: rows for module, rows in together.items() for p in module.parameters(recurse=False)}
-    cuts = {p: parallel.cut(p.shape, rows, keys=p in fewer) for p, rows in rows_of.items()}
+    cuts = {weight: parallel.cut(weight.shape, rows, keys=weight in fewer) for weight, rows in rows_of.items()}
     return dict.fromkeys(together, parallel) | ops, cuts
 
 

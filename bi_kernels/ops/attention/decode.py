@@ -40,8 +40,8 @@ class Steps:
     ):
         """rows: of all queries of a key head; told: what `attention_kernel` is."""
         apart, count, heads, split = schedule.apart, told["sequences"], told["HEADS"], schedule.split
-        self.rows, self.blocks = rows * heads, triton.cdiv(longest, schedule.block)
-        self.room, splits = self.blocks * schedule.block, triton.cdiv(longest, split)
+        self.rows, self.key_blocks = rows * heads, triton.cdiv(longest, schedule.block)
+        self.room, splits = self.key_blocks * schedule.block, triton.cdiv(longest, split)
         tiles, columns = most_tiles(rows, count, apart.scores.rows), min(apart.values.columns, told["D"])
         told = told | {"TILE": apart.scores.rows, "room": self.room}
 
@@ -89,7 +89,7 @@ class Steps:
         """Computes the result, or with `parts` those of each split; a tensor may be None where `attention_kernel`'s."""
         given = q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages
         scores, weights = lse.new_empty(self.rows, self.room), q.new_empty(self.rows, self.room)
-        factors, sums = (lse.new_empty(self.blocks, self.rows) for _ in range(2))  # each aligned
+        factors, sums = (lse.new_empty(self.key_blocks, self.rows) for _ in range(2))  # each aligned
         parts = lse.new_empty(self.rows) if parts is None else parts  # the maxima
         self._scores(q, k, scores, first_q, length_q, first_k, length_k, pages)
         self._weights(scores, weights, factors, sums, parts, first_q, length_q, length_k)
