@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from world_tensor import VARIANTS
 
+from bi_kernels.audit import start
+from bi_kernels.audit.worlds import growth
 from bi_kernels.audit.worlds.launch import launched
 from bi_kernels.audit.worlds.session import Evidence, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
@@ -100,6 +102,18 @@ def test_evidence_that_differs_or_is_missing_is_counted(ranks, wrong):
 def test_logprobs_of_every_rank_count(values, wrong):
     one, two = Evidence.of(ONE), Evidence.of([{"logprob": {"0": value}} for value in values])
     assert _values(two.against(one, "logprob", TP2), one.logprob).mismatches == wrong
+
+
+def test_costs_are_held_against_the_goals_and_the_paper():
+    session = start("world", device="cpu")
+    assert session.costs == [] and growth.measured([], "tiny") == []
+    session.parameters["shapes"] = "qwen3-8b"
+    what = "tensor parallel, forward and backward"
+    session.costs = [{"world": "tp2", "what": what, "case": "", "ms": {"ours": n, "all-reduce": 10}} for n in (11, 12)]
+    assert [line["goal"] for line in session.compared()] == ["✔ 1.18 at most", "✘ 1.18 at most"]
+    (slow, slower) = growth.measured(session.costs, "qwen3-8b")
+    assert (slow["measured, ms more"], slower["measured, ms more"]) == ("0.25", "0.5")  # of four layers
+    assert slow["on paper, ms more"] == slower["on paper, ms more"] != "0"
 
 
 @given(rows=st.integers(1, 60 * BLOCK), ranks=st.integers(1, 16))

@@ -9,19 +9,18 @@ COLUMNS = {
     "invariance": "logprobs",
     "parity": "decode",
     "gradient invariance": "gradients",
-    "weights after training": "",
+    "weights after training": "weights",
 }
 
 
 def drawn(rows: list[Row]):
     """Returns a figure: a line a world or a control, a column a kind of result, in each cell how many differ of how
     many; hatched where nothing was asked."""
-    columns = {k: v or "weights" for k, v in COLUMNS.items()}
     lines = list(dict.fromkeys((r.candidate if r.control else "ours", r.layout) for r in rows))
-    share = np.full((len(lines), len(columns)), np.nan)
+    share = np.full((len(lines), len(COLUMNS)), np.nan)
     said = {}
     for r in rows:
-        at = lines.index((r.candidate if r.control else "ours", r.layout)), list(columns).index(r.relation)
+        at = lines.index((r.candidate if r.control else "ours", r.layout)), list(COLUMNS).index(r.relation)
         if r.elements:
             share[at] = r.mismatches / r.elements
             said[at] = f"{r.mismatches} of {r.elements}"
@@ -33,7 +32,7 @@ def drawn(rows: list[Row]):
     for (y, x), text in said.items():
         dark = not np.isnan(share[y, x]) and share[y, x] > 0.5
         axes.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
-    axes.set_xticks(range(len(columns)), columns.values())
+    axes.set_xticks(range(len(COLUMNS)), COLUMNS.values())
     axes.set_yticks(range(len(lines)), [f"{world}" if who == "ours" else f"{who}, {world}" for who, world in lines])
     judged = [r for r in rows if not r.control and r.against]
     wrong, asked = sum(bool(r.mismatches) or r.mismatches is None for r in judged), len(judged)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from bi_kernels.integrations.transformers import attention_modules, modules
-from bi_kernels.integrations.transformers.swap import OPS, Swapped
+from bi_kernels.integrations.transformers.swap import OPS, causal_lm
 from bi_kernels.parallel.tensor import Cut, Shared, TensorParallel
 
 
@@ -19,10 +19,8 @@ class _Head:
 
 def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, object], dict[nn.Parameter, Cut]]:
     """Returns the ops of each module that has others than one rank's, and how parameters are cut. Raises ValueError."""
-    owner = next((m for m in model.modules() if isinstance(m, modules.LanguageModel)), None)
-    owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), owner)
-    head = None if owner is None else owner.get_output_embeddings()
-    if owner is None or not owner.whole or not isinstance(head, modules.Linear) or head.bias is not None:
+    owner, head = causal_lm(model)
+    if head is None:
         raise ValueError(
             f"apply: group is given for a {type(model).__name__}, expected a model for causal language modelling of an "
             "architecture that is swapped whole, its head a linear without bias"

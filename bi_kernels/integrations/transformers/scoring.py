@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.layout import read
-from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
+from bi_kernels.integrations.transformers.swap import OPS, causal_lm, check_parts
 
 IGNORED = -100
 
@@ -52,11 +52,10 @@ def logprobs(
     (sequences + 1,), or by position_ids that restart. Both are 0 after a sequence's last token, and for padding. They
     have a gradient where one is wanted. Raises ValueError for a model that was not given to `apply`.
     """
-    owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
+    owner, head = causal_lm(model)
     if owner is not None:
         check_parts("logprobs", owner)
-    head = None if owner is None else owner.get_output_embeddings()
-    if not isinstance(head, Swapped) or not owner.whole or head.bias is not None:
+    if head is None:
         raise ValueError(
             f"logprobs: model is a {type(model).__name__}, expected a model for causal language modelling after "
             "apply(model), of an architecture that is swapped whole, its head a linear without bias"

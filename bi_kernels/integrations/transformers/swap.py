@@ -43,6 +43,14 @@ def swapped(replaces: type[nn.Module], kind: type[Swapped]) -> type[nn.Module]:
     return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
 
 
+def causal_lm(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Returns the module within a model that has a head, None where none is swapped; and the head, None unless all of
+    the architecture is swapped and the head is a linear without bias."""
+    owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
+    head = None if owner is None else owner.get_output_embeddings()
+    return owner, head if isinstance(head, Swapped) and owner.whole and head.bias is None else None
+
+
 def remember_parts(model: nn.Module) -> None:
     """Remembers the modules within a model; it refers to none above them, so that a dropped model is freed at once."""
     model.__dict__[PARTS] = [
