@@ -86,7 +86,11 @@ class MainGrads:
         if self.tree is None:
             zeros = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
             return [torch.zeros_like(p, **zeros) for p in self.parameters]
-        parts = self.tree.flat[: sum(map(_room, self.parameters))].split([_room(p) for p in self.parameters])
+        return self._of(self.tree.flat)
+
+    def _of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what a flat buffer holds of each parameter."""
+        parts = flat[: sum(map(_room, self.parameters))].split([_room(p) for p in self.parameters])
         return [part[: p.numel()].view(p.shape) for part, p in zip(parts, self.parameters)]
 
     @property
@@ -96,7 +100,7 @@ class MainGrads:
 
     @torch.no_grad()
     def close(self, group: int) -> None:
-        """Ends a group's fold, after its last backward: it takes its place in the tree, and the buffers are zero.
+        """Ends a group's fold, after its last backward: it takes its place in the tree, and the next begins at zero.
         Raises ValueError for another group than the next of `mine`."""
         if self.tree is None:  # a single group ends with the step
             if group != 0:
@@ -104,8 +108,8 @@ class MainGrads:
             return
         self._join_tied()
         self.collect()
-        self.tree.close(group)
-        self.mark()
+        if self.tree.close(group):
+            self.mark()
 
     @cached_property
     def masters(self) -> list[torch.nn.Parameter]:
@@ -161,9 +165,12 @@ class MainGrads:
     @torch.no_grad()
     def finish(self) -> None:
         """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
-        if self.sharded:
-            self.tree.gather([master.detach() for master in self.masters])
-        for p, master in zip(self.parameters, self._buffers() if self.sharded else self._made):
+        found = self._made
+        if self.sharded:  # rounded first, where all are of one dtype, so that less is gathered
+            kinds = {p.dtype for p in self.parameters}
+            kind = kinds.pop() if len(kinds) == 1 else torch.float32
+            found = self._of(self.tree.gather([master.detach().to(kind) for master in self.masters]))
+        for p, master in zip(self.parameters, found):
             p.copy_(master)
         for p in self.parameters:
             p.main_grad.zero_()

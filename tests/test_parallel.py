@@ -23,7 +23,7 @@ class Term:
     def __init__(self, text: str):
         self.text = text
 
-    def add_(self, other: "Term") -> "Term":
+    def __add__(self, other: "Term") -> "Term":
         self.text = f"({self.text}+{other.text})"
         return self
 
@@ -59,9 +59,9 @@ def test_a_rank_keeps_few_buffers_and_adds_as_the_tree_does(groups):
     folds, most = [torch.randn(4, generator=g) * 10.0**i for i, _ in enumerate(range(groups))], 0
     for number, fold in enumerate(folds):
         tree.flat.copy_(fold)
-        tree.close(number)
+        others = tree.close(number)
         most = max(most, len(tree.waiting))
-        assert not tree.flat.any()
+        assert others == (number + 1 < groups) and others == (not tree.flat.any())
     (found,) = tree.join()
     assert found.equal(added({(i, i + 1): fold.clone() for i, fold in enumerate(folds)}, (0, groups)))
     assert most <= max(1, groups.bit_length())

@@ -157,12 +157,21 @@ def norm_backward(
     parameter: torch.Tensor | None = None,
 ):
     """(dx, dweight), each where asked for; dweight is None too where it went into the parameter's main_grad."""
-    width = x.shape[-1]
-    buffer = main_grad(op, weight if parameter is None else parameter) if needs_dw else None
-    slabs = len(layout.slots) // SLAB
     dx = dw = None
     if needs_dx:
         dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
+    slots = None if layout.identity else layout.slots_on(x.device)
+    partial = slab_sums(x, weight, rstd, dy, dh, slots, len(layout.slots) // SLAB, heads, dx, needs_dw)
+    if needs_dw:
+        dw = fold_slabs(op, partial, weight if parameter is None else parameter)
+    return dx, dw
+
+
+def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_dw: bool) -> torch.Tensor:
+    """The partial sum of dweight of each slab, where they are asked for; dx besides, into what is given for it.
+
+    slots: the token of each place in the slabs, −1 for none; None: the tokens of x as they are."""
+    width = x.shape[-1]
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     shape = _blocks(width)
     if slabs and width:
@@ -172,26 +181,30 @@ def norm_backward(
             rstd,
             aligned(dy),
             None if dh is None else aligned(dh),
-            None if layout.identity else layout.slots_on(x.device),
+            slots,
             dx,
             partial,
-            layout.rows,
+            x.numel() // (width * heads),
             width,
             float(width),
             HEADS=heads,
             HAS_DH=dh is not None,
-            NEEDS_DX=needs_dx,
+            NEEDS_DX=dx is not None,
             NEEDS_DW=needs_dw,
             SLAB=SLAB,
             STAGES=_stages(shape, x, dy, dh),
             enable_fp_fusion=False,
             **shape,
         )
-    if needs_dw:
-        out = torch.empty_like(weight) if buffer is None else buffer
-        fold_partials(partial, buffer, out)
-        dw = out if buffer is None else None
-    return dx, dw
+    return partial
+
+
+def fold_slabs(op: str, partial: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """dweight of the slabs' partial sums: into weight.main_grad, or returned where it has none."""
+    buffer = main_grad(op, weight)
+    out = torch.empty_like(weight) if buffer is None else buffer
+    fold_partials(partial, buffer, out)
+    return out if buffer is None else None
 
 
 class _RMSNorm(torch.autograd.Function):

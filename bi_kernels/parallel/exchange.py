@@ -1,11 +1,15 @@
 """What ranks exchange: whole tensors of every rank, byte for byte, so that no collective adds a number."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from bi_kernels.parallel.peers import Move, peers_for
+from bi_kernels.tokens import SLAB
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.12 on
 
@@ -20,42 +24,91 @@ def _wide(t: Tensor, columns: int) -> Tensor:
     return t.view(torch.int64) if columns * t.element_size() % 8 == 0 else t
 
 
-def gathering(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begins to gather x of all ranks, of one shape; returns what waits for it and returns (ranks, *x.shape)."""
-    x = x.contiguous()
-    found = x.new_empty(dist.get_world_size(group), *x.shape)
-    if not x.numel():
-        return lambda: found
-    work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
+def exchanging(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
+    """Begins to exchange what was moved; returns what waits for it and returns what came of each. Unless it is kept,
+    that is for what is launched next: see peers.py."""
+    if peers := peers_for(group, moves[0].x, sum(move.room() for move in moves)):
+        return peers.exchange(moves, kept)
+    waits = [_collective(group, move) for move in moves]
+    return lambda: [wait() for wait in waits]
+
+
+def exchanged(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tensor:
+    """Returns what came of one."""
+    return exchanging(group, move, kept=kept)()[0]
+
+
+def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
+    """Begins a move by collectives."""
+    (rank, ranks), columns = _place(group), move.columns
+    rows, width, same = move.rows[rank], columns * move.x.element_size(), not any(move.first)
+    if same or columns == move.x.shape[1]:  # what is sent lies one after another
+        x = move.x.contiguous()
+    else:
+        x = torch.cat([_wide(part, columns).flatten() for part in move.x.split(columns, 1)]).view(move.x.dtype)
+    found, work = x.new_empty(ranks, rows, columns), None
+    if x.numel() and same:
+        work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
+    elif x.numel():
+        counts = [rows * width] * ranks, [theirs * width for theirs in move.rows]
+        work = dist.all_to_all_single(_bytes(found), _bytes(x), *counts, group=group, async_op=True)
 
     def wait(held: Tensor = x) -> Tensor:
-        work.wait()
-        return found
+        if work:
+            work.wait()
+        if not move.beside:
+            return found
+        wide = _wide(found, columns).transpose(0, 1)
+        return wide.reshape(rows, ranks * wide.shape[2]).view(x.dtype)
 
     return wait
 
 
-def beside(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the columns of all ranks beside each other: (rows, ranks · columns) of (ranks, rows, columns)."""
-    ranks, rows, columns = parts.shape
-    out = parts.new_empty(rows, ranks * columns) if out is None else out
-    _wide(out, columns).view(rows, ranks, -1).copy_(_wide(parts, columns).transpose(0, 1))
-    return out
+@cache
+def _place(group: dist.ProcessGroup) -> tuple[int, int]:
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
-def recutting(weight: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begins to cut a weight along its columns, of which each rank holds rows; returns what waits for it and returns
-    all rows of this rank's columns."""
-    ranks, (rows, columns) = dist.get_world_size(group), weight.shape
-    sent = _wide(weight, columns // ranks).view(rows, ranks, -1).transpose(0, 1).contiguous()
-    found = torch.empty_like(sent)
-    work = dist.all_to_all_single(_bytes(found), _bytes(sent), group=group, async_op=True)
+def gathering(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
+    """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
+    ranks = _place(group)[1]
+    return Move(x if x.stride(1) == 1 else x.contiguous(), [len(x)] * ranks, [0] * ranks, x.shape[1], beside)
 
-    def wait(held: Tensor = sent) -> Tensor:
-        work.wait()
-        return found.view(weight.dtype).view(ranks * rows, columns // ranks)
 
-    return wait
+def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
+    """Moves x (rows, columns) of all ranks to all, beside each other: (rows, ranks · columns)."""
+    return gathering(x, group, beside=True)
+
+
+def shares(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slice]:
+    """Returns the tokens of each rank: whole slabs, as many each; the last ranks may have fewer, or none. unit: of what
+    a rank has, 1 where slabs themselves are counted."""
+    ranks = _place(group)[1]
+    most = -(-tokens // (unit * ranks)) * unit
+    return [slice(min(tokens, r * most), min(tokens, r * most + most)) for r in range(ranks)]
+
+
+def turning(x: Tensor, group: dist.ProcessGroup) -> Move:
+    """Moves x (tokens, columns), all tokens of this rank's columns, so that each rank has its tokens of all columns:
+    (its tokens, ranks · columns)."""
+    x, (tokens, columns) = x.contiguous(), x.shape
+    cuts = shares(tokens, group)
+    return Move(x, [cut.stop - cut.start for cut in cuts], [cut.start * columns for cut in cuts], columns, True)
+
+
+def recutting(weight: Tensor, group: dist.ProcessGroup) -> Move:
+    """Moves a weight, of which each rank has rows, so that each has all rows of its columns: (ranks, rows, columns of a
+    rank)."""
+    ranks, (rows, columns) = _place(group)[1], weight.shape
+    return Move(weight, [rows] * ranks, [*range(0, columns, columns // ranks)], columns // ranks, False)
+
+
+def of_all(mine: Tensor, tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> Tensor:
+    """Returns (tokens, columns) of all ranks, of which each has its share."""
+    most = shares(tokens, group, unit)[0].stop
+    if len(mine) < most:
+        mine = torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
+    return exchanged(group, gathering(mine, group), kept=True).flatten(0, 1)[:tokens]
 
 
 def merge(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -78,7 +131,25 @@ class Part(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        return beside(gathering(dy, ctx.group)()[ctx.kept]), None, None, None
+        if ctx.kept == slice(None):
+            return exchanged(ctx.group, joining(dy, ctx.group), kept=True), None, None, None
+        parts = exchanged(ctx.group, gathering(dy, ctx.group))
+        return torch.cat([*parts[ctx.kept]], 1), None, None, None
+
+
+class OwnTokens(torch.autograd.Function):
+    """This rank's tokens of what every rank has whole, x (tokens, columns). The gradient of the whole are the parts
+    that the ranks found, one after another."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.tokens = group, len(x)
+        return x[shares(len(x), group)[dist.get_rank(group)]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return of_all(dy, ctx.tokens, ctx.group), None
 
 
 class Whole(torch.autograd.Function):
@@ -87,7 +158,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.columns = own(x.shape[1], group)
-        return beside(gathering(x, group)())
+        return exchanged(group, joining(x, group), kept=True)
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,8 @@
 """Products and QK-norm of weights that are cut along their rows over ranks, forward and backward.
 
-A rank's columns of a product are whole sums. dX = dY W sums over the columns of all ranks: so dY is gathered, and the
-weight exchanged for all rows of the rank's columns of x. dW and dbias are the rank's own, and are computed meanwhile.
+A rank's columns of a product are whole sums, and so are its tokens where it has the weight whole; no cut changes a bit,
+so each product is cut where less is exchanged and nothing has to be copied after it. dW and dbias are the rank's own,
+and are computed while the rest is on its way.
 """
 
 import torch
@@ -12,14 +13,25 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
 from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
-from bi_kernels.parallel.exchange import beside, gathering, own, recutting
-from bi_kernels.tokens import main_grad
-
-PIECE, PIECES = 1024, 4  # tokens that a product is cut at, the least and into how many: the next is on its way
+from bi_kernels.parallel.exchange import (
+    exchanged,
+    exchanging,
+    gathering,
+    joining,
+    of_all,
+    own,
+    recutting,
+    shares,
+    turning,
+)
+from bi_kernels.tokens import SLAB, main_grad
 
 
 class OfWhole(torch.autograd.Function):
-    """This rank's columns of a product of x, whole; `part` is the rank's columns of x, whose gradient it is."""
+    """This rank's columns of a product of x, whole; `part` are the rank's tokens of x, whose gradient it is.
+
+    dX = dY W sums over the columns of all ranks: each rank has it of its tokens, of which it is sent all of dY, and of
+    the whole weight."""
 
     @staticmethod
     def forward(ctx, group, layout, part, x, weight, bias):
@@ -34,32 +46,37 @@ class OfWhole(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, _, *needed = ctx.needs_input_grad[2:]
         if needs_x:
-            dy_of_all, own_columns = gathering(dy, ctx.group), recutting(weight, ctx.group)
-        grads = _folds(ctx, dy, x, needed)
-        dx = product(beside(dy_of_all()), own_columns().t()) if needs_x else None
+            arrived = exchanging(ctx.group, turning(dy, ctx.group), gathering(weight, ctx.group))
+        grads, dx = _folds(ctx, dy, x, needed), None
+        if needs_x:
+            of_mine, whole = arrived()
+            dx = product(of_mine, whole.flatten(0, 1).t())
         return None, None, dx, None, *grads
 
 
 class OfParts(torch.autograd.Function):
-    """A product, whole, of x of which the ranks have some columns each."""
+    """A product, whole, of x of which the ranks have some columns each.
+
+    dX of a rank's columns takes those columns of the whole weight, dW all columns of x."""
 
     @staticmethod
     def forward(ctx, group, layout, part, weight, bias):
         _check_buffers(weight, bias)
         ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
-        x, y = of_parts(group, part, weight, bias)
-        ctx.save_for_backward(x, weight)
-        return y
+        ctx.save_for_backward(part, weight)
+        return of_parts(group, part, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+        part, weight = ctx.saved_tensors
         needs_x, *needed = ctx.needs_input_grad[2:]
         if needs_x:
-            own_columns = recutting(weight, ctx.group)
-        grads = _folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
-        return None, None, product(dy, own_columns().t()) if needs_x else None, *grads
+            own_columns = exchanging(ctx.group, recutting(weight, ctx.group))
+        x_of_all = exchanging(ctx.group, joining(part, ctx.group)) if needed[0] else None
+        dx = product(dy, own_columns()[0].flatten(0, 1).t()) if needs_x else None
+        x = x_of_all()[0] if needed[0] else None
+        return None, None, dx, *_folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
 
 
 def _check_buffers(weight: Tensor, bias: Tensor | None) -> None:
@@ -75,18 +92,16 @@ def _folds(ctx, dy: Tensor, x: Tensor, needed: list[bool]) -> tuple[Tensor | Non
     return dw, fold_bias("linear", dy, bias, layout) if needed[1] else None
 
 
-def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns x and y, whole. Tokens are cut in pieces, so that one is exchanged while another is computed."""
-    rows, ranks = len(part), dist.get_world_size(group)
-    x, y = part.new_empty(rows, weight.shape[1]), part.new_empty(rows, len(weight) * ranks)
-    cuts = [slice(c[0], c[-1] + 1) for c in torch.arange(rows).tensor_split(max(1, min(PIECES, rows // PIECE)))]
-    come = [gathering(part[cut], group) for cut in cuts]
-    leave = []
-    for cut, arrived in zip(cuts, come):
-        leave.append(gathering(linear(beside(arrived(), x[cut]), weight, bias), group))
-    for cut, arrived in zip(cuts, leave):
-        beside(arrived(), y[cut])
-    return x, y
+def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns y, whole: each rank its columns of it, of x whole, or where less is to be sent then its tokens of it, of
+    the whole weight."""
+    (tokens, _), rows, ranks = part.shape, len(weight), dist.get_world_size(group)
+    if tokens * (ranks - 1) <= rows * ranks * ranks:
+        y = linear(exchanged(group, joining(part, group)), weight, bias)
+        return exchanged(group, joining(y, group), kept=True)
+    bias = None if bias is None else exchanged(group, joining(bias.view(1, -1), group)).flatten()
+    of_mine, whole = exchanging(group, turning(part, group), gathering(weight, group))()
+    return of_all(linear(of_mine, whole.flatten(0, 1), bias), tokens, group)
 
 
 class HeadNorm(torch.autograd.Function):
@@ -108,13 +123,19 @@ class HeadNorm(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[3:5]
         heads, width = ctx.heads, x.shape[-1]
         if needs_weight:
-            came = [gathering(t.reshape(-1, heads * width), ctx.group) for t in (x, dy)]
-        dx, dw = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
-        if needs_weight:
-            x, dy = (beside(arrived()).view(-1, width) for arrived in came)
-            _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
-            every = heads * dist.get_world_size(ctx.group)
-            _, dw = norm.norm_backward(
-                "qk_norm", x, weight, rstd, dy, None, ctx.layout, every, False, True, ctx.parameter
-            )
+            turned = [turning(ctx.layout.gather(t.reshape(-1, heads * width)), ctx.group) for t in (x, dy)]
+            arrived = exchanging(ctx.group, *turned)
+        dx, _ = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
+        if not needs_weight:
+            return None, None, None, dx, None, None
+        x, dy = (t.view(-1, width) for t in arrived())
+        _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
+        slabs, held = len(ctx.layout.slots) // SLAB, None
+        mine = shares(slabs, ctx.group, 1)[dist.get_rank(ctx.group)]
+        if not ctx.layout.identity:  # this rank's tokens lie in the order of the fold now
+            free = ctx.layout.slots_on(x.device)[mine.start * SLAB : mine.stop * SLAB] < 0
+            held = torch.arange(len(free), device=x.device, dtype=torch.int32).masked_fill_(free, -1)
+        every = heads * dist.get_world_size(ctx.group)
+        partial = norm.slab_sums(x, weight, rstd, dy, None, held, mine.stop - mine.start, every, None, True)
+        dw = norm.fold_slabs("qk_norm", of_all(partial, slabs, ctx.group, 1), ctx.parameter)
         return None, None, None, dx, dw, None

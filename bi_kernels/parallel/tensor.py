@@ -1,10 +1,10 @@
 """Tensor parallelism that gathers where others reduce: each element's sum is one fold, on one rank.
 
-Every weight is cut along its output rows, so a rank has some columns of a product, whole. What the next product sums
-over is gathered first. Backward, the same: dX = dY W sums over the columns of all ranks, so dY is gathered, the weight
-is exchanged for all rows of the rank's share of columns, and each rank folds its share of dX; dW and dbias are the
-rank's own, and are computed while the others are on their way. Attention, RoPE and QK-norm work on the rank's heads;
-norms and residuals are the same on every rank.
+Every weight is cut along its output rows, so a rank has some columns of a product, whole. A product that sums over what
+the ranks have some columns of each is cut by tokens instead: a rank is sent its tokens, whole, and the whole weight. So
+is dX = dY W, which sums over the columns of all ranks, or it is cut by its own columns; whatever the cut, an element is
+one fold. dW and dbias are the rank's own, and are computed while the rest is on its way. Attention, RoPE and QK-norm
+work on the rank's heads; norms and residuals are the same on every rank.
 
     mesh = torch.distributed.init_device_mesh("cuda", (8,))
     model = Decoder(config, device="cuda", ops=TensorParallel(mesh.get_group()))
@@ -23,7 +23,7 @@ from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import Part, Whole, merge, own
+from bi_kernels.parallel.exchange import OwnTokens, Part, Whole, merge, own
 from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
 from bi_kernels.parallel.tree import agree
 from bi_kernels.tokens import layout_for
@@ -49,8 +49,8 @@ class Shared(nn.Parameter):
 
 
 class Entered(NamedTuple):
-    """What products of one x are given, and nothing else is: x, and this rank's columns of it, whose gradients are
-    added before they are gathered."""
+    """What products of one x are given, and nothing else is: x, and this rank's tokens of it, whose gradients are added
+    before they are gathered."""
 
     whole: Tensor
     part: Tensor
@@ -134,8 +134,7 @@ class TensorParallel:
         return Entered(x.detach(), self._part(x))
 
     def _part(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        return Part.apply(flat, own(flat.shape[1] // self.ranks, self.group), self.group)
+        return OwnTokens.apply(x.reshape(-1, x.shape[-1]), self.group)
 
     def key_heads(self, heads: int) -> int:
         """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
@@ -153,7 +152,7 @@ class TensorParallel:
             return linear(x, weight, bias)
         flat = x.reshape(-1, given)
         if not trains:
-            return of_parts(self.group, flat, weight, bias)[1].view(*lead, rows * self.ranks)
+            return of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
         layout = layout_for("linear", lead, of_weight)
         if given == K:
             part = self._part(x) if part is None else part

@@ -7,14 +7,15 @@ by `all_to_all_single`, so that each rank adds its share of all parameters, and 
 sharded as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from bi_kernels.parallel.exchange import all_gather
+from bi_kernels.parallel.peers import Move, peers_for
 
-BUCKET = 2**26  # fp32 numbers that are exchanged at a time
+BUCKET = 2**25  # fp32 numbers that are exchanged at a time
 Node = tuple[int, int]  # groups: the first, and the one after the last
 
 
@@ -60,9 +61,9 @@ class GroupTree:
         """Returns the groups of a rank."""
         return range(*(r * self.groups // self.ranks for r in (rank, rank + 1)))
 
-    def close(self, group: int) -> None:
-        """Takes the flat buffer as the fold of a group, and zeroes it. Raises ValueError for another group than the
-        next of this rank's."""
+    def close(self, group: int) -> bool:
+        """Takes the flat buffer as the fold of a group, and zeroes it if there is another; returns whether it did.
+        Raises ValueError for another group than the next of this rank's."""
         if group != self.next or group not in self.mine:
             due = f"group {self.next}" if self.next in self.mine else "none, for all are closed"
             mine = f"rank {self.rank} has {_said(self.mine)}"
@@ -73,8 +74,13 @@ class GroupTree:
             (first, _), left = self.waiting.pop()
             held = left.add_(self.flat if held is None else held)
             node = first, node[1]
-        self.waiting.append((node, self.flat.clone() if held is None else held))
-        self.flat.zero_()
+        others = self.next in self.mine
+        if held is None:
+            held = self.flat.clone() if others else self.flat
+        self.waiting.append((node, held))
+        if others:
+            self.flat.zero_()
+        return others
 
     def _halves(self, left: Node, right: Node) -> bool:
         """Tells whether two neighbours are the halves of one node."""
@@ -86,18 +92,25 @@ class GroupTree:
         if self.next != self.mine.stop:
             missing = range(self.next, self.mine.stop)
             raise ValueError(f"MainGrads: join was called before {_said(missing)} of rank {self.rank} was closed")
-        found = [self._sum(part) for part in self.parts()]
+        found, due = [], None
+        for part in self.parts():  # one is on its way while the one before is added
+            begun = self._exchange(part)
+            found += [due()] if due else []
+            due = begun
+        found += [due()] if due else []
         self.waiting.clear()
         self.next = self.mine.start
         return found
 
-    def gather(self, shares: list[torch.Tensor]) -> None:
-        """Leaves every rank's shares in the flat buffer of every rank."""
+    def gather(self, shares: list[torch.Tensor]) -> torch.Tensor:
+        """Leaves every rank's shares in the flat buffer of every rank; returns it, of their dtype."""
+        flat = self.flat.view(shares[0].dtype)[: self.size]
         for part, share in zip(self.parts(), shares):
             if self.world is None:
-                self.flat[part].copy_(share)
+                flat[part].copy_(share)
             else:
-                all_gather(self.flat[part], share, group=self.world)
+                all_gather(flat[part], share, group=self.world)
+        return flat
 
     def parts(self) -> Iterator[slice]:
         """Yields the parts of the flat buffer that are exchanged at a time, each of which every rank has a share of."""
@@ -109,30 +122,47 @@ class GroupTree:
         count = (part.stop - part.start) // self.ranks
         return slice(part.start + self.rank * count, part.start + (self.rank + 1) * count)
 
-    def _sum(self, part: slice) -> torch.Tensor:
-        """Returns this rank's share of a part of the flat buffers, of all groups."""
+    def _exchange(self, part: slice) -> Callable[[], torch.Tensor]:
+        """Begins to bring together what the ranks have of this rank's share of a part of the flat buffers; returns what
+        waits for it and returns the sum of all groups."""
         if self.world is None:
-            return self.waiting[0][1][part]
+            return lambda: self.waiting[0][1][part]
         share = (part.stop - part.start) // self.ranks
         nodes = [[*whole(held.start, held.stop, self.groups)] for held in map(self.of, range(self.ranks))]
+        if all(len(of) == 1 for of in nodes) and (peers := peers_for(self.world, self.flat, self.ranks * share * 4)):
+            (_, flat), ranks, node = self.waiting[0], self.ranks, nodes[self.rank][0]
+            firsts = [*range(0, ranks * share, share)]
+            arrived = peers.exchange([Move(flat[part].view(1, -1), [1] * ranks, firsts, share, False, own=False)])
+
+            def added_up() -> torch.Tensor:
+                came = {of: piece for (of,), piece in zip(nodes, arrived()[0].flatten(1))}
+                return added(came | {node: flat[self.share(part)]}, (0, self.groups))
+
+            return added_up
         found: dict[Node, torch.Tensor] = {}
+        works = []
         for i in range(max(map(len, nodes))):
             sent = self.waiting[i][1][part] if i < len(self.waiting) else self.flat[:0]
             sizes = [share * (i < len(of)) for of in nodes]
             came = self.flat.new_empty(sum(sizes))
             given = [len(sent) // self.ranks] * self.ranks
-            dist.all_to_all_single(came, sent, sizes, given, group=self.world)
+            works.append(dist.all_to_all_single(came, sent, sizes, given, group=self.world, async_op=True))
             found |= {of[i]: piece for of, piece in zip(nodes, came.split(sizes)) if i < len(of)}
 
-        return added(found, (0, self.groups))
+        def due() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return added(found, (0, self.groups))
+
+        return due
 
 
 def added(found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
-    """Returns the sum of a node's groups, in place of its first part, from the nodes that were found."""
+    """Returns the sum of a node's groups, from the nodes that were found."""
     if node in found:
         return found[node]
     divided = middle(*node)
-    return added(found, (node[0], divided)).add_(added(found, (divided, node[1])))
+    return added(found, (node[0], divided)) + added(found, (divided, node[1]))
 
 
 def agree(who: str, world: dist.ProcessGroup, said: dict[str, object]) -> None:

@@ -3,17 +3,20 @@ reduce-scatter of gradients."""
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import bi_kernels as bi
 from bi_kernels.audit.worlds.world import DTYPES, case
 from bi_kernels.grads import MainGrads
-from bi_kernels.model import CONFIGS, Cache, packed
+from bi_kernels.model import CONFIGS, Cache, Decoder, packed
 from bi_kernels.model.decoder import Layer
-from bi_kernels.parallel.exchange import recutting
+from bi_kernels.parallel.exchange import exchanged, recutting
 from bi_kernels.parallel.tensor import TensorParallel
 
 ROUNDS, WARM = 5, 2
@@ -70,7 +73,7 @@ def measured(told: dict, device: torch.device, tensor, data) -> dict:
     if tensor is not None:
         found += _layers(told, device, tensor)
     if data is not None:
-        found += [_joined(told, device, data)]
+        found += [_joined(told, device, data), _stepped(told, device, data)]
     return {"costs": found}
 
 
@@ -86,7 +89,8 @@ def _stack(told: dict, device: torch.device, ops) -> nn.ModuleList:
     if isinstance(ops, AllReduce):
         for layer in layers:
             layer.o, layer.down = (
-                nn.Parameter(recutting(w.detach(), ops.group)().clone()) for w in (layer.o, layer.down)
+                nn.Parameter(exchanged(ops.group, recutting(w.detach(), ops.group), kept=True).flatten(0, 1))
+                for w in (layer.o, layer.down)
             )
     for p in layers.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -100,9 +104,6 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
     kinds = {"ours": TensorParallel(group), "all-reduce": AllReduce(group)}
     stacks = {name: _stack(told, device, ops) for name, ops in kinds.items()}
     table = bi.rope_table(settings["length"] + 8, config.head_dim, config.theta, device)
-    lengths = [settings["length"]] * settings["sequences"]
-    x = torch.randn(sum(lengths), config.hidden, device=device, dtype=dtype, requires_grad=True)
-    rows = packed(lengths, device)
 
     def forward(layers, x, rows, cache=None):
         step, residual = None, x
@@ -110,21 +111,24 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
             step, residual = layer(step, residual, table, rows, cache, number)
         return step + residual
 
-    def step(layers):
+    def step(layers, x, rows):
         with rows.layout:
             y = forward(layers, x, rows)
         y.backward(torch.ones_like(y))
 
-    @torch.no_grad()
-    def prefill(layers):
-        forward(layers, x, rows)
-
     found = []
-    for what, call in (("forward", prefill), ("forward and backward", step)):
-        ms = _turns({name: (lambda layers=layers, call=call: call(layers)) for name, layers in stacks.items()}, group)
-        case_ = f"{len(stacks['ours'])} layers, {sum(lengths)} tokens"
-        found.append({"what": f"tensor parallel, {what}", "case": case_, "ms": ms})
-    x.grad = None
+    for sequences in settings["sequences"]:
+        lengths = [settings["length"]] * sequences
+        x = torch.randn(sum(lengths), config.hidden, device=device, dtype=dtype, requires_grad=True)
+        rows = packed(lengths, device)
+        for what, call in (("forward", torch.no_grad()(forward)), ("forward and backward", step)):
+            calls = {
+                name: (lambda layers=layers, call=call, x=x, rows=rows: call(layers, x, rows))
+                for name, layers in stacks.items()
+            }
+            case_ = f"{len(stacks['ours'])} layers, {len(x)} tokens"
+            said = {"what": f"tensor parallel, {what}", "case": case_, "tokens": len(x)}
+            found.append(said | {"ms": _turns(calls, group)})
     decodes = {}
     for name, layers in stacks.items():
         cache = Cache(
@@ -168,6 +172,44 @@ def _joined(told: dict, device: torch.device, group) -> dict:
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(share, grads.tree.flat[:count], group=group),
     }
     return {"what": "data parallel, join", "case": f"{count:.3g} fp32 numbers", "ms": _turns(calls, group)}
+
+
+def _stepped(told: dict, device: torch.device, group) -> dict:
+    """Times a step of a decoder, a group of sequences a rank, beside the same ops under FSDP2; AdamW's state is sharded
+    in both, the weights in FSDP2 alone."""
+    settings = case(told["shapes"])["timed"]
+    config = replace(CONFIGS[case(told["shapes"])["model"]], layers=settings["layers"])
+    lengths = [settings["length"]] * settings["sequences"][0]
+    rows = packed(lengths, device)
+    ids, targets = torch.randint(0, config.vocab, (2, sum(lengths)), device=device)
+    model, dtype = Decoder(config, device, DTYPES[told["dtype"]], told["seed"]), DTYPES[told["dtype"]]
+    grads = MainGrads(model.parameters(), model.tied, groups=dist.get_world_size(group), world=group, sharded=True)
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=device.type == "cuda")
+    optimizer = adam(grads.masters)
+
+    def ours():
+        for one in grads.mine:
+            model.logprobs(ids, targets, rows)[0].mean().backward()
+            grads.close(one)
+        grads.join()
+        optimizer.step()
+        grads.finish()
+
+    theirs = Decoder(config, device, torch.float32, told["seed"])
+    mesh = DeviceMesh.from_group(group, device.type)
+    given = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)}
+    for part in (*theirs.layers, theirs):
+        fully_shard(part, **given)
+    register_fsdp_forward_method(theirs, "logprobs")
+    sharded = adam(theirs.parameters())
+
+    def fsdp():
+        theirs.logprobs(ids, targets, rows)[0].mean().backward()
+        sharded.step()
+        sharded.zero_grad()
+
+    case_ = f"{config.layers} layers, embedding and LM head, {sum(lengths)} tokens a rank"
+    return {"what": "data parallel, a step", "case": case_, "ms": _turns({"ours": ours, "FSDP2": fsdp}, group)}
 
 
 def _turns(calls: dict[str, Callable], group) -> dict[str, float]:

@@ -3,26 +3,27 @@
 from bi_kernels.audit.worlds.world import case
 from bi_kernels.contract import CONTRACT
 from bi_kernels.model import CONFIGS
+from bi_kernels.parallel.peers import SLOTS
 
 BYTES, FP32 = 2, 4
 
 
-def received(config, ranks: int) -> dict[str, float]:
-    """Returns the bytes that a rank receives for a layer and a token, forward and backward, by gathering and by an
-    all-reduce in a ring; and for a layer of a micro-batch, whatever its tokens, the weights cut another way."""
+def received(config, ranks: int, tokens: int) -> dict[str, float]:
+    """Returns the bytes that a rank receives for a layer of a micro-batch of so many tokens, forward and backward, by
+    gathering as parallel/products.py does, and by an all-reduce in a ring."""
     width, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    share = BYTES * (ranks - 1) / ranks
+    share, hidden = BYTES * (ranks - 1) / ranks, config.hidden
+    joined = tokens * 2 * hidden  # what the products of o and down are, or the gradients of what q, k, v, gate, up take
+    forward = [min(tokens * k, tokens * k / ranks + hidden * k) for k in (width, config.mlp)]
+    of_parts, of_whole = width + config.mlp, width + 2 * keys + 2 * config.mlp
     heads = 2 * (width + keys) if config.qk_norm else 0  # x and dy, of the weight's gradient
-    forward = width + config.mlp + 2 * config.hidden
-    backward = width + 2 * keys + heads + 2 * config.mlp + 2 * config.hidden
-    weights = config.hidden * (2 * width + 2 * keys + 3 * config.mlp)
-    reduced = 2 * 2 * config.hidden  # two all-reduces, each of which sends everything twice
+    backward = tokens * ((of_whole + heads) / ranks + of_parts) + hidden * (of_whole + of_parts / ranks)
+    reduced = 2 * 2 * hidden * tokens  # two all-reduces, each of which sends everything twice
     return {
-        "forward, gathered": share * forward,
-        "backward, gathered": share * backward,
+        "forward, gathered": share * (joined + sum(forward)),
+        "backward, gathered": share * (joined + backward),
         "forward, all-reduced": share * reduced,
         "backward, all-reduced": share * reduced,
-        "weights": share * weights / ranks,
     }
 
 
@@ -38,20 +39,20 @@ def table(shapes: str) -> list[dict]:
     for ranks in settings["ranks"]:
         tp = min(ranks, settings["node"])
         dp, link = ranks // tp, settings["nvlink"]
-        of = received(config, tp)
-        time = lambda what, link=link, of=of: of[what] * settings["tokens"] / link * 1e3
-        recut = of["weights"] / link * 1e3
+        of = received(config, tp, settings["tokens"])
+        time = lambda what, link=link, of=of: of[what] / link * 1e3
         joined = FP32 * numbers / tp * (dp - 1) / dp / (settings["network"] if ranks > settings["node"] else link)
         line = {
             "GPUs": ranks,
             "cut": f"tp {tp} × dp {dp}",
             "forward, ms": time("forward, gathered"),
             "all-reduced": time("forward, all-reduced"),
-            "backward, ms": time("backward, gathered") + recut,
+            "backward, ms": time("backward, gathered"),
             "all-reduced ": time("backward, all-reduced"),
             "across nodes, forward, ms": time("forward, gathered", settings["network"]),
             "join a step, ms": joined * 1e3,
             "weights and fp32 gradients a GPU, GB": (BYTES + FP32) * numbers / tp / 1e9,
+            "on their way, GB": SLOTS * BYTES * settings["tokens"] * config.mlp / 1e9,  # x of down, of all ranks
             "masters and moments, sharded, GB": 3 * FP32 * numbers / tp / dp / 1e9,
         }
         found.append({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in line.items()})
@@ -67,10 +68,9 @@ def measured(costs: list[dict], shapes: str) -> list[dict]:
         which = directions.get(cost["what"].removeprefix("tensor parallel, "))
         if which is None:
             continue
-        of = received(CONFIGS[case(shapes)["model"]], int(cost["world"].removeprefix("tp")))
-        tokens = timed["sequences"] * timed["length"]
-        more = sum(of[f"{d}, gathered"] - of[f"{d}, all-reduced"] for d in which) * tokens
-        more += of["weights"] * ("backward" in which)
+        tokens = cost["tokens"]
+        of = received(CONFIGS[case(shapes)["model"]], int(cost["world"].removeprefix("tp")), tokens)
+        more = sum(of[f"{d}, gathered"] - of[f"{d}, all-reduced"] for d in which)
         paper = more / CONTRACT["chain"]["world"]["growth"]["nvlink"] * 1e3
         ours, theirs = cost["ms"].values()
         took = (ours - theirs) / timed["layers"]
@@ -82,12 +82,15 @@ def measured(costs: list[dict], shapes: str) -> list[dict]:
 def sentence(shapes: str) -> str:
     """Says where gathering moves more than reducing, and where it moves less."""
     config = CONFIGS["qwen3-8b" if shapes == "tiny" else case(shapes)["model"]]
-    of = received(config, 8)
-    forward = of["forward, gathered"] / of["forward, all-reduced"]
-    backward = of["backward, gathered"] / of["backward, all-reduced"]
+    tokens = CONTRACT["chain"]["world"]["growth"]["tokens"]
     more = lambda share: f"{share:.2f} times" + (" as much" if share > 1 else ", which is less")
+
+    def said(ranks: int) -> str:
+        of = received(config, ranks, tokens)
+        shares = (of[f"{d}, gathered"] / of[f"{d}, all-reduced"] for d in ("forward", "backward"))
+        return "{} in the forward and {} in the backward".format(*map(more, shares))
+
     return (
-        f"For a layer and a token, gathering moves {more(forward)} in the forward and {more(backward)} in the backward "
-        "what two all-reduces in a ring do; besides, the weights of a layer are exchanged once a micro-batch, whatever "
-        "its tokens."
+        f"For a layer and {tokens} tokens, beside two all-reduces in a ring, gathering moves over 2 ranks {said(2)}; over 8 "
+        f"{said(8)}. Of that, the weights are exchanged once a micro-batch, whatever its tokens."
     )

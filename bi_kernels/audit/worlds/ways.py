@@ -8,7 +8,7 @@ import bi_kernels as bi
 from bi_kernels.audit.worlds.world import Way, World
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
-from bi_kernels.parallel.exchange import beside, gathering, recutting
+from bi_kernels.parallel.exchange import exchanged, gathering, joining, recutting
 from bi_kernels.parallel.tensor import TensorParallel
 from bi_kernels.parallel.vocabulary import Head
 
@@ -21,7 +21,7 @@ class Reduced(TensorParallel):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
             return bi.linear(x, weight, bias)
-        y = bi.linear(x, recutting(weight, self.group)())
+        y = bi.linear(x, exchanged(self.group, recutting(weight, self.group)).flatten(0, 1))
         dist.all_reduce(y, group=self.group)
         return y
 
@@ -32,8 +32,9 @@ class Exchanged(TensorParallel):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
             return bi.linear(x, weight, bias)
-        whole = beside(gathering(x.flatten(0, -2), self.group)().flip(0))
-        y = beside(gathering(bi.linear(whole, weight, bias), self.group)())
+        parts = exchanged(self.group, gathering(x.flatten(0, -2), self.group)).flip(0)
+        y = bi.linear(torch.cat([*parts], -1), weight, bias)
+        y = exchanged(self.group, joining(y, self.group), kept=True)
         return y.view(*x.shape[:-1], -1)
 
 

@@ -75,7 +75,8 @@ class WorldStep:
         self.case, self.device, self.way = case(shapes), device, way
         config = replace(CONFIGS[self.case["model"]], layers=self.case["layers"])
         ops = bi_kernels if tensor is None else way.ops(tensor)
-        self.model = Decoder(config, device, DTYPES[dtype], seed, checkpointing=True, ops=ops)
+        longest = max(self.case["long"], *self.case["lengths"])
+        self.model = Decoder(config, device, DTYPES[dtype], seed, longest, checkpointing=True, ops=ops)
         self.data = data
         self.lengths = self.case["lengths"]
         g, count = generator(device, seed, "world"), sum(self.lengths)
@@ -83,6 +84,7 @@ class WorldStep:
         self.steps = [
             (draw(), torch.randn(count, generator=g, device=device)) for _ in range(way.steps or self.case["steps"])
         ]
+        self.generator = generator(device, seed, "world", "long")
 
     def sequences(self, group: int) -> list[int]:
         """Returns the sequences of a group: dealt out in turn, so that some groups have more and some may have none."""
@@ -98,10 +100,10 @@ class WorldStep:
         parameters without a gradient."""
         if self.way.forward:
             with torch.no_grad():
-                return {"logprob": dict(self._forward(range(self.case["groups"])))}
+                return {"logprob": dict(self._forward(range(self.case["groups"]))) | self._long()}
         grads = self.way.grads(self.model.parameters(), self.model.tied, groups=self.case["groups"], world=self.data)
         optimizer = torch.optim.AdamW(grads.masters, lr=self.case["learning_rate"])
-        found: dict = {"logprob": {}, "leaves": {}}
+        found: dict = {"logprob": self._long(), "leaves": {}}
         found["decode"] = dict(self._decoded()) if self.data is None else {}
         for number in range(len(self.steps)):
             for group in grads.mine:
@@ -132,6 +134,17 @@ class WorldStep:
         for sequences in filter(None, map(self.sequences, groups)):
             at, rows = self._at(sequences), packed([self.lengths[i] for i in sequences], self.device)
             yield from self._said(self.model.logprobs(ids[at], targets[at], rows)[0], sequences)
+
+    @torch.no_grad()
+    def _long(self) -> dict[str, str]:
+        """Returns the logprobs of a prompt of many tokens, which more than one rank cuts in another way; of data, the
+        first rank has it."""
+        if self.data is not None and dist.get_rank(self.data):
+            return {}
+        count, vocab = self.case["long"], self.model.config.vocab
+        ids, targets = torch.randint(0, vocab, (2, count), generator=self.generator, device=self.device)
+        logprob = self.model.logprobs(ids, targets, packed([count], self.device))[0]
+        return {"long": base64.b64encode(logprob.cpu().numpy().tobytes()).decode()}
 
     def _said(self, logprob: Tensor, sequences: list[int]) -> Iterator[tuple[str, str]]:
         for i, part in zip(sequences, logprob.detach().split([self.lengths[i] for i in sequences])):

@@ -1,0 +1,162 @@
+"""What the GPUs of one host write into each other's memory: copies that no multiprocessor makes, beside products.
+
+A collective's kernel takes multiprocessors from a product that wants them all, and the product then takes two rounds.
+PyTorch's symmetric memory lets a rank write where another will read, by a copy engine, rows into a wider matrix too, so
+that nothing is copied before or after. Ranks on several hosts, or without access to each other, use collectives.
+"""
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+LEAST = 2**20  # bytes that a rank receives; of fewer, a collective takes less time
+SLOTS = 3  # what a round brought is there until the next but one begins
+UNIT = 2**25  # bytes, of which the memory of a slot is a multiple
+ALIGNED = 256  # bytes
+SECONDS = 600  # that a rank waits for others before it fails
+DEVICE_TO_DEVICE, DISABLE_TIMING = 3, 2  # cudaMemcpyKind, a flag of an event
+
+
+class Move(NamedTuple):
+    """What this rank sends to each rank: rows of x, (rows, numbers), which lie apart by its stride. Every rank is sent
+    as many rows by all; beside: they lie beside each other there, else one after another."""
+
+    x: Tensor
+    rows: Sequence[int]  # of each rank
+    first: Sequence[int]  # number of x, of each rank
+    columns: int
+    beside: bool
+    own: bool = True  # what a rank has for itself is moved as well
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of what a rank receives."""
+        rows, ranks = self.rows[rank], len(self.rows)
+        return (rows, ranks * self.columns) if self.beside else (ranks, rows, self.columns)
+
+    def room(self) -> int:
+        """Returns the bytes that the rank which is sent the most receives."""
+        return max(self.rows) * self.columns * self.x.element_size() * len(self.rows)
+
+
+class Peers:
+    """The memory that the ranks of a group write into for each other, which grows with what they exchange."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.order = [(self.rank + i) % self.ranks for i in range(1, self.ranks + 1)]  # no two send to one at a time
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.ready, *self.done = (_event() for _ in range(1 + SLOTS))
+        self.rounds = self.pending = self.room = 0
+        self._grow(1)
+
+    def _grow(self, size: int) -> None:
+        """Makes a slot hold so many bytes, on all ranks, none of which uses the memory of before any more."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group, device_ids=[self.device.index])
+        self.room = -(-size // UNIT) * UNIT
+        self.memory = symmetric.empty(SLOTS * self.room, dtype=torch.uint8, device=self.device)
+        self.there = symmetric.rendezvous(self.memory, self.group)
+        self.addresses = self.there.buffer_ptrs
+
+    def exchange(self, moves: Sequence[Move], kept: bool = False) -> Callable[[], list[Tensor]]:
+        """Begins a round of moves; returns what waits for all ranks and returns what came of each, which is there until
+        the round after next begins unless it is kept. Raises RuntimeError where two rounds are due already."""
+        if self.pending == SLOTS - 1:
+            raise RuntimeError(f"Peers: exchange was called with {self.pending} rounds due, expected at most 1")
+        ends = [0]
+        for move in moves:
+            ends.append(ends[-1] + -(-move.room() // ALIGNED) * ALIGNED)
+        if ends[-1] > self.room:
+            self._grow(ends[-1])
+        slot, done = self.rounds % SLOTS * self.room, self.done[self.rounds % SLOTS]
+        self.rounds, self.pending = self.rounds + 1, self.pending + 1
+        runtime, side = _runtime(), self.stream.cuda_stream
+        device, current = self.device.index, torch.cuda.current_stream(self.device)
+        _must(runtime.cudaEventRecord(self.ready, current.cuda_stream))
+        _must(runtime.cudaStreamWaitEvent(side, self.ready, 0))
+        mine = [self._send(move, slot + at, side) for move, at in zip(moves, ends)]
+        torch.cuda.set_stream(self.stream)  # on which the barrier is launched
+        try:
+            self.there.barrier(0, SECONDS * 1000)
+        finally:
+            torch.cuda.set_stream(current)
+        _must(runtime.cudaEventRecord(done, side))
+
+        def wait(held: Sequence[Move] = moves) -> list[Tensor]:
+            _must(runtime.cudaStreamWaitEvent(torch._C._cuda_getCurrentRawStream(device), done, 0))
+            self.pending -= 1
+            return [t.clone() for t in mine] if kept else mine
+
+        return wait
+
+    def _send(self, move: Move, at: int, stream: int) -> Tensor:
+        """Lets a copy engine write this rank's rows where every rank has its own; returns what this rank will have."""
+        runtime, x, size = _runtime(), move.x, move.x.element_size()
+        width, apart, begin = move.columns * size, x.stride(0) * size, x.data_ptr()
+        pitch = width * self.ranks if move.beside else width
+        for r in self.order if move.own else self.order[:-1]:
+            rows, source = move.rows[r], begin + move.first[r] * size
+            to = self.addresses[r] + at + self.rank * (width if move.beside else rows * width)
+            if rows == 1 or apart == pitch == width:
+                _must(runtime.cudaMemcpyAsync(to, source, rows * width, DEVICE_TO_DEVICE, stream))
+            elif rows:
+                _must(runtime.cudaMemcpy2DAsync(to, pitch, source, apart, width, rows, DEVICE_TO_DEVICE, stream))
+        shape = move.shape(self.rank)
+        return self.memory[at : at + prod(shape) * size].view(x.dtype).view(shape)
+
+
+def _event() -> ctypes.c_void_p:
+    """Makes an event of the runtime, which takes a call less time than PyTorch's."""
+    event = ctypes.c_void_p()
+    _must(_runtime().cudaEventCreateWithFlags(ctypes.byref(event), DISABLE_TIMING))
+    return event
+
+
+def _must(status: int) -> None:
+    if status:
+        raise RuntimeError(f"Peers: the CUDA runtime returned {status}")
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """Returns the CUDA runtime that PyTorch has loaded."""
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, number, pointer]
+    runtime.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, number, pointer]
+    runtime.cudaEventRecord.argtypes = [pointer, pointer]
+    runtime.cudaStreamWaitEvent.argtypes = [pointer, pointer, number]
+    return runtime
+
+
+def peers_for(group: dist.ProcessGroup, x: Tensor, size: int) -> Peers | None:
+    """Returns the memory by which ranks exchange what x is of, where each receives so many bytes; None where
+    collectives are to serve. Every rank asks the same."""
+    if not x.is_cuda or size < LEAST or torch.cuda.is_current_stream_capturing():
+        return None
+    return _of(group, x.device)
+
+
+@cache
+def _of(group: dist.ProcessGroup, device: torch.device) -> Peers | None:
+    ranks = dist.get_world_size(group)
+    hosts: list = [None] * ranks
+    dist.all_gather_object(hosts, platform.node(), group=group)
+    if ranks == 1 or len(set(hosts)) > 1:
+        return None
+    try:
+        found, why = Peers(group, device), ""
+    except RuntimeError as error:  # no access to each other's memory
+        found, why = None, str(error)
+    said: list = [None] * ranks
+    dist.all_gather_object(said, why, group=group)
+    return None if any(said) else found
