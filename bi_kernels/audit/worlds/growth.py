@@ -91,6 +91,6 @@ def sentence(shapes: str) -> str:
         return "{} in the forward and {} in the backward".format(*map(more, shares))
 
     return (
-        f"For a layer and {tokens} tokens, beside two all-reduces in a ring, gathering moves over 2 ranks {said(2)}; over 8 "
-        f"{said(8)}. Of that, the weights are exchanged once a micro-batch, whatever its tokens."
+        f"For a layer and {tokens} tokens, beside two all-reduces in a ring, gathering moves over 2 ranks {said(2)}; "
+        f"over 8 {said(8)}. Of that, the weights are exchanged once a micro-batch, whatever its tokens."
     )
