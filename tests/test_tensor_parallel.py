@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world_tensor import VARIANTS
+from world_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.worlds import growth
@@ -46,7 +46,17 @@ def applied(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("variant", [*VARIANTS, "generation", "generation, one block", "two models", "x used twice"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *VARIANTS,
+        *(f"sequence, {name}" for name in SEQUENCE),
+        "generation",
+        "generation, one block",
+        "two models",
+        "x used twice",
+    ],
+)
 def test_two_ranks_have_the_bits_of_one(variant, rank, found):
     one, two = found["one"][variant], found[rank][variant]
     assert [name for name in one if one[name] != two[name]] == []
@@ -65,6 +75,12 @@ def test_a_transformers_model_that_cannot_be_cut_is_left_as_it_was(applied):
     said = applied["1"]["refused"]
     assert said["heads"] == "TensorParallel: 1 heads, expected a multiple of 2 ranks"
     assert said["rows"] == "TensorParallel: a weight of shape (47, 32) has 47 rows, expected a multiple of 2 ranks"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_ranks_exchange_arrives(rank, found):
+    moved = found[rank]["moved"]
+    assert len(moved) == 5 * 8 + 1 and [name for name in moved if not moved[name]] == []
 
 
 def test_what_cannot_be_cut_or_computed_is_one_sentence(found):

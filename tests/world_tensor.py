@@ -16,6 +16,7 @@ import torch.distributed as dist
 import bi_kernels
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, generate, packed, padded
+from bi_kernels.parallel import exchange
 from bi_kernels.parallel.tensor import TensorParallel
 
 LENGTHS, WIDTH = [5, 1, 17, 33], 40
@@ -30,6 +31,14 @@ VARIANTS = {  # of the configuration; of the step
     "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
     "one block of vocabulary": ({"vocab": 300}, {}),
     "all frozen but an inner weight": ({"layers": 2}, {"trains": "layers.0.k"}),
+    "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
+}
+SEQUENCE = {  # likewise, of norms and residuals by tokens
+    "packed": ({}, {}),
+    "packed in another order": ({"layers": 2}, {"order": [2, 0, 3, 1]}),
+    "one key head, padded left": ({"kv_heads": 1}, {"padded": True, "left": True}),
+    "fp32, no main_grad": ({"qk_norm": False}, {"dtype": torch.float32, "buffers": False}),
+    "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
 }
 
@@ -58,6 +67,7 @@ def step(
     batches=None,
     trains="",
     frozen=(),
+    order=None,
 ) -> dict[str, str]:
     model, found = Decoder(config, dtype=dtype, ops=ops, checkpointing=checkpointing), {}
     for name, p in model.named_parameters():
@@ -67,7 +77,7 @@ def step(
         lengths = [LENGTHS[i] for i in batch]
         g = torch.Generator().manual_seed(3 + batch[0])
         shape = (len(lengths), WIDTH) if padded_ else (sum(lengths),)
-        rows = padded(lengths, WIDTH, "cpu", left=left) if padded_ else packed(lengths, "cpu")
+        rows = padded(lengths, WIDTH, "cpu", left=left) if padded_ else packed(lengths, "cpu", order)
         ids, targets = torch.randint(0, config.vocab, (2, *shape), generator=g)
         weights = torch.randn(shape, generator=g)
         if padded_:
@@ -129,16 +139,44 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
+def moved(group: dist.ProcessGroup) -> dict[str, bool]:
+    """Whether every move brings what it says, of widths and shares that are odd, and none."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    found = {}
+    for rows, columns in ((33, 4), (32, 6), (5, 3), (0, 8), (40, 1)):
+        every = [
+            torch.randn(rows, columns, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(ranks)
+        ]
+        mine, said = every[rank], f"{rows} × {columns}"
+        came = lambda move: exchange.exchanged(group, move)
+        found[f"gathering {said}"] = came(exchange.gathering(mine, group)).equal(torch.stack(every))
+        found[f"joining {said}"] = came(exchange.joining(mine.t(), group)).equal(torch.cat([x.t() for x in every], 1))
+        for name, ends in (("even", None), ("the first none", [0, 0]), ("the last none", [0, rows])):
+            cuts = exchange.shares(rows, group)
+            if ends:
+                ends += [rows] * (ranks + 1 - len(ends))
+                cuts = [slice(*pair) for pair in zip(ends, ends[1:])]
+            turned = came(exchange.turning(mine, group, cuts))
+            found[f"turning {said}, {name}"] = turned.equal(torch.cat([x[cuts[rank]] for x in every], 1))
+            of_all = exchange.of_all(every[0][cuts[rank]], cuts, group)
+            found[f"of all {said}, {name}"] = of_all.equal(every[0])
+    every = [torch.randn(3, 4 * ranks, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    recut = exchange.exchanged(group, exchange.recutting(every[rank], group)).flatten(0, 1)
+    found["recutting"] = recut.equal(torch.cat(every)[:, exchange.own(4, group)])
+    return found
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = "RANK" in os.environ
     if ranks:
         dist.init_process_group("gloo")
-    ops = lambda: TensorParallel(dist.group.WORLD) if ranks else bi_kernels
+    ops = lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels
     found = {}
-    for name, (sizes, how) in VARIANTS.items():
-        how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
-        found[name] = step(replace(BASE, **sizes), ops(), **how)
+    for variants, sequence in ((VARIANTS, False), (SEQUENCE, True)):
+        for name, (sizes, how) in variants.items():
+            how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
+            found["sequence, " * sequence + name] = step(replace(BASE, **sizes), ops(sequence), **how)
     found["generation"] = generated(BASE, ops()) | generated(replace(BASE, kv_heads=1), ops())
     found["generation, one block"] = generated(SMALL, ops())
     both = ops()  # of two models, whose key heads are more and fewer than the ranks
@@ -146,7 +184,7 @@ def main(folder: Path) -> None:
     g = torch.Generator().manual_seed(7)
     found["x used twice"] = used_twice(ops(), [torch.randn(64, 64, generator=g).bfloat16() for _ in range(3)])
     if ranks:
-        found["refused"] = refused(dist.group.WORLD)
+        found |= {"refused": refused(dist.group.WORLD), "moved": moved(dist.group.WORLD)}
     (folder / f"{dist.get_rank() if ranks else 'one'}.json").write_text(json.dumps(found))
     if ranks:
         dist.barrier()

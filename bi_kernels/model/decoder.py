@@ -160,7 +160,8 @@ class Decoder(nn.Module):
                 x, residual = layer(*given)
         if cache is not None:
             cache.advance(rows)
-        return _normed(self.ops, x, residual, self.last_norm, self.config.eps)[0]
+        leave = getattr(self.ops, "leave", lambda h: h)
+        return leave(_normed(self.ops, x, residual, self.last_norm, self.config.eps)[0])
 
     def logprobs(
         self, ids: Tensor, targets: Tensor, rows: Rows, cache: Cache | None = None, temperature: float = 1.0

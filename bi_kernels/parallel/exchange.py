@@ -41,13 +41,13 @@ def exchanged(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tenso
 def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     """Begins a move by collectives."""
     (rank, ranks), columns = _place(group), move.columns
-    rows, width, same = move.rows[rank], columns * move.x.element_size(), not any(move.first)
-    if same or columns == move.x.shape[1]:  # what is sent lies one after another
+    rows, width = move.rows[rank], columns * move.x.element_size()
+    if move.all or columns == move.x.shape[1]:  # what is sent lies one after another
         x = move.x.contiguous()
     else:
         x = torch.cat([_wide(part, columns).flatten() for part in move.x.split(columns, 1)]).view(move.x.dtype)
     found, work = x.new_empty(ranks, rows, columns), None
-    if x.numel() and same:
+    if x.numel() and move.all:
         work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
     elif x.numel():
         counts = [rows * width] * ranks, [theirs * width for theirs in move.rows]
@@ -56,10 +56,10 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     def wait(held: Tensor = x) -> Tensor:
         if work:
             work.wait()
-        if not move.beside:
-            return found
-        wide = _wide(found, columns).transpose(0, 1)
-        return wide.reshape(rows, ranks * wide.shape[2]).view(x.dtype)
+        if not move.beside or not found.numel():
+            return found.view(move.shape(rank))
+        wide = _wide(found, columns).transpose(0, 1).contiguous()
+        return wide.view(x.dtype).view(rows, ranks * columns)
 
     return wait
 
@@ -72,7 +72,7 @@ def _place(group: dist.ProcessGroup) -> tuple[int, int]:
 def gathering(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
     """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
     ranks = _place(group)[1]
-    return Move(x if x.stride(1) == 1 else x.contiguous(), [len(x)] * ranks, [0] * ranks, x.shape[1], beside)
+    return Move(x if x.stride(1) == 1 else x.contiguous(), [len(x)] * ranks, [0] * ranks, x.shape[1], beside, all=True)
 
 
 def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
@@ -88,11 +88,10 @@ def shares(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slic
     return [slice(min(tokens, r * most), min(tokens, r * most + most)) for r in range(ranks)]
 
 
-def turning(x: Tensor, group: dist.ProcessGroup) -> Move:
+def turning(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
     """Moves x (tokens, columns), all tokens of this rank's columns, so that each rank has its tokens of all columns:
-    (its tokens, ranks · columns)."""
-    x, (tokens, columns) = x.contiguous(), x.shape
-    cuts = shares(tokens, group)
+    (its tokens, ranks · columns). cuts: the tokens of each rank."""
+    x, columns = x.contiguous(), x.shape[1]
     return Move(x, [cut.stop - cut.start for cut in cuts], [cut.start * columns for cut in cuts], columns, True)
 
 
@@ -103,12 +102,14 @@ def recutting(weight: Tensor, group: dist.ProcessGroup) -> Move:
     return Move(weight, [rows] * ranks, [*range(0, columns, columns // ranks)], columns // ranks, False)
 
 
-def of_all(mine: Tensor, tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> Tensor:
+def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
     """Returns (tokens, columns) of all ranks, of which each has its share."""
-    most = shares(tokens, group, unit)[0].stop
+    most, tokens = max(cut.stop - cut.start for cut in cuts), cuts[-1].stop
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
-    return exchanged(group, gathering(mine, group), kept=True).flatten(0, 1)[:tokens]
+    adjacent = all(cut.start == min(r * most, tokens) for r, cut in enumerate(cuts))
+    found = exchanged(group, gathering(mine, group), kept=adjacent)
+    return found.flatten(0, 1)[:tokens] if adjacent else torch.cat([t[: c.stop - c.start] for t, c in zip(found, cuts)])
 
 
 def merge(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -135,21 +136,6 @@ class Part(torch.autograd.Function):
             return exchanged(ctx.group, joining(dy, ctx.group), kept=True), None, None, None
         parts = exchanged(ctx.group, gathering(dy, ctx.group))
         return torch.cat([*parts[ctx.kept]], 1), None, None, None
-
-
-class OwnTokens(torch.autograd.Function):
-    """This rank's tokens of what every rank has whole, x (tokens, columns). The gradient of the whole are the parts
-    that the ranks found, one after another."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.tokens = group, len(x)
-        return x[shares(len(x), group)[dist.get_rank(group)]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return of_all(dy, ctx.tokens, ctx.group), None
 
 
 class Whole(torch.autograd.Function):

@@ -34,6 +34,7 @@ class Move(NamedTuple):
     first: Sequence[int]  # number of x, of each rank
     columns: int
     beside: bool
+    all: bool = False  # every rank is sent all of x
     own: bool = True  # what a rank has for itself is moved as well
 
     def shape(self, rank: int) -> tuple[int, ...]:

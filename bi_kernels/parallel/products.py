@@ -28,15 +28,15 @@ from bi_kernels.tokens import SLAB, main_grad
 
 
 class OfWhole(torch.autograd.Function):
-    """This rank's columns of a product of x, whole; `part` are the rank's tokens of x, whose gradient it is.
+    """This rank's columns of a product of x, whole; `part` are the rank's tokens of x, by `cuts`, whose gradient it is.
 
     dX = dY W sums over the columns of all ranks: each rank has it of its tokens, of which it is sent all of dY, and of
     the whole weight."""
 
     @staticmethod
-    def forward(ctx, group, layout, part, x, weight, bias):
+    def forward(ctx, group, layout, cuts, part, x, weight, bias):
         _check_buffers(weight, bias)
-        ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
+        ctx.group, ctx.layout, ctx.cuts, ctx.parameters = group, layout, cuts, (weight, bias)
         ctx.save_for_backward(x, weight)
         return linear(x, weight, bias)
 
@@ -44,39 +44,41 @@ class OfWhole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        needs_x, _, *needed = ctx.needs_input_grad[2:]
+        needs_x, _, *needed = ctx.needs_input_grad[3:]
         if needs_x:
-            arrived = exchanging(ctx.group, turning(dy, ctx.group), gathering(weight, ctx.group))
+            arrived = exchanging(ctx.group, turning(dy, ctx.group, ctx.cuts), gathering(weight, ctx.group))
         grads, dx = _folds(ctx, dy, x, needed), None
         if needs_x:
             of_mine, whole = arrived()
             dx = product(of_mine, whole.flatten(0, 1).t())
-        return None, None, dx, None, *grads
+        return None, None, None, dx, None, *grads
 
 
 class OfParts(torch.autograd.Function):
-    """A product, whole, of x of which the ranks have some columns each.
+    """A product of x of which the ranks have some columns each: whole, or this rank's tokens where `cuts` say which.
 
     dX of a rank's columns takes those columns of the whole weight, dW all columns of x."""
 
     @staticmethod
-    def forward(ctx, group, layout, part, weight, bias):
+    def forward(ctx, group, layout, cuts, part, weight, bias):
         _check_buffers(weight, bias)
-        ctx.group, ctx.layout, ctx.parameters = group, layout, (weight, bias)
+        ctx.group, ctx.layout, ctx.cuts, ctx.parameters = group, layout, cuts, (weight, bias)
         ctx.save_for_backward(part, weight)
-        return of_parts(group, part, weight, bias)
+        return of_tokens(group, part, weight, bias, cuts) if cuts else of_parts(group, part, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         part, weight = ctx.saved_tensors
-        needs_x, *needed = ctx.needs_input_grad[2:]
+        needs_x, *needed = ctx.needs_input_grad[3:]
+        if ctx.cuts:
+            dy = of_all(dy, ctx.cuts, ctx.group)
         if needs_x:
             own_columns = exchanging(ctx.group, recutting(weight, ctx.group))
         x_of_all = exchanging(ctx.group, joining(part, ctx.group)) if needed[0] else None
         dx = product(dy, own_columns()[0].flatten(0, 1).t()) if needs_x else None
         x = x_of_all()[0] if needed[0] else None
-        return None, None, dx, *_folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
+        return None, None, None, dx, *_folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
 
 
 def _check_buffers(weight: Tensor, bias: Tensor | None) -> None:
@@ -99,9 +101,15 @@ def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tenso
     if tokens * (ranks - 1) <= rows * ranks * ranks:
         y = linear(exchanged(group, joining(part, group)), weight, bias)
         return exchanged(group, joining(y, group), kept=True)
+    cuts = shares(tokens, group)
+    return of_all(of_tokens(group, part, weight, bias, cuts), cuts, group)
+
+
+def of_tokens(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None, cuts: list[slice]) -> Tensor:
+    """Returns this rank's tokens of y."""
     bias = None if bias is None else exchanged(group, joining(bias.view(1, -1), group)).flatten()
-    of_mine, whole = exchanging(group, turning(part, group), gathering(weight, group))()
-    return of_all(linear(of_mine, whole.flatten(0, 1), bias), tokens, group)
+    of_mine, whole = exchanging(group, turning(part, group, cuts), gathering(weight, group))()
+    return linear(of_mine, whole.flatten(0, 1), bias)
 
 
 class HeadNorm(torch.autograd.Function):
@@ -123,19 +131,20 @@ class HeadNorm(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[3:5]
         heads, width = ctx.heads, x.shape[-1]
         if needs_weight:
-            turned = [turning(ctx.layout.gather(t.reshape(-1, heads * width)), ctx.group) for t in (x, dy)]
-            arrived = exchanging(ctx.group, *turned)
+            flat = [ctx.layout.gather(t.reshape(-1, heads * width)) for t in (x, dy)]
+            cuts = shares(len(flat[0]), ctx.group)
+            arrived = exchanging(ctx.group, *(turning(t, ctx.group, cuts) for t in flat))
         dx, _ = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
         if not needs_weight:
             return None, None, None, dx, None, None
         x, dy = (t.view(-1, width) for t in arrived())
         _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
-        slabs, held = len(ctx.layout.slots) // SLAB, None
-        mine = shares(slabs, ctx.group, 1)[dist.get_rank(ctx.group)]
+        slabs, held = shares(len(ctx.layout.slots) // SLAB, ctx.group, 1), None
+        mine = slabs[dist.get_rank(ctx.group)]
         if not ctx.layout.identity:  # this rank's tokens lie in the order of the fold now
             free = ctx.layout.slots_on(x.device)[mine.start * SLAB : mine.stop * SLAB] < 0
             held = torch.arange(len(free), device=x.device, dtype=torch.int32).masked_fill_(free, -1)
         every = heads * dist.get_world_size(ctx.group)
         partial = norm.slab_sums(x, weight, rstd, dy, None, held, mine.stop - mine.start, every, None, True)
-        dw = norm.fold_slabs("qk_norm", of_all(partial, slabs, ctx.group, 1), ctx.parameter)
+        dw = norm.fold_slabs("qk_norm", of_all(partial, slabs, ctx.group), ctx.parameter)
         return None, None, None, dx, dw, None

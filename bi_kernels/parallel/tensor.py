@@ -23,8 +23,9 @@ from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import OwnTokens, Part, Whole, merge, own
+from bi_kernels.parallel.exchange import Part, Whole, merge, own, shares
 from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
+from bi_kernels.parallel.sequence import Own, OwnTokens, all_tokens, normed, own_tokens, plan_of
 from bi_kernels.parallel.tree import agree
 from bi_kernels.tokens import layout_for
 
@@ -54,6 +55,7 @@ class Entered(NamedTuple):
 
     whole: Tensor
     part: Tensor
+    cuts: list[slice]  # the tokens of each rank
 
 
 class TensorParallel:
@@ -61,21 +63,25 @@ class TensorParallel:
 
     group: a mesh's, or the default one. Every rank gives the same tokens, and gets the same results, with the bits that
     one GPU has; gradients are wanted of the same weights on every rank. A weight that was not shared is every rank's
-    own. Raises ValueError for a group that this rank is not in, and where the ranks' versions differ.
+    own. sequence: norms and residuals are of a rank's own tokens alone where gradients are wanted, which takes less
+    memory and changes no bit. Raises ValueError for a group that this rank is not in, and where the ranks differ in
+    versions or in that.
     """
 
-    rms_norm, add_rms_norm = staticmethod(norm.rms_norm), staticmethod(norm.add_rms_norm)
     swiglu, token_logprob = staticmethod(elementwise.swiglu), staticmethod(logprob.token_logprob)
     rope = staticmethod(rope.rope)
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, sequence: bool = False):
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ValueError(
                 f"TensorParallel: group is {group!r:.100}, expected a process group that this rank is in, as "
                 "mesh.get_group() or torch.distributed.group.WORLD"
             )
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.agree({"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION})
+        self.sequence = sequence
+        self.agree(
+            {"sequence": sequence, "torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
+        )
 
     def __deepcopy__(self, memo) -> "TensorParallel":
         return self  # of a copied model, whose ranks are the same
@@ -126,15 +132,40 @@ class TensorParallel:
         """Returns the ops of keys, values and attention of so many key heads."""
         return self if heads >= self.ranks else _WholeKeys(self)
 
-    def enter(self, x: Tensor) -> Tensor | Entered:
+    def rms_norm(self, x: Tensor | Own, weight: Tensor, eps: float = EPS) -> Tensor | Own:
+        """rms_norm, of this rank's tokens where it is given those."""
+        if not isinstance(x, Own):
+            return norm.rms_norm(x, weight, eps)
+        return normed("rms_norm", self.group, x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor | Own, residual: Tensor | Own, weight: Tensor, eps: float = EPS) -> tuple:
+        """add_rms_norm, of this rank's tokens where it is given those."""
+        if not isinstance(x, Own):
+            return norm.add_rms_norm(x, residual, weight, eps)
+        return normed("add_rms_norm", self.group, x, residual, weight, eps)
+
+    def enter(self, x: Tensor | Own) -> Tensor | Entered:
         """Returns x as it is given to several products and to nothing else, so that their gradients are gathered once:
         one rank adds them in the same order."""
+        if isinstance(x, Own):
+            whole = all_tokens(x._replace(mine=x.mine.detach()), self.group)
+            return Entered(whole, x.mine, x.plan.tokens) if x.mine.requires_grad else whole
         if self.ranks == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return Entered(x.detach(), self._part(x))
+        return Entered(x.detach(), *self._part(x))
 
-    def _part(self, x: Tensor) -> Tensor:
-        return OwnTokens.apply(x.reshape(-1, x.shape[-1]), self.group)
+    def leave(self, x: Tensor | Own) -> Tensor:
+        """Returns x whole, as it leaves the layers."""
+        return all_tokens(x, self.group) if isinstance(x, Own) else x
+
+    def _part(self, x: Tensor) -> tuple[Tensor, list[slice]]:
+        flat = x.reshape(-1, x.shape[-1])
+        cuts = shares(len(flat), self.group)
+        return OwnTokens.apply(flat, cuts, self.group), cuts
+
+    def _split(self) -> bool:
+        """Tells whether norms are given a rank's own tokens now."""
+        return self.sequence and self.ranks > 1 and torch.is_grad_enabled()
 
     def key_heads(self, heads: int) -> int:
         """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
@@ -143,7 +174,7 @@ class TensorParallel:
     def linear(self, x: Tensor | Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns this rank's columns of y where every rank has x (…, K) whole, and y whole where x has this rank's
         columns; of a weight that was not shared, what one rank does."""
-        part, x = (x.part, x.whole) if isinstance(x, Entered) else (None, x)
+        part, cuts, x = (x.part, x.cuts, x.whole) if isinstance(x, Entered) else (None, None, x)
         (rows, K), lead, given = weight.shape, x.shape[:-1], x.shape[-1]
         of_weight = any(t is not None and t.requires_grad for t in (weight, bias))
         trains = torch.is_grad_enabled() and (of_weight or x.requires_grad or part is not None)
@@ -151,13 +182,18 @@ class TensorParallel:
         if not shared or given == K and not trains or given not in (K, K // self.ranks):
             return linear(x, weight, bias)
         flat = x.reshape(-1, given)
+        if given == K:
+            part, cuts = self._part(x) if part is None else (part, cuts)
+            layout = layout_for("linear", lead, of_weight)
+            return OfWhole.apply(self.group, layout, cuts, part, flat.detach(), weight, bias).view(*lead, rows)
+        if self._split():
+            plan = plan_of(layout_for("sequence parallelism", lead), self.group, x.device)
+            layout = layout_for("linear", lead, of_weight)
+            return Own(OfParts.apply(self.group, layout, plan.tokens, flat, weight, bias), lead, plan)
         if not trains:
             return of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
         layout = layout_for("linear", lead, of_weight)
-        if given == K:
-            part = self._part(x) if part is None else part
-            return OfWhole.apply(self.group, layout, part, flat.detach(), weight, bias).view(*lead, rows)
-        return OfParts.apply(self.group, layout, flat, weight, bias).view(*lead, rows * self.ranks)
+        return OfParts.apply(self.group, layout, None, flat, weight, bias).view(*lead, rows * self.ranks)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
@@ -193,9 +229,10 @@ class TensorParallel:
         lse = None if lse is None else Part.apply(lse.flatten(0, -2), own_heads, self.group, ranks).view(q.shape[:-1])
         return mine.view(q.shape), lse
 
-    def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor | Own:
         """embedding of a weight of which each rank has some blocks of the vocabulary."""
-        return vocabulary.embedding(self.group, ids, weight, padding_id)
+        found = vocabulary.embedding(self.group, ids, weight, padding_id)
+        return own_tokens(found, self.group) if self._split() else found
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """linear of an LM head of which each rank has some blocks of the vocabulary: all logits."""

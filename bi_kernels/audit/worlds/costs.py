@@ -182,9 +182,10 @@ def _stepped(told: dict, device: torch.device, group) -> dict:
     lengths = [settings["length"]] * settings["sequences"][0]
     rows = packed(lengths, device)
     ids, targets = torch.randint(0, config.vocab, (2, sum(lengths)), device=device)
-    model, dtype = Decoder(config, device, DTYPES[told["dtype"]], told["seed"]), DTYPES[told["dtype"]]
+    dtype, rate = DTYPES[told["dtype"]], case(told["shapes"])["learning_rate"]
+    model = Decoder(config, device, dtype, told["seed"])
     grads = MainGrads(model.parameters(), model.tied, groups=dist.get_world_size(group), world=group, sharded=True)
-    adam = lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=device.type == "cuda")
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=rate, fused=device.type == "cuda")
     optimizer = adam(grads.masters)
 
     def ours():

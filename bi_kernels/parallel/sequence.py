@@ -1,0 +1,134 @@
+"""Sequence parallelism: norms and residuals of this rank's tokens alone, where gradients are wanted.
+
+The tokens are cut between slabs (tokens.py), so that a slab's partial sum of a norm's gradient is one rank's; those of
+all ranks are gathered, and folded in the order of the layout. What a product is given is gathered first, and of its
+gradient each rank has its own tokens already.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bi_kernels.checks import aligned
+from bi_kernels.ops import norm
+from bi_kernels.parallel.exchange import of_all
+from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
+
+
+class Plan(NamedTuple):
+    """Which tokens, and which slabs, each rank has of a layout."""
+
+    tokens: list[slice]
+    slabs: list[slice]  # where the gathered partial sums of each rank lie
+    slots: Tensor  # of this rank's slabs: the row among its own, −1 for none
+    order: Tensor | None  # of the layout's slabs among those gathered; None: as they are
+    padding: bool
+
+
+class Own(NamedTuple):
+    """This rank's tokens, (its tokens, hidden), of what has leading dimensions (…)."""
+
+    mine: Tensor
+    lead: torch.Size
+    plan: Plan
+
+
+@lru_cache(maxsize=16)
+def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device) -> Plan:
+    """Returns how ranks share a layout's tokens: as many each as cuts between slabs allow."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    slabs = layout.slots.view(-1, SLAB).long()
+    first, order = slabs[:, 0].sort()
+    ends = first + (slabs >= 0).sum(1)[order]
+    cuts = [0]
+    for r in range(1, ranks):
+        cut = r * layout.rows // ranks
+        at = int(torch.searchsorted(first, cut, right=True)) - 1
+        cuts.append(int(first[at]) if at >= 0 and cut < ends[at] else cut)
+    tokens = [slice(*pair) for pair in zip(cuts, [*cuts[1:], layout.rows])]
+    places = torch.searchsorted(first, torch.tensor([*cuts, layout.rows])).tolist()
+    held = [slice(*pair) for pair in zip(places, places[1:])]
+    mine = slabs[order[held[rank]]]
+    slots = (mine - cuts[rank]).masked_fill_(mine < 0, -1).flatten().int().to(device)
+    back = order.argsort()
+    identity = back.equal(torch.arange(len(back)))
+    return Plan(tokens, held, slots, None if identity else back.to(device), layout.padding)
+
+
+class _Norm(torch.autograd.Function):
+    """The RMSNorm of this rank's tokens, after a residual addition if a residual is given."""
+
+    @staticmethod
+    def forward(ctx, op, group, plan, x, residual, weight, eps):
+        if weight.requires_grad:
+            main_grad(op, weight)
+        y, *h, rstd = norm.norm_forward(x, residual, weight, eps, trains=True)
+        ctx.op, ctx.group, ctx.plan, ctx.parameter = op, group, plan, weight
+        ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
+        return (y, *h) if h else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dh=None):
+        (x, weight, rstd), plan = ctx.saved_tensors, ctx.plan
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
+        dx, dw = None, None
+        if needs_x or needs_residual:
+            dx = torch.zeros_like(x) if plan.padding else torch.empty_like(x)
+        partial = norm.slab_sums(x, weight, rstd, dy, dh, plan.slots, len(plan.slots) // SLAB, 1, dx, needs_weight)
+        if needs_weight:
+            every = of_all(partial, plan.slabs, ctx.group)
+            every = every if plan.order is None else every[plan.order]
+            dw = norm.fold_slabs(ctx.op, every, ctx.parameter)
+        return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
+
+
+def normed(op: str, group: dist.ProcessGroup, x: Own, residual: Own | None, weight: Tensor, eps: float):
+    """Returns rms_norm, or add_rms_norm where a residual is given, of this rank's tokens."""
+    found = _Norm.apply(op, group, x.plan, x.mine, None if residual is None else residual.mine, weight, eps)
+    return x._replace(mine=found) if residual is None else tuple(x._replace(mine=t) for t in found)
+
+
+class OwnTokens(torch.autograd.Function):
+    """This rank's tokens of what every rank has whole, x (tokens, columns). The gradient of the whole are the parts
+    that the ranks found, one after another."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
+        ctx.cuts, ctx.group = cuts, group
+        return x[cuts[dist.get_rank(group)]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return of_all(dy, ctx.cuts, ctx.group), None, None
+
+
+class AllTokens(torch.autograd.Function):
+    """The tokens of all ranks, of which each has some, x (its tokens, columns); every rank has the gradient of all."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
+        ctx.mine = cuts[dist.get_rank(group)]
+        return of_all(x, cuts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy[ctx.mine], None, None
+
+
+def own_tokens(x: Tensor, group: dist.ProcessGroup) -> Own:
+    """Returns this rank's tokens of x (…, hidden), which every rank has whole."""
+    lead = x.shape[:-1]
+    plan = plan_of(layout_for("sequence parallelism", lead), group, x.device)
+    return Own(OwnTokens.apply(x.reshape(-1, x.shape[-1]), plan.tokens, group), lead, plan)
+
+
+def all_tokens(x: Own, group: dist.ProcessGroup) -> Tensor:
+    """Returns what the ranks have some tokens of, (…, hidden)."""
+    return AllTokens.apply(x.mine, x.plan.tokens, group).view(*x.lead, -1)
