@@ -1,7 +1,7 @@
 """What ranks exchange: whole tensors of every rank, byte for byte, so that no collective adds a number."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def _wide(t: Tensor, columns: int) -> Tensor:
 def exchanging(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
     """Begins to exchange what was moved; returns what waits for it and returns what came of each. Unless it is kept,
     that is for what is launched next: see peers.py."""
-    if peers := peers_for(group, moves[0].x, sum(move.room() for move in moves)):
+    if peers := peers_for(group, moves[0].x):
         return peers.exchange(moves, kept)
     waits = [_collective(group, move) for move in moves]
     return lambda: [wait() for wait in waits]
@@ -40,7 +40,7 @@ def exchanged(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tenso
 
 def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     """Begins a move by collectives."""
-    (rank, ranks), columns = _place(group), move.columns
+    (rank, ranks), columns = place(group), move.columns
     rows, width = move.rows[rank], columns * move.x.element_size()
     if move.all or columns == move.x.shape[1]:  # what is sent lies one after another
         x = move.x.contiguous()
@@ -65,14 +65,16 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
 
 
 @cache
-def _place(group: dist.ProcessGroup) -> tuple[int, int]:
+def place(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Returns this rank in a group, and how many there are."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def gathering(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
     """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
-    ranks = _place(group)[1]
-    return Move(x if x.stride(1) == 1 else x.contiguous(), [len(x)] * ranks, [0] * ranks, x.shape[1], beside, all=True)
+    ranks, (rows, columns) = place(group)[1], x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return Move(x, (rows,) * ranks, (0,) * ranks, columns, beside, all=True)
 
 
 def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
@@ -80,10 +82,11 @@ def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
     return gathering(x, group, beside=True)
 
 
+@lru_cache(maxsize=256)
 def shares(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slice]:
     """Returns the tokens of each rank: whole slabs, as many each; the last ranks may have fewer, or none. unit: of what
     a rank has, 1 where slabs themselves are counted."""
-    ranks = _place(group)[1]
+    ranks = place(group)[1]
     most = -(-tokens // (unit * ranks)) * unit
     return [slice(min(tokens, r * most), min(tokens, r * most + most)) for r in range(ranks)]
 
@@ -92,14 +95,15 @@ def turning(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
     """Moves x (tokens, columns), all tokens of this rank's columns, so that each rank has its tokens of all columns:
     (its tokens, ranks · columns). cuts: the tokens of each rank."""
     x, columns = x.contiguous(), x.shape[1]
-    return Move(x, [cut.stop - cut.start for cut in cuts], [cut.start * columns for cut in cuts], columns, True)
+    rows, first = (tuple(cut.stop - cut.start for cut in cuts), tuple(cut.start * columns for cut in cuts))
+    return Move(x, rows, first, columns, True)
 
 
 def recutting(weight: Tensor, group: dist.ProcessGroup) -> Move:
     """Moves a weight, of which each rank has rows, so that each has all rows of its columns: (ranks, rows, columns of a
     rank)."""
-    ranks, (rows, columns) = _place(group)[1], weight.shape
-    return Move(weight, [rows] * ranks, [*range(0, columns, columns // ranks)], columns // ranks, False)
+    ranks, (rows, columns) = place(group)[1], weight.shape
+    return Move(weight, (rows,) * ranks, tuple(range(0, columns, columns // ranks)), columns // ranks, False)
 
 
 def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
@@ -154,5 +158,5 @@ class Whole(torch.autograd.Function):
 
 def own(columns: int, group: dist.ProcessGroup) -> slice:
     """Returns where this rank's columns are in the whole, of which each rank has as many."""
-    rank = dist.get_rank(group)
+    rank, _ = place(group)
     return slice(rank * columns, (rank + 1) * columns)

@@ -7,7 +7,7 @@ that nothing is copied before or after. Ranks on several hosts, or without acces
 
 import ctypes
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-LEAST = 2**20  # bytes that a rank receives; of fewer, a collective takes less time
 SLOTS = 3  # what a round brought is there until the next but one begins
 UNIT = 2**25  # bytes, of which the memory of a slot is a multiple
 ALIGNED = 256  # bytes
 SECONDS = 600  # that a rank waits for others before it fails
+PLANS = 4096  # kept
 DEVICE_TO_DEVICE, DISABLE_TIMING = 3, 2  # cudaMemcpyKind, a flag of an event
 
 
@@ -30,8 +30,8 @@ class Move(NamedTuple):
     as many rows by all; beside: they lie beside each other there, else one after another."""
 
     x: Tensor
-    rows: Sequence[int]  # of each rank
-    first: Sequence[int]  # number of x, of each rank
+    rows: tuple[int, ...]  # of each rank
+    first: tuple[int, ...]  # number of x, of each rank
     columns: int
     beside: bool
     all: bool = False  # every rank is sent all of x
@@ -47,6 +47,13 @@ class Move(NamedTuple):
         return max(self.rows) * self.columns * self.x.element_size() * len(self.rows)
 
 
+class _Plan(NamedTuple):
+    """A round of moves of some shapes in a slot: what copies are given, but for where a move's x begins; what came."""
+
+    copies: list[list[tuple[int, ...]]]  # of each move: where to, its pitch, where in x, its pitch, bytes, rows
+    came: list[Tensor]
+
+
 class Peers:
     """The memory that the ranks of a group write into for each other, which grows with what they exchange."""
 
@@ -57,12 +64,14 @@ class Peers:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready, *self.done = (_event() for _ in range(1 + SLOTS))
         self.rounds = self.pending = self.room = 0
+        self.plans: dict[tuple, _Plan] = {}
         self._grow(1)
 
     def _grow(self, size: int) -> None:
         """Makes a slot hold so many bytes, on all ranks, none of which uses the memory of before any more."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
+        self.plans.clear()
         self.room = -(-size // UNIT) * UNIT
         self.memory = symmetric.empty(SLOTS * self.room, dtype=torch.uint8, device=self.device)
         self.there = symmetric.rendezvous(self.memory, self.group)
@@ -73,46 +82,64 @@ class Peers:
         the round after next begins unless it is kept. Raises RuntimeError where two rounds are due already."""
         if self.pending == SLOTS - 1:
             raise RuntimeError(f"Peers: exchange was called with {self.pending} rounds due, expected at most 1")
-        ends = [0]
-        for move in moves:
-            ends.append(ends[-1] + -(-move.room() // ALIGNED) * ALIGNED)
-        if ends[-1] > self.room:
-            self._grow(ends[-1])
-        slot, done = self.rounds % SLOTS * self.room, self.done[self.rounds % SLOTS]
-        self.rounds, self.pending = self.rounds + 1, self.pending + 1
-        runtime, side = _runtime(), self.stream.cuda_stream
-        device, current = self.device.index, torch.cuda.current_stream(self.device)
-        _must(runtime.cudaEventRecord(self.ready, current.cuda_stream))
-        _must(runtime.cudaStreamWaitEvent(side, self.ready, 0))
-        mine = [self._send(move, slot + at, side) for move, at in zip(moves, ends)]
+        slot = self.rounds % SLOTS
+        key = slot, *((m.x.shape, m.x.stride(), m.x.dtype, *m[1:]) for m in moves)
+        plan = self.plans.get(key) or self._plan(key, slot, moves)
+        self.rounds, self.pending, done = self.rounds + 1, self.pending + 1, self.done[slot]
+        runtime, side, device = _runtime(), self.stream.cuda_stream, self.device.index
+        current = torch.cuda.current_stream(self.device)
+        status = runtime.cudaEventRecord(self.ready, current.cuda_stream)
+        status |= runtime.cudaStreamWaitEvent(side, self.ready, 0)
+        for move, copies in zip(moves, plan.copies):
+            begin = move.x.data_ptr()
+            for to, pitch, source, apart, width, rows in copies:
+                if rows == 1:
+                    status |= runtime.cudaMemcpyAsync(to, begin + source, width, DEVICE_TO_DEVICE, side)
+                else:
+                    given = to, pitch, begin + source, apart, width, rows
+                    status |= runtime.cudaMemcpy2DAsync(*given, DEVICE_TO_DEVICE, side)
         torch.cuda.set_stream(self.stream)  # on which the barrier is launched
         try:
             self.there.barrier(0, SECONDS * 1000)
         finally:
             torch.cuda.set_stream(current)
-        _must(runtime.cudaEventRecord(done, side))
+        _must(status | runtime.cudaEventRecord(done, side))
 
         def wait(held: Sequence[Move] = moves) -> list[Tensor]:
             _must(runtime.cudaStreamWaitEvent(torch._C._cuda_getCurrentRawStream(device), done, 0))
             self.pending -= 1
-            return [t.clone() for t in mine] if kept else mine
+            return [t.clone() for t in plan.came] if kept else plan.came
 
         return wait
 
-    def _send(self, move: Move, at: int, stream: int) -> Tensor:
-        """Lets a copy engine write this rank's rows where every rank has its own; returns what this rank will have."""
-        runtime, x, size = _runtime(), move.x, move.x.element_size()
-        width, apart, begin = move.columns * size, x.stride(0) * size, x.data_ptr()
+    def _plan(self, key: tuple, slot: int, moves: Sequence[Move]) -> _Plan:
+        """Returns what a round of such moves takes in a slot, and keeps it."""
+        ends = [0]
+        for move in moves:
+            ends.append(ends[-1] + -(-move.room() // ALIGNED) * ALIGNED)
+        if ends[-1] > self.room:
+            self._grow(ends[-1])
+        if len(self.plans) >= PLANS:
+            self.plans.clear()
+        plan = _Plan([], [])
+        for move, end in zip(moves, ends):
+            at, x, shape = slot * self.room + end, move.x, move.shape(self.rank)
+            plan.copies.append([*self._copies(move, at)])
+            plan.came.append(self.memory[at : at + prod(shape) * x.element_size()].view(x.dtype).view(shape))
+        self.plans[key] = plan
+        return plan
+
+    def _copies(self, move: Move, at: int) -> Iterator[tuple[int, ...]]:
+        """Yields the copies of a move, one row where all rows lie one after another."""
+        size = move.x.element_size()
+        width, apart = move.columns * size, move.x.stride(0) * size
         pitch = width * self.ranks if move.beside else width
         for r in self.order if move.own else self.order[:-1]:
-            rows, source = move.rows[r], begin + move.first[r] * size
+            rows, source = move.rows[r], move.first[r] * size
             to = self.addresses[r] + at + self.rank * (width if move.beside else rows * width)
-            if rows == 1 or apart == pitch == width:
-                _must(runtime.cudaMemcpyAsync(to, source, rows * width, DEVICE_TO_DEVICE, stream))
-            elif rows:
-                _must(runtime.cudaMemcpy2DAsync(to, pitch, source, apart, width, rows, DEVICE_TO_DEVICE, stream))
-        shape = move.shape(self.rank)
-        return self.memory[at : at + prod(shape) * size].view(x.dtype).view(shape)
+            if rows * width:
+                adjacent = rows == 1 or apart == pitch == width
+                yield (to, 0, source, 0, rows * width, 1) if adjacent else (to, pitch, source, apart, width, rows)
 
 
 def _event() -> ctypes.c_void_p:
@@ -139,10 +166,10 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
-def peers_for(group: dist.ProcessGroup, x: Tensor, size: int) -> Peers | None:
-    """Returns the memory by which ranks exchange what x is of, where each receives so many bytes; None where
-    collectives are to serve. Every rank asks the same."""
-    if not x.is_cuda or size < LEAST or torch.cuda.is_current_stream_capturing():
+def peers_for(group: dist.ProcessGroup, x: Tensor) -> Peers | None:
+    """Returns the memory by which ranks exchange what x is of; None where collectives are to serve. Every rank asks the
+    same."""
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
     return _of(group, x.device)
 

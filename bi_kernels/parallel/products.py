@@ -20,6 +20,7 @@ from bi_kernels.parallel.exchange import (
     joining,
     of_all,
     own,
+    place,
     recutting,
     shares,
     turning,
@@ -97,7 +98,7 @@ def _folds(ctx, dy: Tensor, x: Tensor, needed: list[bool]) -> tuple[Tensor | Non
 def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns y, whole: each rank its columns of it, of x whole, or where less is to be sent then its tokens of it, of
     the whole weight."""
-    (tokens, _), rows, ranks = part.shape, len(weight), dist.get_world_size(group)
+    (tokens, _), rows, (_, ranks) = part.shape, len(weight), place(group)
     if tokens * (ranks - 1) <= rows * ranks * ranks:
         y = linear(exchanged(group, joining(part, group)), weight, bias)
         return exchanged(group, joining(y, group), kept=True)
@@ -140,11 +141,12 @@ class HeadNorm(torch.autograd.Function):
         x, dy = (t.view(-1, width) for t in arrived())
         _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
         slabs, held = shares(len(ctx.layout.slots) // SLAB, ctx.group, 1), None
-        mine = slabs[dist.get_rank(ctx.group)]
+        (rank, ranks) = place(ctx.group)
+        mine = slabs[rank]
         if not ctx.layout.identity:  # this rank's tokens lie in the order of the fold now
             free = ctx.layout.slots_on(x.device)[mine.start * SLAB : mine.stop * SLAB] < 0
             held = torch.arange(len(free), device=x.device, dtype=torch.int32).masked_fill_(free, -1)
-        every = heads * dist.get_world_size(ctx.group)
-        partial = norm.slab_sums(x, weight, rstd, dy, None, held, mine.stop - mine.start, every, None, True)
+        count, every = mine.stop - mine.start, heads * ranks
+        partial = norm.slab_sums(x, weight, rstd, dy, None, held, count, every, None, True)
         dw = norm.fold_slabs("qk_norm", of_all(partial, slabs, ctx.group), ctx.parameter)
         return None, None, None, dx, dw, None

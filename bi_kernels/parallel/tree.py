@@ -129,10 +129,10 @@ class GroupTree:
             return lambda: self.waiting[0][1][part]
         share = (part.stop - part.start) // self.ranks
         nodes = [[*whole(held.start, held.stop, self.groups)] for held in map(self.of, range(self.ranks))]
-        if all(len(of) == 1 for of in nodes) and (peers := peers_for(self.world, self.flat, self.ranks * share * 4)):
+        if all(len(of) == 1 for of in nodes) and (peers := peers_for(self.world, self.flat)):
             (_, flat), ranks, node = self.waiting[0], self.ranks, nodes[self.rank][0]
-            firsts = [*range(0, ranks * share, share)]
-            arrived = peers.exchange([Move(flat[part].view(1, -1), [1] * ranks, firsts, share, False, own=False)])
+            firsts = tuple(range(0, ranks * share, share))
+            arrived = peers.exchange([Move(flat[part].view(1, -1), (1,) * ranks, firsts, share, False, own=False)])
 
             def added_up() -> torch.Tensor:
                 came = {of: piece for (of,), piece in zip(nodes, arrived()[0].flatten(1))}
