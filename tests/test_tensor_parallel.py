@@ -14,6 +14,7 @@ from world_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.worlds import growth
+from bi_kernels.audit.worlds.first import differing
 from bi_kernels.audit.worlds.launch import launched
 from bi_kernels.audit.worlds.session import Evidence, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
@@ -118,6 +119,16 @@ def test_evidence_that_differs_or_is_missing_is_counted(ranks, wrong):
 def test_logprobs_of_every_rank_count(values, wrong):
     one, two = Evidence.of(ONE), Evidence.of([{"logprob": {"0": value}} for value in values])
     assert _values(two.against(one, "logprob", TP2), one.logprob).mismatches == wrong
+
+
+def test_the_first_op_that_differs_is_named_and_none_where_none_does():
+    said = lambda op, columns, *leaves: {"op": op, "columns": columns, "whole": [*leaves], "part": [*leaves[:2]]}
+    one = [said("linear q", 8, *"abcd"), said("linear o", 8, *"efgh")]
+    ranks = [[said("linear q", 4, *"abxx"), one[1]], [said("linear q", 4, *"cdxx"), one[1]]]
+    assert differing(one, ranks) is None
+    assert differing(one, [ranks[1], ranks[0]]) == ("linear q", 0)
+    assert differing(one, [ranks[0], [ranks[1][0], said("linear o", 8, *"efgx")]]) == ("linear o", 1)
+    assert differing(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
 
 
 def test_costs_are_held_against_the_goals_and_the_paper():

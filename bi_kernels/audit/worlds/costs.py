@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import bi_kernels as bi
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.worlds.world import DTYPES, case
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed
@@ -112,14 +113,16 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
         return step + residual
 
     def step(layers, x, rows):
+        x.grad = None
         with rows.layout:
             y = forward(layers, x, rows)
         y.backward(torch.ones_like(y))
+        return y.detach(), x.grad
 
-    found = []
+    found, draw = [], generator(device, told["seed"], "world", "timed")
     for sequences in settings["sequences"]:
         lengths = [settings["length"]] * sequences
-        x = torch.randn(sum(lengths), config.hidden, device=device, dtype=dtype, requires_grad=True)
+        x = torch.randn(sum(lengths), config.hidden, generator=draw, device=device).to(dtype).requires_grad_()
         rows = packed(lengths, device)
         for what, call in (("forward", torch.no_grad()(forward)), ("forward and backward", step)):
             calls = {
@@ -135,7 +138,7 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
             config, settings["decoded"], settings["length"] + 8, x.detach(), kinds[name].key_heads(config.kv_heads)
         )
         cache.lengths += settings["length"]
-        token = torch.randn(settings["decoded"], 1, config.hidden, device=device, dtype=dtype)
+        token = torch.randn(settings["decoded"], 1, config.hidden, generator=draw, device=device).to(dtype)
         decodes[name] = _captured(lambda layers=layers, cache=cache, t=token: forward(layers, t, cache.rows(1), cache))
     ms = _turns(decodes, group)
     case_ = f"{len(stacks['ours'])} layers, {settings['decoded']} sequences, {settings['length']} keys"
@@ -214,18 +217,28 @@ def _stepped(told: dict, device: torch.device, group) -> dict:
 
 
 def _turns(calls: dict[str, Callable], group) -> dict[str, float]:
-    """Returns the median milliseconds of each call, which take turns on all ranks."""
-    for call in calls.values():
+    """Returns the median milliseconds of each call, which take turns on all ranks. Raises RuntimeError where a call
+    returns other bits than the first time."""
+    first = {}
+    for name, call in calls.items():
         for _ in range(WARM):
-            call()
+            first.setdefault(name, _kept(call()))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
             dist.barrier(group)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record()
-            call()
+            came = call()
             ended.record()
             ended.synchronize()
             times[name].append(begun.elapsed_time(ended))
+            if any(not torch.equal(a, b) for a, b in zip(first[name], _kept(came))):
+                raise RuntimeError(f"{name}: round {len(times[name])} gave other bits than the first call")
     return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _kept(came) -> list[Tensor]:
+    """Returns copies of the tensors that a call returned, if it did."""
+    tensors = [came] if isinstance(came, Tensor) else came if isinstance(came, tuple) else []
+    return [t.clone() for t in tensors]

@@ -53,7 +53,7 @@ def _one(job: dict, told: dict, device: torch.device) -> dict:
         return costs.measured(told, device, tensor, data)
     module, _, name = job["way"].partition(":")
     way = getattr(importlib.import_module(module), name)
-    return WorldStep(told["shapes"], told["dtype"], device, told["seed"], way, tensor, data).run()
+    return WorldStep(told["shapes"], told["dtype"], device, told["seed"], way, tensor, data, world.tokens).run()
 
 
 if __name__ == "__main__":

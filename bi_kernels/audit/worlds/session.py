@@ -16,6 +16,7 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.worlds.first import differing
 from bi_kernels.audit.worlds.launch import launched
 from bi_kernels.audit.worlds.ways import CONTROLS, HERE
 from bi_kernels.audit.worlds.world import WORLDS, World, case, digest
@@ -44,6 +45,7 @@ class Evidence:
     decode: dict[str, str] = field(default_factory=dict)
     unmoved: list[str] = field(default_factory=list)  # parameters without a gradient
     other: dict[str, str] = field(default_factory=dict)  # what a later rank has of the same, where that differs
+    ops: list[list[dict]] = field(default_factory=list)  # what each op gave, of each rank that says so
     times: Counter = field(default_factory=Counter)  # that each was left, by a rank each
 
     @classmethod
@@ -51,6 +53,7 @@ class Evidence:
         found = cls()
         for said in ranks:
             found.unmoved += said.get("unmoved", [])
+            found.ops += [said["ops"]] if said.get("ops") else []
             for kind in KINDS:
                 for name, value in said.get(kind, {}).items():
                     found.times[f"{kind} {name}"] += 1
@@ -105,7 +108,9 @@ class WorldSession(Session):
         for ranks in sorted({w.ranks for w in self.worlds}):
             jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
             broken = [(name, w, way) for name, (way, w, _) in CONTROLS.items() if w.ranks == ranks]
-            timed = [("costs", w, "costs") for _, w, _ in jobs if self.timed and 1 in w and ranks > 1]
+            timed = [
+                ("costs", w, "costs") for _, w, _ in jobs if self.timed and 1 in w[:2] and ranks > 1 and not w.tokens
+            ]
             told = {k: self.parameters[k] for k in ("shapes", "dtype", "seed")} | {"device": self.device.type}
             every = jobs + broken + timed
             told["jobs"] = [{"way": way, "world": w} for _, w, way in every]
@@ -186,6 +191,19 @@ class WorldSession(Session):
                 row = self._row(relation, world, values, kind)
             found.append(replace(row, candidate=name).as_control())
         self.add(found)
+        return found
+
+    def firsts(self) -> list[dict]:
+        """Returns a line a world, and a way that others take, that cuts weights: the first op whose output differs from
+        one rank's, while all before it agree."""
+        one = (self.evidence.get(World()) or Evidence()).ops
+        lines = [("ours", world, self.evidence[world]) for world in self.evidence if world.dp == 1 < world.tp]
+        lines += [(name, CONTROLS[name][1], found) for name, found in self.broken.items() if found.ops]
+        found = []
+        for who, world, mine in lines:
+            where = differing(one[0], mine.ops) if one and mine.ops else ("nothing was left", 0)
+            op, before = where or ("none", len(one[0]))
+            found.append({"who": who, "world": world.name, "first op that differs": op, "outputs before it": before})
         return found
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels.audit.chain.layouts import THREADS, hash_of
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.worlds.first import watched
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed, policy_loss
@@ -24,10 +25,12 @@ LEAVES = 4  # parts of a weight's rows that are hashed apart, so that a rank can
 
 
 class World(NamedTuple):
-    """How many ranks share each weight, and how many share the groups of sequences."""
+    """How many ranks share each weight, and how many share the groups of sequences. tokens: norms and residuals are
+    shared as well, by tokens."""
 
     tp: int = 1
     dp: int = 1
+    tokens: bool = False
 
     @property
     def ranks(self) -> int:
@@ -35,10 +38,11 @@ class World(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "×".join(f"{what}{n}" for what, n in zip(("tp", "dp"), self) if n > 1) or "1"
+        name = "×".join(f"{what}{n}" for what, n in zip(("tp", "dp"), self) if n > 1) or "1"
+        return name + " by tokens" * self.tokens
 
 
-WORLDS = World(), World(2, 1), World(1, 2), World(4, 1), World(1, 4), World(2, 2)
+WORLDS = World(), World(2, 1), World(2, 1, tokens=True), World(1, 2), World(4, 1), World(1, 4), World(2, 2)
 
 
 def case(shapes: str) -> dict:
@@ -50,7 +54,7 @@ class Way(NamedTuple):
     """How a world computes: the ops over a group, and what joins the gradients. forward: nothing but logprobs; steps:
     so many of the case's, all unless given."""
 
-    ops: Callable[[dist.ProcessGroup], object] = TensorParallel
+    ops: Callable[[dist.ProcessGroup, bool], object] = TensorParallel
     grads: Callable[..., MainGrads] = MainGrads
     forward: bool = False
     steps: int | None = None
@@ -59,7 +63,7 @@ class Way(NamedTuple):
 class WorldStep:
     """A decoder's training steps over the ranks of a world; this process alone where there is no group.
 
-    tensor, data: the groups of a mesh.
+    tensor, data: the groups of a mesh; tokens: as a World has it.
     """
 
     def __init__(
@@ -71,13 +75,14 @@ class WorldStep:
         way: Way,
         tensor: dist.ProcessGroup | None = None,
         data: dist.ProcessGroup | None = None,
+        tokens: bool = False,
     ):
         self.case, self.device, self.way = case(shapes), device, way
         config = replace(CONFIGS[self.case["model"]], layers=self.case["layers"])
-        ops = bi_kernels if tensor is None else way.ops(tensor)
+        ops = bi_kernels if tensor is None else way.ops(tensor, tokens)
         longest = max(self.case["long"], *self.case["lengths"])
         self.model = Decoder(config, device, DTYPES[dtype], seed, longest, checkpointing=True, ops=ops)
-        self.data = data
+        self.data, self.tensor = data, tensor
         self.lengths = self.case["lengths"]
         g, count = generator(device, seed, "world"), sum(self.lengths)
         draw = lambda: torch.randint(0, config.vocab, (2, count), generator=g, device=device)
@@ -96,15 +101,17 @@ class WorldStep:
 
     def run(self) -> dict:
         """Returns the evidence: base64 of the logprobs of each sequence that this rank computed, of a first step and
-        from a cache, SHA-256 of the leaves of the first step's gradients and of the weights after all steps, and the
-        parameters without a gradient."""
+        from a cache, what each op gives, SHA-256 of the leaves of the first step's gradients and of the weights after
+        all steps, and the parameters without a gradient."""
         if self.way.forward:
             with torch.no_grad():
-                return {"logprob": dict(self._forward(range(self.case["groups"]))) | self._long()}
+                logprob = dict(self._forward(range(self.case["groups"]))) | self._long()
+                return {"logprob": logprob, "ops": self._watched()}
         grads = self.way.grads(self.model.parameters(), self.model.tied, groups=self.case["groups"], world=self.data)
         optimizer = torch.optim.AdamW(grads.masters, lr=self.case["learning_rate"])
         found: dict = {"logprob": self._long(), "leaves": {}}
         found["decode"] = dict(self._decoded()) if self.data is None else {}
+        found["ops"] = self._watched() if self.data is None else []
         for number in range(len(self.steps)):
             for group in grads.mine:
                 found["logprob"] |= self._backward(self.sequences(group), number, keep=number == 0)
@@ -134,6 +141,14 @@ class WorldStep:
         for sequences in filter(None, map(self.sequences, groups)):
             at, rows = self._at(sequences), packed([self.lengths[i] for i in sequences], self.device)
             yield from self._said(self.model.logprobs(ids[at], targets[at], rows)[0], sequences)
+
+    @torch.no_grad()
+    def _watched(self) -> list[dict]:
+        """Returns what each op gives of the group of the most tokens; see first.py."""
+        ranks = dist.get_world_size(self.tensor) if self.tensor is not None else 1
+        tokens = [sum(self.lengths[i] for i in self.sequences(group)) for group in range(self.case["groups"])]
+        most = tokens.index(max(tokens))
+        return watched(self.model, ranks, lambda: dict(self._forward(range(most, most + 1))))
 
     @torch.no_grad()
     def _long(self) -> dict[str, str]:
