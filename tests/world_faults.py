@@ -9,22 +9,22 @@ from bi_kernels.audit.worlds.world import Way
 from bi_kernels.parallel.tensor import TensorParallel
 
 
-def dies(group):
+def dies(group, tokens):
     if dist.get_rank() == 1:
         os._exit(9)
-    return TensorParallel(group)
+    return TensorParallel(group, tokens)
 
 
-def hangs(group):
+def hangs(group, tokens):
     if dist.get_rank() == 1:
         time.sleep(600)
-    return TensorParallel(group)
+    return TensorParallel(group, tokens)
 
 
-def raises(group):
+def raises(group, tokens):
     if dist.get_rank() == 1:
         raise ValueError("this rank has no luck")
-    return TensorParallel(group)
+    return TensorParallel(group, tokens)
 
 
 DIES, HANGS, RAISES = (Way(ops, forward=True) for ops in (dies, hangs, raises))
