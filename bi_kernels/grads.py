@@ -1,14 +1,17 @@
 """fp32 gradient buffers on parameters (`main_grad`), and the masters that an optimizer steps."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 import triton
 
+from bi_kernels.checks import check_number
 from bi_kernels.contract import VERSION
+from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 from bi_kernels.parallel.tree import GroupTree, agree
+from bi_kernels.parameters import OWNERS, trained
 
 
 class MainGrads:
@@ -35,33 +38,42 @@ class MainGrads:
                 grads.close(group)
             grads.join(); optimizer.step(); grads.finish()
 
-    A Transformers model is given to `apply` first.
+    A Transformers model is given to `apply` first. A run is saved between two steps, and goes on bit for bit:
+
+        torch.save({"grads": grads.state_dict(), "optimizer": optimizer.state_dict()}, file)
 
     sharded: the masters are this rank's shares of all parameters, flat, for an optimizer that treats each number alone,
     as AdamW does; main_grad is not gathered then, and `finish` gathers the weights.
 
-    Raises ValueError for a tied parameter that is not among the parameters, for groups that are not positive, and where
-    the ranks of a world differ in groups, parameters or versions.
+    parameters: as model.parameters() or model.named_parameters() yield them. Weights that are loaded later are the
+    masters' too, from the next `join` on.
+
+    Raises TypeError for what are no parameters, or of a dtype other than fp32, fp16 and bf16; ValueError for a tied
+    parameter that is not among those that train, for one that another MainGrads has, for groups that are not positive,
+    and where the ranks of a world differ in groups, parameters or versions.
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
         tied: Iterable[torch.nn.Parameter] = (),
         groups: int = 1,
         world: dist.ProcessGroup | None = None,
         sharded: bool = False,
     ):
-        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self.names, self.parameters = trained(parameters)
         self.tied = list(tied)
+        if any(not t.requires_grad for t in self.tied):
+            raise ValueError("MainGrads: tied holds a parameter that requires no gradient, expected one that does")
         if any(all(t is not p for p in self.parameters) for t in self.tied):
             raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
         self.tree, self.sharded = self._tree(groups, world), sharded
         if sharded and self.tree is None:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
+        OWNERS[id(self)] = self
         for p, buffer in zip(self.parameters, self._buffers()):
             p.main_grad = buffer
-            buffer.of_step = True  # and no integration's, which would hand it on to `.grad`
+            buffer.of_step = id(self)  # and no integration's, which would hand it on to `.grad`
         self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
@@ -115,6 +127,7 @@ class MainGrads:
     def masters(self) -> list[torch.nn.Parameter]:
         """Holds an fp32 copy of each parameter, made when it is first asked for, whose `.grad` is the parameter's
         `main_grad`."""
+        self._note()
         if self.sharded:
             return [torch.nn.Parameter(self._weights(self.tree.share(part))) for part in self.tree.parts()]
         masters = [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
@@ -122,21 +135,44 @@ class MainGrads:
             master.grad = p.main_grad
         return masters
 
-    def _weights(self, share: slice) -> torch.Tensor:
-        """Returns the parameters' values where the flat buffer has a share, fp32; 0 between them."""
-        found, first = torch.zeros(share.stop - share.start, device=self.tree.flat.device), 0
+    def _regions(self, share: slice) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yields what a share of the flat buffer has of each parameter, flat, and where in the share."""
+        first = 0
         for p in self.parameters:
             low, high = max(first, share.start), min(first + p.numel(), share.stop)
             if low < high:
-                found[low - share.start : high - share.start] = p.detach().reshape(-1)[low - first : high - first]
+                yield (p.detach().reshape(-1)[low - first : high - first], slice(low - share.start, high - share.start))
             first += _room(p)
+
+    def _weights(self, share: slice) -> torch.Tensor:
+        """Returns the parameters' values where the flat buffer has a share, fp32; 0 between them."""
+        found = torch.zeros(share.stop - share.start, device=self.tree.flat.device)
+        for values, at in self._regions(share):
+            found[at] = values
         return found
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Takes over into the masters the weights that somebody else has changed, as by loading them."""
+        if not self._made or self._seen == [p._version for p in self.parameters]:
+            return
+        pairs = zip(self.parameters, self.masters)
+        if self.sharded:
+            shares = [(master, self.tree.share(part)) for master, part in zip(self.masters, self.tree.parts())]
+            pairs = ((values, master[at]) for master, share in shares for values, at in self._regions(share))
+        for values, master in pairs:
+            master.copy_(torch.where(values == master.to(values.dtype), master, values.to(master.dtype)))
+        self._note()
+
+    def _note(self) -> None:
+        self._seen = [p._version for p in self.parameters]
 
     @torch.no_grad()
     def join(self) -> None:
         """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of
         what still stands in `.grad`. With groups, each had that when it was closed, and their sum is left in main_grad
         of every rank, or in the masters' `.grad` where they are sharded."""
+        self._follow()
         if self.tree is None:
             self._join_tied()
             self.collect()
@@ -165,6 +201,13 @@ class MainGrads:
     @torch.no_grad()
     def finish(self) -> None:
         """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
+        self._round()
+        for p in self.parameters:
+            p.main_grad.zero_()
+        self.mark()
+
+    def _round(self) -> None:
+        """Rounds the masters into the parameters, on every rank."""
         found = self._made
         if self.sharded:  # rounded first, where all are of one dtype, so that less is gathered
             kinds = {p.dtype for p in self.parameters}
@@ -172,9 +215,71 @@ class MainGrads:
             found = self._of(self.tree.gather([master.detach().to(kind) for master in self.masters]))
         for p, master in zip(self.parameters, found):
             p.copy_(master)
+        self._note()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scales the joined gradients so that their norm is `max_norm` at most, between `join` and the optimizer's
+        step; returns the norm, fp32, before that. Its sum is one tree over all numbers, the same however the step is
+        cut or shared. Raises ValueError for a norm that is not above 0, for weights that are cut over ranks, and for a
+        norm that is not finite if asked to."""
+        limit = check_number("MainGrads", "max_norm", max_norm)
+        if not limit > 0:
+            raise ValueError(f"MainGrads: max_norm is {max_norm!r}, expected a number above 0")
+        if cut := [name for name, p in zip(self.names, self.parameters) if hasattr(p, "cut")]:
+            raise ValueError(
+                f"MainGrads: clip_grad_norm_ was called with {cut[0]} cut over ranks, expected whole weights"
+            )
+        if self.sharded:
+            shares = [master.grad for master in self.masters]
+            if any(share is None for share in shares):
+                raise ValueError("MainGrads: clip_grad_norm_ was called before join, expected after it")
+            sums = [self.tree.gathered(block_sums(share, squared=True)) for share in shares]
+        else:
+            shares = [p.main_grad for p in self.parameters]
+            sums = [block_sums(share, squared=True).to(shares[0].device) for share in shares]
+        used = sum(map(_room, self.parameters)) // BLOCK
+        norm = total(torch.cat(sums)[:used]).sqrt() if sums else torch.zeros(())
+        if error_if_nonfinite and not norm.isfinite():
+            raise ValueError(f"MainGrads: the gradients' norm is {norm.item()}, expected a finite one")
+        scale = torch.where(norm <= limit, 1.0, limit / norm)
+        for share in shares:
+            share.mul_(scale.to(share.device))
+        return norm
+
+    def state_dict(self) -> dict:
+        """Returns the masters between two steps, this rank's where they are sharded. Raises ValueError within one."""
+        if any(p.main_grad.any() for p in self.parameters) or self.tree and self.tree.waiting:
+            raise ValueError("MainGrads: state_dict was called within a step, expected after finish")
+        self._follow()
+        return self._said() | {"masters": [master.detach() for master in self.masters]}
+
+    def _said(self) -> dict:
+        shapes = [tuple(p.shape) for p in self.parameters]
+        rank = (self.tree.rank, self.tree.ranks) if self.sharded else None
+        return {"contract": VERSION, "names": self.names, "shapes": shapes, "shared": rank}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Takes over the masters of a `state_dict`, and rounds them into the parameters. Raises ValueError, before
+        anything is changed, for those of other parameters, of another version of the contract, or of another rank."""
+        for name, mine in self._said().items():
+            theirs = state.get(name) if isinstance(state, dict) else None
+            if theirs != mine:
+                raise ValueError(f"MainGrads: the state's {name} is {theirs!r:.100}, expected {mine!r:.100}")
+        for master, theirs in zip(self.masters, state["masters"], strict=True):
+            master.copy_(theirs)
+        self._round()
         for p in self.parameters:
             p.main_grad.zero_()
         self.mark()
+
+    def release(self) -> None:
+        """Takes the buffers off the parameters, which another MainGrads may have then."""
+        for p in self.parameters:
+            del p.main_grad
+        for p in self.tied:
+            del p.embedding_main_grad
 
     def mark(self) -> None:
         """Says that the buffers are zero as they stand: a step's first fold need not read them (see tokens.begins)."""
@@ -187,5 +292,5 @@ class MainGrads:
 
 
 def _room(p: torch.Tensor) -> int:
-    """Returns how many numbers a parameter has in the flat buffer: each begins at a multiple of 256 bytes."""
-    return -(-p.numel() // 64) * 64
+    """Returns how many numbers a parameter has in the flat buffer: whole blocks of a norm's sum."""
+    return -(-p.numel() // BLOCK) * BLOCK

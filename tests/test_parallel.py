@@ -58,12 +58,12 @@ def test_a_rank_keeps_few_buffers_and_adds_as_the_tree_does(groups):
     g = torch.Generator().manual_seed(groups)
     folds, most = [torch.randn(4, generator=g) * 10.0**i for i, _ in enumerate(range(groups))], 0
     for number, fold in enumerate(folds):
-        tree.flat.copy_(fold)
+        tree.flat[:4].copy_(fold)
         others = tree.close(number)
         most = max(most, len(tree.waiting))
         assert others == (number + 1 < groups) and others == (not tree.flat.any())
     (found,) = tree.join()
-    assert found.equal(added({(i, i + 1): fold.clone() for i, fold in enumerate(folds)}, (0, groups)))
+    assert found[:4].equal(added({(i, i + 1): fold.clone() for i, fold in enumerate(folds)}, (0, groups)))
     assert most <= max(1, groups.bit_length())
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from bi_kernels.ops.square_sum import BLOCK
 from bi_kernels.parallel.exchange import all_gather
 from bi_kernels.parallel.peers import Move, peers_for
 
@@ -51,7 +52,7 @@ class GroupTree:
     def __init__(self, numbers: int, groups: int, world: dist.ProcessGroup | None, device: torch.device):
         self.groups, self.world = groups, world
         self.rank, self.ranks = (dist.get_rank(world), dist.get_world_size(world)) if world else (0, 1)
-        self.size = -(-numbers // self.ranks) * self.ranks
+        self.size = -(-numbers // (self.ranks * BLOCK)) * self.ranks * BLOCK
         self.flat = torch.zeros(self.size, device=device)
         self.mine = self.of(self.rank)
         self.waiting: list[tuple[Node, torch.Tensor]] = []
@@ -112,9 +113,15 @@ class GroupTree:
                 all_gather(flat[part], share, group=self.world)
         return flat
 
+    def gathered(self, share: torch.Tensor) -> torch.Tensor:
+        """Returns what every rank has of a share, one after another."""
+        found = share.new_empty(self.ranks * len(share))
+        all_gather(found, share, group=self.world)
+        return found
+
     def parts(self) -> Iterator[slice]:
         """Yields the parts of the flat buffer that are exchanged at a time, each of which every rank has a share of."""
-        bucket = -(-BUCKET // self.ranks) * self.ranks
+        bucket = -(-BUCKET // (self.ranks * BLOCK)) * self.ranks * BLOCK
         yield from (slice(first, min(first + bucket, self.size)) for first in range(0, self.size, bucket))
 
     def share(self, part: slice) -> slice:

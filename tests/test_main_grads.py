@@ -1,0 +1,174 @@
+"""MainGrads between steps: saved and resumed, clipped, and what it cannot hold."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from resumed import STEPS, Run
+
+from bi_kernels import MainGrads
+from bi_kernels.ops.square_sum import BLOCK, block_sums, total
+
+SCRIPT = Path(__file__).with_name("resumed.py")
+
+
+def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in shapes]
+
+
+# Saved and resumed
+
+
+@pytest.mark.parametrize("given", [{}, {"groups": 3}])
+def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
+    whole, states = Run(**given), []
+    for _ in range(STEPS):
+        states.append(copy.deepcopy(whole.state()))
+        whole.step()
+    assert [state["done"] for state in states] == [*range(STEPS)]
+    for state in states[1:]:
+        resumed = Run(seed=1, **given)
+        assert resumed.digest() != whole.digest()
+        resumed.load(state)
+        while resumed.done < STEPS:
+            resumed.step()
+        assert resumed.digest() == whole.digest(), state["done"]
+
+
+def test_a_run_that_is_killed_within_a_step_goes_on_from_the_one_before(tmp_path):
+    def run(name: str, kill: int = -1) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(SCRIPT), str(tmp_path / name), str(kill)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+    killed = run("killed", kill=2)
+    assert killed.returncode == -9 and not killed.stdout
+    whole, resumed = run("whole"), run("killed")
+    assert len(whole.stdout) == 65 and resumed.stdout == whole.stdout, resumed.stderr[-2000:]
+
+
+def test_weights_that_are_loaded_are_not_undone_by_the_masters():
+    p, q = weights((6, 4), (5,))
+    grads = MainGrads([p, q])
+    optimizer = torch.optim.SGD(grads.masters, lr=1.0)
+    grads.masters[1].data += 2.0**-14  # below what bf16 shows: weights that nobody loaded keep it
+    kept = grads.masters[1].detach().clone()
+    with torch.no_grad():
+        p.copy_(torch.full((6, 4), 3.0))
+    grads.join()
+    optimizer.step()
+    grads.finish()
+    assert (p == 3).all() and (grads.masters[0] == 3).all()
+    assert grads.masters[1].equal(kept) and grads.state_dict()["masters"][0].eq(3).all()
+
+
+def test_a_state_within_a_step_or_of_something_else_is_refused_and_changes_nothing():
+    p, q = weights((6, 4), (5,))
+    grads = MainGrads([("first", p), ("second", q)])
+    state = copy.deepcopy(grads.state_dict())
+    assert state["names"] == ["first", "second"]
+    p.main_grad += 1
+    with pytest.raises(ValueError, match="^MainGrads: state_dict was called within a step, expected after finish$"):
+        grads.state_dict()
+    grads.finish()
+    for name, other in (("names", ["first", "third"]), ("shapes", [(4, 6), (5,)]), ("contract", 0), ("shared", (0, 2))):
+        before = p.detach().clone()
+        with pytest.raises(ValueError, match=f"^MainGrads: the state's {name} is "):
+            grads.load_state_dict(state | {name: other, "masters": [m + 1 for m in state["masters"]]})
+        assert p.equal(before)
+    with pytest.raises(ValueError, match="^MainGrads: the state's contract is None, expected "):
+        grads.load_state_dict({"state": {}})
+
+
+# The norm
+
+
+@given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), cut=st.integers(0, 4))
+def test_the_norm_is_one_tree_however_the_numbers_are_shared(sizes, cut):
+    g = torch.Generator().manual_seed(sum(sizes))
+    parts = [torch.randn(size, generator=g) * 10.0 ** float(torch.randn((), generator=g)) for size in sizes]
+    rooms = [torch.nn.functional.pad(t, (0, -len(t) % BLOCK)) for t in parts]
+    flat = torch.cat([*rooms, torch.zeros(cut * BLOCK)])
+    whole = total(torch.cat([block_sums(t, squared=True) for t in parts]))
+    at = min(cut, len(flat) // BLOCK) * BLOCK
+    shared = torch.cat([block_sums(flat[:at], squared=True), block_sums(flat[at:], squared=True)])
+    assert whole.equal(total(shared[: sum(map(len, rooms)) // BLOCK]))
+    exact = sum(t.double().square().sum() for t in parts)
+    assert abs(whole.double() - exact) <= exact * 2.0**-18
+
+
+def test_gradients_are_scaled_to_the_norm_and_no_further():
+    p, q = weights((40, 40), (5,))
+    grads = MainGrads([p, q])
+    p.main_grad += 3.0
+    q.main_grad += 4.0
+    norm = grads.clip_grad_norm_(2.0**20)
+    assert (p.main_grad == 3).all() and norm.equal(torch.tensor(9.0 * 1600 + 16 * 5).sqrt())
+    grads.clip_grad_norm_(1.0)
+    assert abs(grads.clip_grad_norm_(1.0).item() - 1) < 2.0**-18
+    p.main_grad[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="^MainGrads: the gradients' norm is inf, expected a finite one$"):
+        grads.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    for wrong, kind in ((0, ValueError), (-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+        with pytest.raises(kind, match="^MainGrads: max_norm is "):
+            grads.clip_grad_norm_(wrong)
+
+
+def test_groups_have_the_norm_of_one_fold_where_their_gradients_are_the_same():
+    norms = []
+    for how in ({}, {"groups": 2}):
+        p, q = weights((40, 40), (5,))
+        grads = MainGrads([p, q], **how)
+        for group in grads.mine:
+            if group == 0:
+                g = torch.Generator().manual_seed(3)
+                p.main_grad += torch.randn(40, 40, generator=g)
+                q.main_grad += torch.randn(5, generator=g)
+            grads.close(group)
+        grads.join()
+        norms.append(grads.clip_grad_norm_(1.0))
+    assert norms[0].equal(norms[1]) and norms[0] > 30
+
+
+# What it cannot hold
+
+
+def refused(*args, **given) -> str:
+    with pytest.raises((TypeError, ValueError)) as error:
+        MainGrads(*args, **given)
+    return str(error.value)
+
+
+def test_what_it_cannot_hold_is_one_sentence():
+    p, q = weights((6, 4), (5,))
+    q.requires_grad_(False)
+    of = "expected what model.parameters() returns"
+    assert refused(p) == f"MainGrads: parameters is of type Parameter, {of}"
+    assert refused(3) == f"MainGrads: parameters is of type int, {of}"
+    assert refused([p, "q"]) == "MainGrads: parameter 1 is of type str, expected a parameter"
+    said = "expected fp32, fp16 or bf16 on a device"
+    double = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    assert refused([("w", double)]) == f"MainGrads: w is of dtype torch.float64, {said}"
+    assert refused([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]).endswith(f"torch.complex64, {said}")
+    meta = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    assert refused([meta]) == f"MainGrads: parameter 0 is on the meta device, {said}"
+    assert refused([p, q], tied=[q]).startswith("MainGrads: tied holds a parameter that requires no gradient")
+    first = MainGrads([p])
+    assert refused([("w", p)]) == "MainGrads: w has another MainGrads' main_grad, expected one that was released"
+    first.release()
+    second = MainGrads([p])
+    del second  # nobody steps with it any more
+    assert MainGrads([p]).parameters[0] is p
+
+
+def test_a_model_with_buffers_is_copied_and_pickled():
+    model = torch.nn.Linear(4, 4, bias=False)
+    grads = MainGrads(model.parameters())
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert copied.weight.equal(loaded.weight) and len(grads.masters) == 1
