@@ -16,6 +16,7 @@ if INTERPRETED:
 
     interpreter.install()
 
+PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
 KEPT = 4096  # kinds of arguments of a check
 _UNKNOWN = object()
 _thread = threading.local()
@@ -23,17 +24,18 @@ _thread = threading.local()
 
 def once(check: Callable) -> Callable:
     """Makes of a check, or of what follows from checked arguments, one that is asked once for each kind of them: of a
-    tensor it may look at shape, dtype and device. What was refused is asked, and refused, again."""
+    tensor it may look at shape, dtype, device and how it holds its numbers. What was refused is asked, and refused,
+    again."""
     passed: dict[tuple, object] = {}
 
     @wraps(check)
     def checked(*args):
         if torch.compiler.is_compiling():
             return check(*args)
-        key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else (type(a), a) for a in args])
         try:
+            key = tuple([_kind(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in args])
             result = passed.get(key, _UNKNOWN)
-        except TypeError:  # what is wrong, or traced, may have no hash
+        except (TypeError, RuntimeError):  # what is wrong, or traced, may have no hash, what is nested no shape
             result = key = _UNKNOWN
         if result is _UNKNOWN:
             result = check(*args)
@@ -46,6 +48,34 @@ def once(check: Callable) -> Callable:
     return checked
 
 
+def _kind(t: torch.Tensor) -> tuple:
+    return t.shape, t.dtype, t.device, t.layout, t.is_neg(), type(t)
+
+
+def _check_plain(op: str, name: str, t: torch.Tensor) -> None:
+    """Raises TypeError for a tensor whose numbers do not stand in its memory."""
+    if t.is_nested:
+        raise TypeError(f"{op}: {name} is nested, expected a tensor of one shape, padded or packed")
+    if t.layout != torch.strided:
+        raise TypeError(f"{op}: {name} has layout {t.layout}, expected torch.strided, as {name}.to_dense() has")
+    if t.is_neg():
+        raise TypeError(f"{op}: {name} is a view that is negated when it is read, expected {name}.resolve_neg()")
+    if torch.compiler.is_compiling() or type(t) in PLAIN or _is_fake(t):
+        return
+    if torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python):
+        plain = f"{name}.to_local()" if hasattr(t, "to_local") else "a torch.Tensor"
+        raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected {plain}")
+
+
+def _is_fake(t: torch.Tensor) -> bool:
+    """Tells whether a tensor has a shape and no numbers."""
+    if type(t) in PLAIN:
+        return False
+    from torch._subclasses import FakeTensor  # noqa: PLC0415  (whoever made one has loaded it)
+
+    return isinstance(t, FakeTensor)
+
+
 def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
     """Tensors all (those in `optional` may be None), dtypes in the contract's set and equal, one device, and one that
     Triton can run on."""
@@ -53,6 +83,7 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
     for name, t in given.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected a torch.Tensor")
+        _check_plain(op, name, t)
     (first, x), *rest = given.items()
     if same_dtype:
         for name, t in given.items():
@@ -74,7 +105,16 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
 def check_number(op: str, name: str, value: float) -> float:
     if not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} is {value!r}, expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{op}: {name} is an integer of {len(str(value))} digits, expected a number") from None
+
+
+def check_flag(op: str, name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value!r}, expected True or False")
+    return value
 
 
 def check_integer(op: str, name: str, value: int, expected: str = "an integer") -> int:
@@ -107,8 +147,10 @@ def integers(t: torch.Tensor) -> bool:
 
 def can_wait(t: torch.Tensor) -> bool:
     """Returns whether a check may look at the values of `t`: not under torch.compile or in the capture of a CUDA
-    graph."""
-    return not (torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing())
+    graph, and not where there are none."""
+    if torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return not _is_fake(t) and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _written(t: torch.Tensor) -> tuple[int, int] | None:
@@ -158,6 +200,19 @@ def described(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def _transformed(tensors: list[torch.Tensor]) -> bool:
+    """Tells whether somebody else than autograd's backward is to follow what is computed."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and any(forward.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def widened(t: torch.Tensor) -> torch.Tensor:
+    """Returns integers as they are, or in 64 bits where they are narrow or have no sign: −100 is none of theirs."""
+    return t if t.dtype in (torch.int32, torch.int64) else t.long()
+
+
 def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
     """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
     torch.compile as the custom op `opaque`, or, for a gradient, in eager mode between two compiled parts.
@@ -173,6 +228,14 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
         from bi_kernels.eager import in_eager  # noqa: PLC0415  (torch._dynamo, which is loaded by now)
 
         return in_eager(differentiable, *args)
+    if _transformed(tensors):
+        raise NotImplementedError(
+            "bi_kernels: an op was called inside a torch.func transform or with tangents of forward-mode "
+            "differentiation, expected plain tensors, whose gradients .backward() finds"
+        )
+    if any(map(_is_fake, tensors)):
+        with torch.no_grad():
+            return opaque(*args)
     call = differentiable if trains else launch
     device = tensors[0].get_device()  # −1 for a CPU
     if device >= 0 and device != torch.cuda.current_device():

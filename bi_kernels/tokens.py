@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
+from bi_kernels import checks
 from bi_kernels.launch import jit
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
@@ -64,6 +64,7 @@ class TokenLayout(ContextDecorator):
     padding: no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
     """
 
+    flat = False  # whether it was read from (tokens, features), one sequence as far as that says
     entered = False  # whether this process has used any
     assumed = False  # whether it has folded a parameter's gradient by shapes alone
 
@@ -86,6 +87,7 @@ class TokenLayout(ContextDecorator):
                 f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
                 f"to lie in {rows} rows and not to overlap"
             )
+        self.spans = [span for span in spans if span[1]]  # where each sequence starts, and its length
         slots: list[int] = []
         for _, start, length in sorted(zip(order, starts, lengths)):
             slots += range(start, start + length)
@@ -182,6 +184,13 @@ def _dense(sequences: int, length: int) -> TokenLayout:
     return TokenLayout([i * length for i in range(sequences)], [length] * sequences, sequences * length)
 
 
+@lru_cache(maxsize=64)
+def _flat(length: int) -> TokenLayout:
+    layout = TokenLayout([0], [length], length)
+    layout.flat = True
+    return layout
+
+
 def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout:
     """Returns the layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they
     differ.
@@ -200,6 +209,8 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
         raise ValueError(
             f"{op}: x has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
             f"{layout.rows} rows; enter the layout of this very call"
+            + "; for (…, heads, D) use qk_norm"
+            * (op.endswith("rms_norm") and tokens == layout.rows * length)
         )
     if trains and not torch.compiler.is_compiling():
         TokenLayout.assumed = True
@@ -209,7 +220,35 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
                 "tokens where its parameters' gradients are added; for heads use qk_norm, else enter a TokenLayout",
                 stacklevel=3,
             )
-    return _dense(max(sequences, 1), length if sequences else 0)
+    return _flat(length) if not outer else _dense(max(sequences, 1), length if sequences else 0)
+
+
+def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
+    """Raises ValueError where attention is told of other sequences than those of the layout that is entered. spans:
+    where each starts, and its length, as `value` says and `how`; asked once for them and a layout."""
+    layout = _current.get()
+    if layout is None or not checks.unseen(question := ("layout", layout, *how), value):
+        return
+    told = [span for span in spans() if span[1]]
+    if told != layout.spans:
+        lengths = [[length for _, length in of][:8] for of in (told, layout.spans)]
+        said = "in other places" if lengths[0] == lengths[1] else f"of lengths {lengths[1]}"
+        raise ValueError(
+            f"{op}: {name} holds sequences of lengths {lengths[0]}, but the token layout has sequences {said}; enter "
+            "the layout of this very call"
+        )
+    checks.seen(question, value)
+
+
+def hint(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
+    """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
+    begun = hasattr(buffer, "of_step") and getattr(buffer, "zeros_at", None) != (id(buffer), buffer._version)
+    if begun and getattr(layout, "flat", False):
+        warnings.warn(
+            f"{op}: another micro-batch of (tokens, features) without a token layout, which is taken for one sequence, "
+            "so that gradients depend on the split; expected the forward inside `with TokenLayout.packed(cu_seqlens)`",
+            stacklevel=3,
+        )
 
 
 def remind(op: str, sequences: int) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_integer, integers, once, seen, unseen
+from bi_kernels.checks import apply, check, check_integer, integers, once, seen, unseen, widened
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.ops.fold import add_rows
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
@@ -184,13 +184,14 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
     question = "ids", largest, allowed
     if not ids.numel() or not unseen(question, ids):
         return
-    wrong = (ids < 0) | (ids >= largest)
+    wide = widened(ids)
+    wrong = (wide < 0) | (wide >= largest)
     if allowed is not None:
-        wrong &= ids != allowed
+        wrong &= wide != allowed
     if bool(wrong.any()):
         at = int(wrong.flatten().to(torch.uint8).argmax())
         raise ValueError(
-            f"{op}: {name} holds {int(ids.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
+            f"{op}: {name} holds {int(wide.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
             + (f" or {allowed}" if allowed is not None else "")
         )
     seen(question, ids)
@@ -219,4 +220,4 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
     _checked(ids, weight, padding_id)
     check_ids("embedding", "ids", ids, weight.shape[0])
     differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
-    return apply(_launch, _opaque, differentiable, ids, weight)
+    return apply(_launch, _opaque, differentiable, widened(ids), weight)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number
+from bi_kernels.checks import apply, check, check_number, widened
 from bi_kernels.ops.gemm.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
@@ -187,7 +187,7 @@ def lm_head_logprob(
         differentiable,
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        targets.reshape(-1).contiguous(),
+        widened(targets).reshape(-1).contiguous(),
         inv_temperature,
         ignore_index,
     )

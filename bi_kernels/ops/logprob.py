@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, check_shape
+from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, check_shape, widened
 from bi_kernels.launch import jit
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
@@ -132,7 +132,7 @@ def _(logits, targets, inv_temperature, ignore_index):
 
 @_opaque_log_softmax.register_fake
 def _(logits, dy=None, lse=None):
-    return [torch.empty_like(logits, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
+    return [logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
 def checked_targets(
@@ -175,7 +175,7 @@ def token_logprob(
         _opaque_token,
         _TokenLogprob.apply,
         logits.reshape(-1, vocab),
-        targets.reshape(-1).contiguous(),
+        widened(targets).reshape(-1).contiguous(),
         inv_temperature,
         ignore_index,
     )

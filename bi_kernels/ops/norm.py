@@ -249,7 +249,7 @@ def _(x, residual, weight, eps):
 @once
 def _checked(op: str, x, residual, weight, eps, heads: bool) -> float:
     """Returns eps, a float."""
-    check(op, optional=("residual",), x=x, residual=residual, weight=weight)
+    check(op, optional=() if op == "add_rms_norm" else ("residual",), x=x, residual=residual, weight=weight)
     if x.dim() < 1 + heads:
         expected = "(..., heads, head_dim)" if heads else "(..., hidden)"
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected {expected}")
@@ -258,7 +258,9 @@ def _checked(op: str, x, residual, weight, eps, heads: bool) -> float:
     check_shape(op, "weight", weight, x.shape[-1:], "the last dimension of x")
     if not 0 < x.shape[-1] <= WIDEST:
         raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
-    return check_number(op, "eps", eps)
+    if not 0 <= check_number(op, "eps", eps) < float("inf"):
+        raise ValueError(f"{op}: eps is {eps}, expected a number from 0 on")
+    return float(eps)
 
 
 def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_shape, integers, once
+from bi_kernels.checks import apply, check, check_flag, check_shape, integers, once
 from bi_kernels.launch import Launch, jit, remembered
 
 BLOCK_R, WARPS = 16, 4
@@ -206,6 +206,7 @@ def rope(
     if not isinstance(table, RopeTable):
         check("rope", x=x)
         raise TypeError(f"rope: table is a {type(table).__name__}, expected a RopeTable, as rope_table returns it")
+    check_flag("rope", "interleaved", interleaved)
     _checked(x, table.cos, table.sin, positions, cu_seqlens)
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bi_kernels.checks import widened
 from bi_kernels.ops import embedding as embeddings
 from bi_kernels.ops.gemm.gemm import check_linear, product
 from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
@@ -250,7 +251,7 @@ def lm_head_logprob(
     inv_temperature = checked(hidden, weight, targets, vocab, temperature, ignore_index, keep_bytes)
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     head = Head(group, weight, inv_temperature, ignore_index)
-    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), widened(targets).reshape(-1).contiguous()
     if trains:
         layout = layout_for(op, lead, weight.requires_grad)
         logprob, entropy = _LMHeadLogprob.apply(head, layout, flat, weight, wanted)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bi_kernels.checks import can_wait, check, check_integer, check_number, integers, once, seen, unseen
+from bi_kernels.checks import can_wait, check, check_flag, check_integer, check_number, integers, once, seen, unseen
 from bi_kernels.ops.attention.forward import rows
 from bi_kernels.ops.attention.padded import check_values
 from bi_kernels.ops.attention.schedule import Batch, Sequences
@@ -69,6 +69,8 @@ def _checked(
     all appearances: a batch has more heads than models have, or more queries than keys, which are key heads then."""
     op = "attention"
     check(op, q=q, k=k, v=v)
+    for name, flag in (("causal", causal), ("left_padded", left_padded)):
+        check_flag(op, name, flag)
     packed = cu_seqlens_q is not None
     dims, words = (3, "(tokens, heads, D)") if packed else (4, "(batch, length, heads, D)")
     if q.dim() != dims:

@@ -10,7 +10,7 @@ from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward, rows
 from bi_kernels.ops.attention.padded import located
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
-from bi_kernels.tokens import remind
+from bi_kernels.tokens import agree, remind
 
 
 class _Attention(torch.autograd.Function):
@@ -77,6 +77,14 @@ def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tens
     return (out, lse) if out.shape == call.shape else (out.view(call.shape), lse.view(call.shape[:-1]))
 
 
+def _packed(ends: list[int]) -> list[tuple[int, int]]:
+    return [(start, end - start) for start, end in zip(ends, ends[1:])]
+
+
+def _padded(lengths: list[int], width: int, left: bool) -> list[tuple[int, int]]:
+    return [(i * width + (width - n if left else 0), n) for i, n in enumerate(lengths)]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -123,4 +131,9 @@ def attention(
     told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
     if told and torch.is_grad_enabled() and q.requires_grad:
         remind("attention", len(cu_seqlens_q) - 1 if lengths_q is None else len(lengths_q))
+        if lengths_q is None:
+            agree("attention", "cu_seqlens_q", cu_seqlens_q, lambda: _packed(cu_seqlens_q.tolist()))
+        else:
+            spans = lambda: _padded(lengths_q.tolist(), q.shape[1], left_padded)
+            agree("attention", "lengths_q", lengths_q, spans, q.shape[1], left_padded)
     return attend(call)

@@ -21,7 +21,7 @@ from bi_kernels.ops.gemm.cost import Ring, Tile, best_cut, tile_for, way_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
-from bi_kernels.tokens import TokenLayout, begins, layout_for, main_grad
+from bi_kernels.tokens import TokenLayout, begins, hint, layout_for, main_grad
 
 # of the interpreter, where a program costs more than what it computes
 FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, op, name, layout, across, x, weight, bias):
         for label, parameter in ((name, weight), ("bias", bias)):
             if parameter is not None and parameter.requires_grad:
-                main_grad(op, parameter, label)
+                hint(op, layout, main_grad(op, parameter, label))
         ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
         ctx.parameters = weight, bias  # a saved tensor may come back without main_grad, as under checkpointing
         ctx.save_for_backward(x, weight)
