@@ -202,9 +202,7 @@ class MainGrads:
     def finish(self) -> None:
         """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
         self._round()
-        for p in self.parameters:
-            p.main_grad.zero_()
-        self.mark()
+        self._zero()
 
     def _round(self) -> None:
         """Rounds the masters into the parameters, on every rank."""
@@ -270,9 +268,7 @@ class MainGrads:
         for master, theirs in zip(self.masters, state["masters"], strict=True):
             master.copy_(theirs)
         self._round()
-        for p in self.parameters:
-            p.main_grad.zero_()
-        self.mark()
+        self._zero()
 
     def release(self) -> None:
         """Takes the buffers off the parameters, which another MainGrads may have then."""
@@ -280,6 +276,11 @@ class MainGrads:
             del p.main_grad
         for p in self.tied:
             del p.embedding_main_grad
+
+    def _zero(self) -> None:
+        for buffer in [p.main_grad for p in self.parameters] if self.tree is None else [self.tree.flat]:
+            buffer.zero_()  # also between the parameters, where gathered weights may stand
+        self.mark()
 
     def mark(self) -> None:
         """Says that the buffers are zero as they stand: a step's first fold need not read them (see tokens.begins)."""

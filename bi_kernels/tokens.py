@@ -30,6 +30,7 @@ from bi_kernels.launch import jit
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 _current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
+_outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
 
 
 @jit
@@ -96,7 +97,6 @@ class TokenLayout(ContextDecorator):
         self.slots = torch.tensor(slots, dtype=torch.int32)
         self.identity = slots == [*range(rows), *[-1] * (-rows % SLAB)]
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._outer: list = []
 
     @classmethod
     def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
@@ -119,11 +119,14 @@ class TokenLayout(ContextDecorator):
 
     def __enter__(self) -> "TokenLayout":
         TokenLayout.entered = True
-        self._outer.append(_current.set(self))
+        _outer.set((*_outer.get(), _current.get()))
+        _current.set(self)
         return self
 
     def __exit__(self, *error) -> None:
-        _current.reset(self._outer.pop())
+        *outer, before = _outer.get()
+        _outer.set(tuple(outer))
+        _current.set(before)
 
     def within(self, function: Callable) -> Callable:
         """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""

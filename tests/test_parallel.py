@@ -82,6 +82,12 @@ def worlds(tmp_path_factory) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
+def test_clipped_steps_have_one_norm_and_one_hash_whole_or_shared(ranks, worlds):
+    one, found = worlds[1], worlds[ranks]
+    assert found["clipped"] == found["clipped, sharded"] == one["clipped"]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_gradients_and_weights_are_the_same_at_every_world_size(ranks, worlds):
     assert worlds[ranks]["tree"] == worlds[1]["tree"]
 

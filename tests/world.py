@@ -58,6 +58,28 @@ def by_tree(groups: int, world: dist.ProcessGroup | None, sharded: bool = False)
     return seen.hexdigest(), weights.hexdigest()
 
 
+def clipped(groups: int, world: dist.ProcessGroup | None, sharded: bool = False) -> str:
+    """Trains bf16 weights, of sizes that fill no block, whose gradients are clipped; returns a digest of the norms, the
+    weights and the masters' gradients, which are nothing between the weights."""
+    g = torch.Generator().manual_seed(2)
+    weights = [torch.nn.Parameter(torch.randn(size, generator=g).bfloat16()) for size in (100, 1000, 5000)]
+    grads = MainGrads(weights, groups=groups, world=world, sharded=sharded)
+    optimizer, seen = torch.optim.AdamW(grads.masters, lr=0.01), hashlib.sha256()
+    for step in range(STEPS):
+        for group in grads.mine:
+            g = torch.Generator().manual_seed(10 * step + group)
+            for p in weights:
+                p.main_grad += torch.randn(p.shape, generator=g)
+            grads.close(group)
+        grads.join()
+        note(seen, [grads.clip_grad_norm_(1.0)[None]])
+        optimizer.step()
+        grads.finish()
+        assert not any(p.main_grad.any() for p in weights) and not grads.tree.flat.any()
+    note(seen, [p.detach() for p in weights])
+    return seen.hexdigest()
+
+
 def by_reduction(world: dist.ProcessGroup | None) -> str:
     """The control: each rank's fold, and an all-reduce of it, as DDP has it."""
     model = Decoder(CONFIGS["tiny"], dtype=torch.float32)
@@ -98,10 +120,12 @@ def main(file: Path, groups: int) -> None:
     found = {
         "tree": by_tree(groups, world),
         "all-reduce": by_reduction(world),
+        "clipped": clipped(groups, world),
         "a tree of the world's size": by_tree(ranks, world),
     }
     if world:
         found["sharded"] = by_tree(groups, world, sharded=True)
+        found["clipped, sharded"] = clipped(groups, world, sharded=True)
         rank, few = dist.get_rank(), torch.nn.Linear(3, 2)
         found["groups"] = refused(lambda: MainGrads(few.parameters(), groups=4 + (rank == 1), world=world))
         grads = MainGrads(few.parameters(), groups=ranks, world=world)

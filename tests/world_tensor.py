@@ -109,7 +109,11 @@ def used_twice(ops, weights: list[torch.Tensor]) -> dict[str, str]:
     d = [torch.randn(24, 64, generator=g).bfloat16() for _ in ys]
     parts = [d[0][:, first:end], d[1][:, first:end], *d[2:]]
     sum((y.float() * one.float()).sum() for y, one in zip(ys, parts)).backward()
-    return {"dx": sha(x.grad), "own": sha(own.grad), "shared": sha(whole(a, a.grad))}
+    found = {"dx": sha(x.grad), "own": sha(own.grad), "shared": sha(whole(a, a.grad))}
+    x.grad, own.grad = None, None
+    entered = getattr(ops, "enter", lambda h: h)(x)
+    sum((ops.linear(entered, w).float() * one.float()).sum() for w, one in ((a, parts[0]), (own, d[2]))).backward()
+    return found | {"dx, entered": sha(x.grad), "own, entered": sha(own.grad)}
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A launch: `triton.language` is the interpreter's meanwhile, and arguments on a CPU stay in place."""
 
 import inspect
+import threading
 from contextlib import contextmanager
 from functools import cache, wraps
 
@@ -15,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.interpreter.formats import numbers
 from bi_kernels.interpreter.tensors import OPERATORS, index, short_operator
+
+LOCK = threading.RLock()  # the interpreter is one for all threads
 
 
 def builtin(member):
@@ -102,6 +105,10 @@ class Launch(stock.GridExecutor):
             super()._restore_args_dev(args, host_args, kwargs, host_kwargs)
 
     def __call__(self, *args, **kwargs):
+        with LOCK:
+            self._run(args, kwargs)
+
+    def _run(self, args, kwargs):
         kwargs = {name: value for name, value in kwargs.items() if name in self.signature.parameters}
         host_args, host_kwargs = self._init_args_hst(args, kwargs)
         for hook in self.pre_run_hooks:

@@ -73,8 +73,12 @@ def place(group: dist.ProcessGroup) -> tuple[int, int]:
 def gathering(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
     """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
     ranks, (rows, columns) = place(group)[1], x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return Move(x, (rows,) * ranks, (0,) * ranks, columns, beside, all=True)
+    return Move(_by_rows(x), (rows,) * ranks, (0,) * ranks, columns, beside, all=True)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Returns x (rows, columns), whose rows lie one after another, or apart."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
 def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
@@ -103,7 +107,7 @@ def recutting(weight: Tensor, group: dist.ProcessGroup) -> Move:
     """Moves a weight, of which each rank has rows, so that each has all rows of its columns: (ranks, rows, columns of a
     rank)."""
     ranks, (rows, columns) = place(group)[1], weight.shape
-    return Move(weight, (rows,) * ranks, tuple(range(0, columns, columns // ranks)), columns // ranks, False)
+    return Move(_by_rows(weight), (rows,) * ranks, tuple(range(0, columns, columns // ranks)), columns // ranks, False)
 
 
 def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
@@ -126,18 +130,16 @@ def merge(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class Part(torch.autograd.Function):
     """This rank's columns of what every rank has whole, x (rows, columns). The gradient of the whole are the parts that
-    the ranks found, beside each other; kept: which ranks' are wanted, all unless given."""
+    the ranks found, beside each other; kept: which ranks' are wanted."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, columns: slice, group: dist.ProcessGroup, kept: slice = slice(None)) -> Tensor:
+    def forward(ctx, x: Tensor, columns: slice, group: dist.ProcessGroup, kept: slice) -> Tensor:
         ctx.group, ctx.kept = group, kept
         return x[:, columns]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        if ctx.kept == slice(None):
-            return exchanged(ctx.group, joining(dy, ctx.group), kept=True), None, None, None
         parts = exchanged(ctx.group, gathering(dy, ctx.group))
         return torch.cat([*parts[ctx.kept]], 1), None, None, None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,20 @@ class _Plan(NamedTuple):
     came: list[Tensor]
 
 
+class _Round:
+    """Waits, when it is called, for what all ranks send in a round, and returns it."""
+
+    def __init__(self, peers: "Peers", came: list[Tensor], done: ctypes.c_void_p, kept: bool, moves: Sequence[Move]):
+        self.peers, self.came, self.done, self.kept, self.held = peers, came, done, kept, moves
+
+    def __call__(self) -> list[Tensor]:
+        reader = torch._C._cuda_getCurrentRawStream(self.peers.device.index)
+        _must(_runtime().cudaStreamWaitEvent(reader, self.done, 0))
+        self.peers.readers.add(reader)
+        self.peers.due.discard(self)
+        return [t.clone() for t in self.came] if self.kept else self.came
+
+
 class Peers:
     """The memory that the ranks of a group write into for each other, which grows with what they exchange."""
 
@@ -63,54 +78,57 @@ class Peers:
         self.order = [(self.rank + i) % self.ranks for i in range(1, self.ranks + 1)]  # no two send to one at a time
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready, *self.done = (_event() for _ in range(1 + SLOTS))
-        self.rounds = self.pending = self.room = 0
+        self.read, self.readers = _event(), set()  # streams that have waited for what came
+        self.rounds, self.room, self.due = 0, 0, WeakSet()  # rounds that somebody is still to wait for
         self.plans: dict[tuple, _Plan] = {}
         self._grow(1)
 
     def _grow(self, size: int) -> None:
-        """Makes a slot hold so many bytes, on all ranks, none of which uses the memory of before any more."""
+        """Makes a slot hold so many bytes, on all ranks, none of which writes into the memory of before any more."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         self.plans.clear()
-        self.room = -(-size // UNIT) * UNIT
-        self.memory = symmetric.empty(SLOTS * self.room, dtype=torch.uint8, device=self.device)
+        self.room, self.memory, self.there = 0, None, None
+        torch.cuda.empty_cache()  # symmetric memory takes none of what PyTorch keeps
+        room = -(-size // UNIT) * UNIT
+        self.memory = symmetric.empty(SLOTS * room, dtype=torch.uint8, device=self.device)
         self.there = symmetric.rendezvous(self.memory, self.group)
-        self.addresses = self.there.buffer_ptrs
+        self.addresses, self.room = self.there.buffer_ptrs, room
 
     def exchange(self, moves: Sequence[Move], kept: bool = False) -> Callable[[], list[Tensor]]:
         """Begins a round of moves; returns what waits for all ranks and returns what came of each, which is there until
         the round after next begins unless it is kept. Raises RuntimeError where two rounds are due already."""
-        if self.pending == SLOTS - 1:
-            raise RuntimeError(f"Peers: exchange was called with {self.pending} rounds due, expected at most 1")
+        if len(self.due) == SLOTS - 1:
+            raise RuntimeError(f"Peers: exchange was called with {len(self.due)} rounds due, expected at most 1")
         slot = self.rounds % SLOTS
         key = slot, *((m.x.shape, m.x.stride(), m.x.dtype, *m[1:]) for m in moves)
         plan = self.plans.get(key) or self._plan(key, slot, moves)
-        self.rounds, self.pending, done = self.rounds + 1, self.pending + 1, self.done[slot]
-        runtime, side, device = _runtime(), self.stream.cuda_stream, self.device.index
+        self.rounds, done = self.rounds + 1, self.done[slot]
+        runtime, side = _runtime(), self.stream.cuda_stream
         current = torch.cuda.current_stream(self.device)
         status = runtime.cudaEventRecord(self.ready, current.cuda_stream)
-        status |= runtime.cudaStreamWaitEvent(side, self.ready, 0)
+        status = status or runtime.cudaStreamWaitEvent(side, self.ready, 0)
+        for stream in self.readers - {current.cuda_stream}:
+            status = status or runtime.cudaEventRecord(self.read, stream)
+            status = status or runtime.cudaStreamWaitEvent(side, self.read, 0)
         for move, copies in zip(moves, plan.copies):
             begin = move.x.data_ptr()
             for to, pitch, source, apart, width, rows in copies:
                 if rows == 1:
-                    status |= runtime.cudaMemcpyAsync(to, begin + source, width, DEVICE_TO_DEVICE, side)
+                    status = status or runtime.cudaMemcpyAsync(to, begin + source, width, DEVICE_TO_DEVICE, side)
                 else:
                     given = to, pitch, begin + source, apart, width, rows
-                    status |= runtime.cudaMemcpy2DAsync(*given, DEVICE_TO_DEVICE, side)
+                    status = status or runtime.cudaMemcpy2DAsync(*given, DEVICE_TO_DEVICE, side)
         torch.cuda.set_stream(self.stream)  # on which the barrier is launched
         try:
             self.there.barrier(0, SECONDS * 1000)
         finally:
             torch.cuda.set_stream(current)
-        _must(status | runtime.cudaEventRecord(done, side))
+        _must(status or runtime.cudaEventRecord(done, side))
 
-        def wait(held: Sequence[Move] = moves) -> list[Tensor]:
-            _must(runtime.cudaStreamWaitEvent(torch._C._cuda_getCurrentRawStream(device), done, 0))
-            self.pending -= 1
-            return [t.clone() for t in plan.came] if kept else plan.came
-
-        return wait
+        due = _Round(self, plan.came, done, kept, moves)
+        self.due.add(due)  # until somebody has called it, or can no more
+        return due
 
     def _plan(self, key: tuple, slot: int, moves: Sequence[Move]) -> _Plan:
         """Returns what a round of such moves takes in a slot, and keeps it."""
@@ -183,7 +201,7 @@ def _of(group: dist.ProcessGroup, device: torch.device) -> Peers | None:
         return None
     try:
         found, why = Peers(group, device), ""
-    except RuntimeError as error:  # no access to each other's memory
+    except (RuntimeError, OSError, AttributeError) as error:  # no access to each other's memory, or another runtime
         found, why = None, str(error)
     said: list = [None] * ranks
     dist.all_gather_object(said, why, group=group)

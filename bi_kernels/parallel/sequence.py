@@ -53,10 +53,11 @@ def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device)
     places = torch.searchsorted(first, torch.tensor([*cuts, layout.rows])).tolist()
     held = [slice(*pair) for pair in zip(places, places[1:])]
     mine = slabs[order[held[rank]]]
-    slots = (mine - cuts[rank]).masked_fill_(mine < 0, -1).flatten().int().to(device)
+    slots = (mine - cuts[rank]).masked_fill_(mine < 0, -1).flatten().int()
     back = order.argsort()
     identity = back.equal(torch.arange(len(back)))
-    return Plan(tokens, held, slots, None if identity else back.to(device), layout.padding)
+    there = lambda t: t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t  # waits for nothing
+    return Plan(tokens, held, there(slots), None if identity else there(back), layout.padding)
 
 
 class _Norm(torch.autograd.Function):

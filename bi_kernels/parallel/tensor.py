@@ -1,10 +1,11 @@
 """Tensor parallelism that gathers where others reduce: each element's sum is one fold, on one rank.
 
-Every weight is cut along its output rows, so a rank has some columns of a product, whole. A product that sums over what
-the ranks have some columns of each is cut by tokens instead: a rank is sent its tokens, whole, and the whole weight. So
-is dX = dY W, which sums over the columns of all ranks, or it is cut by its own columns; whatever the cut, an element is
-one fold. dW and dbias are the rank's own, and are computed while the rest is on its way. Attention, RoPE and QK-norm
-work on the rank's heads; norms and residuals are the same on every rank.
+Every weight is cut along its output rows, so a rank has some columns of a product, whole. What a product sums over,
+of which the ranks have some columns each, is gathered; or, where less is to be sent, the product is cut by tokens: a
+rank is sent its tokens, whole, and the whole weight. So is dX = dY W, which sums over the columns of all ranks, or it
+is cut by its own columns; whatever the cut, an element is one fold. dW and dbias are the rank's own, and are computed
+while the rest is on its way. Attention, RoPE and QK-norm work on the rank's heads; norms and residuals are the same on
+every rank, or of its own tokens (sequence.py).
 
     mesh = torch.distributed.init_device_mesh("cuda", (8,))
     model = Decoder(config, device="cuda", ops=TensorParallel(mesh.get_group()))
@@ -50,8 +51,8 @@ class Shared(nn.Parameter):
 
 
 class Entered(NamedTuple):
-    """What products of one x are given, and nothing else is: x, and this rank's tokens of it, whose gradients are added
-    before they are gathered."""
+    """What products of one x are given, and nothing else is: x, for weights that are not shared, and this rank's tokens
+    of it, whose gradients by shared ones are added before they are gathered."""
 
     whole: Tensor
     part: Tensor
@@ -148,11 +149,11 @@ class TensorParallel:
         """Returns x as it is given to several products and to nothing else, so that their gradients are gathered once:
         one rank adds them in the same order."""
         if isinstance(x, Own):
-            whole = all_tokens(x._replace(mine=x.mine.detach()), self.group)
+            whole = all_tokens(x, self.group)
             return Entered(whole, x.mine, x.plan.tokens) if x.mine.requires_grad else whole
         if self.ranks == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return Entered(x.detach(), *self._part(x))
+        return Entered(x, *self._part(x))
 
     def leave(self, x: Tensor | Own) -> Tensor:
         """Returns x whole, as it leaves the layers."""

@@ -3,8 +3,7 @@
 A group is a fold of its own (tokens.py). Groups first … end are joined as (first … middle) + (middle … end), where the
 left half has the largest power of two of groups that leaves the right one any. Which rank computed a group, and how
 many ranks there are, is no part of that: a rank adds up what of the tree lies in its own groups; the rest is exchanged
-by `all_to_all_single`, so that each rank adds its share of all parameters, and gathered, or not if the optimizer is
-sharded as well.
+so that each rank adds its share of all parameters, and gathered, or not if the optimizer is sharded as well.
 """
 
 from collections.abc import Callable, Iterator

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 import bi_kernels as bi
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.worlds.ways import Summed
 from bi_kernels.audit.worlds.world import DTYPES, case
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed
@@ -21,20 +22,6 @@ from bi_kernels.parallel.exchange import exchanged, recutting
 from bi_kernels.parallel.tensor import TensorParallel
 
 ROUNDS, WARM = 5, 2
-
-
-class _Summed(torch.autograd.Function):
-    """The identity, whose gradient is the sum of the ranks'."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        dist.all_reduce(dy := dy.contiguous(), group=ctx.group)
-        return dy, None
 
 
 class _Sum(torch.autograd.Function):
@@ -56,7 +43,7 @@ class AllReduce(TensorParallel):
     cut along their columns, and what their parts add up to is all-reduced."""
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Summed.apply(x, self.group) if torch.is_grad_enabled() else x
+        return Summed.apply(x, self.group) if torch.is_grad_enabled() else x
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = bi.linear(x, weight, bias)
@@ -132,6 +119,7 @@ def _layers(told: dict, device: torch.device, group) -> list[dict]:
             case_ = f"{len(stacks['ours'])} layers, {len(x)} tokens"
             said = {"what": f"tensor parallel, {what}", "case": case_, "tokens": len(x)}
             found.append(said | {"ms": _turns(calls, group)})
+        _repeats(stacks["ours"], lambda x=x, rows=rows: step(stacks["ours"], x, rows))
     decodes = {}
     for name, layers in stacks.items():
         cache = Cache(
@@ -154,7 +142,12 @@ def _captured(call: Callable) -> Callable:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    return lambda held=(call, kept): graph.replay()
+
+    def replay(held=call) -> Tensor:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def _joined(told: dict, device: torch.device, group) -> dict:
@@ -164,11 +157,12 @@ def _joined(told: dict, device: torch.device, group) -> dict:
     weight = nn.Parameter(torch.zeros(count, device=device, dtype=torch.bfloat16))
     grads = MainGrads([weight], groups=ranks, world=group, sharded=True)
     share = torch.empty(count // ranks, device=device)
+    grads.tree.flat.normal_(generator=generator(device, told["seed"], "world", "join"))
 
     def ours():
         for one in grads.mine:
             grads.tree.next, grads.tree.waiting = one + 1, [((one, one + 1), grads.tree.flat)]
-        grads.tree.join()
+        return tuple(grads.tree.join())
 
     calls = {
         "ours": ours,
@@ -203,7 +197,7 @@ def _stepped(told: dict, device: torch.device, group) -> dict:
     mesh = DeviceMesh.from_group(group, device.type)
     given = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)}
     for part in (*theirs.layers, theirs):
-        fully_shard(part, **given)
+        fully_shard(part, **given, reshard_after_forward=False)  # whole weights, as ours
     register_fsdp_forward_method(theirs, "logprobs")
     sharded = adam(theirs.parameters())
 
@@ -233,9 +227,25 @@ def _turns(calls: dict[str, Callable], group) -> dict[str, float]:
             ended.record()
             ended.synchronize()
             times[name].append(begun.elapsed_time(ended))
-            if any(not torch.equal(a, b) for a, b in zip(first[name], _kept(came))):
+            if not _same(first[name], _kept(came)):
                 raise RuntimeError(f"{name}: round {len(times[name])} gave other bits than the first call")
     return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _repeats(layers: nn.ModuleList, call: Callable) -> None:
+    """Raises RuntimeError where a step, called again at once, leaves other bits in any gradient of a weight."""
+    found = []
+    for _ in range(2):
+        for p in layers.parameters():
+            p.main_grad.zero_()
+        call()
+        found.append([p.main_grad.clone() for p in layers.parameters()])
+    if not _same(*found):
+        raise RuntimeError("a step that was called again gave other bits in a weight's gradient")
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
 
 
 def _kept(came) -> list[Tensor]:

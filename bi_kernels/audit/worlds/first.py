@@ -62,6 +62,9 @@ def watched(model: Decoder, ranks: int, call: Callable) -> list[dict]:
 def differing(one: list[dict], ranks: list[list[dict]]) -> tuple[str, int] | None:
     """Returns the first op of which a rank has other bits than one rank, and how many it was the one after; None if
     there is none. What goes into it agreed: it is what the ops before gave."""
+    counts = {len(said) for said in ranks}
+    if counts != {len(one)} and min(counts, default=0) >= len(one):
+        return "the number of outputs", len(one)
     for number, theirs in enumerate(one):
         for rank, said in enumerate(ranks):
             mine = said[number] if number < len(said) else {"op": ""}

@@ -8,11 +8,12 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.parameters import choose
@@ -42,12 +43,17 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@cache  # what ranks exchange by is kept with a group
+def _mesh(device: str, dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
 def _one(job: dict, told: dict, device: torch.device) -> dict:
     from bi_kernels.audit.worlds import costs  # noqa: PLC0415 (imports triton: `choose` comes first)
     from bi_kernels.audit.worlds.world import World, WorldStep  # noqa: PLC0415 (likewise)
 
     world = World(*job["world"])
-    mesh = init_device_mesh(device.type, (world.dp, world.tp), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh(device.type, world.dp, world.tp)
     tensor, data = (mesh.get_group(name) if n > 1 else None for name, n in zip(("tp", "dp"), world))
     if job["way"] == "costs":
         return costs.measured(told, device, tensor, data)

@@ -197,7 +197,8 @@ class WorldSession(Session):
         """Returns a line a world, and a way that others take, that cuts weights: the first op whose output differs from
         one rank's, while all before it agree."""
         one = (self.evidence.get(World()) or Evidence()).ops
-        lines = [("ours", world, self.evidence[world]) for world in self.evidence if world.dp == 1 < world.tp]
+        cut = [world for world in self.evidence if world.dp == 1 < world.tp and not world.tokens]
+        lines = [("ours", world, self.evidence[world]) for world in cut]
         lines += [(name, CONTROLS[name][1], found) for name, found in self.broken.items() if found.ops]
         found = []
         for who, world, mine in lines:

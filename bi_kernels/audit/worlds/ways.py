@@ -9,10 +9,47 @@ from bi_kernels.audit.worlds.world import Way, World
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.parallel.exchange import exchanged, gathering, joining, recutting
+from bi_kernels.parallel.sequence import Own
 from bi_kernels.parallel.tensor import TensorParallel
 from bi_kernels.parallel.vocabulary import Head
 
 HERE = "bi_kernels.audit.worlds.ways"
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        dist.all_reduce(dy := dy.contiguous(), group=ctx.group)
+        return dy, None
+
+
+class ReducedBackward(TensorParallel):
+    """The gradient of what column-parallel products are given is a sum of the ranks', by an all-reduce, as Megatron-LM
+    has it."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return Summed.apply(x, self.group) if torch.is_grad_enabled() else x
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return bi.linear(x, weight, bias) if x.shape[-1] == weight.shape[1] else super().linear(x, weight, bias)
+
+
+class FoldedApart(TensorParallel):
+    """Each rank folds a norm's gradient over its own tokens, and an all-reduce adds the folds."""
+
+    def rms_norm(self, x, weight: Tensor, eps: float):
+        if not isinstance(x, Own):
+            return bi.rms_norm(x, weight, eps)
+        count = len(x.mine)
+        with bi.TokenLayout([0], [count], count):
+            return x._replace(mine=bi.rms_norm(x.mine, Summed.apply(weight, self.group), eps))
 
 
 class Reduced(TensorParallel):
@@ -93,11 +130,14 @@ class Following(MainGrads):
 OURS = Way()
 REDUCED, EXCHANGED, ARRIVING = (Way(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
 MEAN, FOLLOWING = Way(grads=Mean, steps=1), Way(grads=Following, steps=1)
+BACKWARD, APART = (Way(ops, steps=1) for ops in (ReducedBackward, FoldedApart))
 
 CONTROLS = {  # by what a reader calls it: the way, its world, and what must differ
     "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", World(2, 1), "logprob"),
     "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", World(2, 1), "logprob"),
     "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", World(2, 1), "logprob"),
+    "a gradient by all-reduce": (f"{HERE}:BACKWARD", World(2, 1), "gradient"),
+    "norms folded by each rank": (f"{HERE}:APART", World(2, 1, tokens=True), "gradient"),
     "DDP's mean over ranks": (f"{HERE}:MEAN", World(1, 2), "gradient"),
     "a tree of the world's size": (f"{HERE}:FOLLOWING", World(1, 2), "gradient"),
 }
