@@ -58,9 +58,11 @@ def _check_plain(op: str, name: str, t: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name} is nested, expected a tensor of one shape, padded or packed")
     if t.layout != torch.strided:
         raise TypeError(f"{op}: {name} has layout {t.layout}, expected torch.strided, as {name}.to_dense() has")
+    if torch.compiler.is_compiling():
+        return
     if t.is_neg():
         raise TypeError(f"{op}: {name} is a view that is negated when it is read, expected {name}.resolve_neg()")
-    if torch.compiler.is_compiling() or type(t) in PLAIN or _is_fake(t):
+    if type(t) in PLAIN or _is_fake(t):
         return
     if torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python):
         plain = f"{name}.to_local()" if hasattr(t, "to_local") else "a torch.Tensor"

@@ -227,7 +227,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 
 
 def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
-    """Raises ValueError where attention is told of other sequences than those of the layout that is entered. spans:
+    """Warns where attention is told of other sequences than those of the layout that is entered. spans:
     where each starts, and its length, as `value` says and `how`; asked once for them and a layout."""
     layout = _current.get()
     if layout is None or not checks.unseen(question := ("layout", layout, *how), value):
@@ -236,9 +236,10 @@ def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tupl
     if told != layout.spans:
         lengths = [[length for _, length in of][:8] for of in (told, layout.spans)]
         said = "in other places" if lengths[0] == lengths[1] else f"of lengths {lengths[1]}"
-        raise ValueError(
-            f"{op}: {name} holds sequences of lengths {lengths[0]}, but the token layout has sequences {said}; enter "
-            "the layout of this very call"
+        warnings.warn(
+            f"{op}: {name} holds sequences of lengths {lengths[0]}, but the token layout has sequences {said}, by "
+            "which parameters' gradients are added; expected the layout of this very call",
+            stacklevel=3,
         )
     checks.seen(question, value)
 

@@ -1,8 +1,10 @@
 """A step of a decoder, its logprobs and gradients under any layout, and its logprobs from a cache."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -110,10 +112,11 @@ class Step:
             real, at = index >= 0, index.clamp(min=0)
             ids, targets = self.ids[at].masked_fill(~real, 0), self.targets[at].masked_fill(~real, -100)
             rows = rows_of(call, self.lengths, self.device, told=not self.forgets)
-            logprob, _ = self.model.logprobs(ids, targets, rows)
-            old = logprob.detach() + 0.125 * self.ratio[at]
-            denominator = int(real.sum()) if self.own else self.count
-            policy_loss(logprob, old, self.advantages[at], real, denominator).backward()
+            with warnings.catch_warnings(action="ignore") if self.forgets else nullcontext():
+                logprob, _ = self.model.logprobs(ids, targets, rows)
+                old = logprob.detach() + 0.125 * self.ratio[at]
+                denominator = int(real.sum()) if self.own else self.count
+                policy_loss(logprob, old, self.advantages[at], real, denominator).backward()
             self.grads.collect()
             found[index[real]] = logprob.detach()[real]
         self.grads.join()
