@@ -236,8 +236,11 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
             "differentiation, expected plain tensors, whose gradients .backward() finds"
         )
     if any(map(_is_fake, tensors)):
-        with torch.no_grad():
-            return opaque(*args)
+        if trains:
+            raise NotImplementedError(
+                "bi_kernels: an op was called with fake tensors that require a gradient, expected torch.no_grad()"
+            )
+        return opaque(*args)
     call = differentiable if trains else launch
     device = tensors[0].get_device()  # −1 for a CPU
     if device >= 0 and device != torch.cuda.current_device():

@@ -11,7 +11,7 @@ from bi_kernels.checks import check_number
 from bi_kernels.contract import VERSION
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 from bi_kernels.parallel.tree import GroupTree, agree
-from bi_kernels.parameters import OWNERS, trained
+from bi_kernels.parameters import NUMBERS, OWNERS, trained
 
 
 class MainGrads:
@@ -70,10 +70,10 @@ class MainGrads:
         self.tree, self.sharded = self._tree(groups, world), sharded
         if sharded and self.tree is None:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
-        OWNERS[id(self)] = self
+        OWNERS[number := next(NUMBERS)] = self
         for p, buffer in zip(self.parameters, self._buffers()):
             p.main_grad = buffer
-            buffer.of_step = id(self)  # and no integration's, which would hand it on to `.grad`
+            buffer.of_step = number  # and no integration's, which would hand it on to `.grad`
         self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
@@ -221,17 +221,14 @@ class MainGrads:
         step; returns the norm, fp32, before that. Its sum is one tree over all numbers, the same however the step is
         cut or shared. Raises ValueError for a norm that is not above 0, for weights that are cut over ranks, and for a
         norm that is not finite if asked to."""
-        limit = check_number("MainGrads", "max_norm", max_norm)
-        if not limit > 0:
+        if not (limit := check_number("MainGrads", "max_norm", max_norm)) > 0:
             raise ValueError(f"MainGrads: max_norm is {max_norm!r}, expected a number above 0")
         if cut := [name for name, p in zip(self.names, self.parameters) if hasattr(p, "cut")]:
-            raise ValueError(
-                f"MainGrads: clip_grad_norm_ was called with {cut[0]} cut over ranks, expected whole weights"
-            )
+            raise ValueError(f"MainGrads: {cut[0]} is cut over ranks, expected whole weights where they are clipped")
+        if self.tree and self.tree.begun:
+            raise ValueError("MainGrads: clip_grad_norm_ was called before join, expected after it")
         if self.sharded:
-            shares = [master.grad for master in self.masters]
-            if any(share is None for share in shares):
-                raise ValueError("MainGrads: clip_grad_norm_ was called before join, expected after it")
+            shares = [master.grad for master in self.masters if master.grad is not None]
             sums = [self.tree.gathered(block_sums(share, squared=True)) for share in shares]
         else:
             shares = [p.main_grad for p in self.parameters]
@@ -247,7 +244,8 @@ class MainGrads:
 
     def state_dict(self) -> dict:
         """Returns the masters between two steps, this rank's where they are sharded. Raises ValueError within one."""
-        if any(p.main_grad.any() for p in self.parameters) or self.tree and self.tree.waiting:
+        buffers = [p.main_grad for p in self.parameters] + [p.embedding_main_grad for p in self.tied]
+        if any(buffer.any() for buffer in buffers) or self.tree and self.tree.begun:
             raise ValueError("MainGrads: state_dict was called within a step, expected after finish")
         self._follow()
         return self._said() | {"masters": [master.detach() for master in self.masters]}
@@ -259,16 +257,21 @@ class MainGrads:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Takes over the masters of a `state_dict`, and rounds them into the parameters. Raises ValueError, before
-        anything is changed, for those of other parameters, of another version of the contract, or of another rank."""
+        """Takes over the masters of a `state_dict`, and rounds them into the parameters; a step that was begun is
+        dropped. Raises ValueError, before anything is changed, for those of other parameters, of another version of the
+        contract, or of another rank."""
         for name, mine in self._said().items():
             theirs = state.get(name) if isinstance(state, dict) else None
             if theirs != mine:
                 raise ValueError(f"MainGrads: the state's {name} is {theirs!r:.100}, expected {mine!r:.100}")
         for master, theirs in zip(self.masters, state["masters"], strict=True):
             master.copy_(theirs)
+        self._join_tied()
+        self.collect()
         self._round()
         self._zero()
+        if self.tree:
+            self.tree.begin()
 
     def release(self) -> None:
         """Takes the buffers off the parameters, which another MainGrads may have then."""

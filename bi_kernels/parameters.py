@@ -1,6 +1,7 @@
 """Which parameters a step trains, and who keeps their gradients."""
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -8,7 +9,8 @@ import torch
 
 from bi_kernels.contract import DTYPES
 
-OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads that is in use, by its id
+OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads that is in use, by its number
+NUMBERS = count(1)
 
 
 def trained(

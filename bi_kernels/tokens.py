@@ -246,8 +246,9 @@ def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tupl
 
 def hint(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
-    begun = hasattr(buffer, "of_step") and getattr(buffer, "zeros_at", None) != (id(buffer), buffer._version)
-    if begun and getattr(layout, "flat", False):
+    if not isinstance(layout, TokenLayout) or not layout.flat or not hasattr(buffer, "of_step"):
+        return  # what is computed again may have none
+    if getattr(buffer, "zeros_at", None) != (id(buffer), buffer._version):
         warnings.warn(
             f"{op}: another micro-batch of (tokens, features) without a token layout, which is taken for one sequence, "
             "so that gradients depend on the split; expected the forward inside `with TokenLayout.packed(cu_seqlens)`",

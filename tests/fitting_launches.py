@@ -32,6 +32,7 @@ from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.ops.gemm import hopper
 from bi_kernels.ops.gemm.cost import RINGS, TILES, Ring
 from bi_kernels.ops.gemm.kernel import launch, tiles
+from bi_kernels.ops.square_sum import block_sums
 from bi_kernels.tokens import TokenLayout
 
 FULL = 150 * 1024  # bytes of a ring from which on it is compiled
@@ -69,6 +70,8 @@ def rows() -> None:
         for width in (1, 1024, 1025, 4096, 5120, 32768):
             x = torch.zeros(33, width, dtype=dtype)
             norm.norm_backward("rms_norm", x, x[0], torch.zeros(33), x, x, layout, 1, True, True)
+    for squared in (True, False):
+        block_sums(torch.zeros(5000), squared)
 
 
 def heads() -> None:

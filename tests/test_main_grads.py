@@ -136,6 +136,34 @@ def test_groups_have_the_norm_of_one_fold_where_their_gradients_are_the_same():
     assert norms[0].equal(norms[1]) and norms[0] > 30
 
 
+def test_gradients_that_are_not_joined_or_cut_over_ranks_are_not_clipped():
+    p, q = weights((40, 40), (5,))
+    grads = MainGrads([p, q], groups=2)
+    p.main_grad += 3.0
+    grads.close(0)
+    with pytest.raises(ValueError, match="^MainGrads: clip_grad_norm_ was called before join, expected after it$"):
+        grads.clip_grad_norm_(1.0)
+    p.cut = (0, 40, 80)
+    with pytest.raises(ValueError, match="^MainGrads: parameter 0 is cut over ranks, expected whole weights"):
+        grads.clip_grad_norm_(1.0)
+
+
+def test_a_step_that_was_begun_is_dropped_by_a_load():
+    table, q = weights((6, 4), (5,))
+    grads = MainGrads([table, q], tied=[table], groups=2)
+    state = copy.deepcopy(grads.state_dict())
+    table.embedding_main_grad += 1.0
+    with pytest.raises(ValueError, match="^MainGrads: state_dict was called within a step"):
+        grads.state_dict()
+    grads.close(0)
+    q.grad = torch.ones_like(q)
+    grads.load_state_dict(state)
+    for group in grads.mine:
+        grads.close(group)
+    grads.join()
+    assert not table.main_grad.any() and not q.main_grad.any()
+
+
 # What it cannot hold
 
 

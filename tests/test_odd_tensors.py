@@ -8,6 +8,7 @@ import torch
 from conftest import assert_same_bits
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import bi_kernels as bi
 
@@ -47,6 +48,13 @@ def test_fake_tensors_have_the_shape_that_comes(op):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         found = CALLS[op](mode.from_tensor(X))
     assert found.shape == CALLS[op](X).shape and found.dtype == CALLS[op](X).dtype
+
+
+def test_fake_tensors_that_require_a_gradient_are_one_sentence():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(X).requires_grad_()
+        with pytest.raises(NotImplementedError, match="^bi_kernels: an op was called with fake tensors t"):
+            bi.linear(x, W)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -141,6 +149,20 @@ def test_a_second_micro_batch_without_a_layout_is_noticed():
     grads.finish()
     assert warned(step) == [], "a step of one micro-batch"
     assert warned(lambda: bi.linear(X[None], p).float().sum().backward()) == [], "a batch of whole sequences says so"
+
+
+def test_what_is_computed_again_after_its_layout_needs_none_in_a_second_micro_batch():
+    p = torch.nn.Parameter(W.clone())
+    found = []
+    for again in (False, True):
+        grads, x = bi.MainGrads([p]), X.clone().requires_grad_()
+        for _ in range(2):
+            with bi.TokenLayout.packed([0, 4]):
+                y = checkpoint(lambda x: bi.linear(x, p), x, use_reentrant=False) if again else bi.linear(x, p)
+            assert warned(y.float().square().sum().backward) == []
+        found.append(p.main_grad.clone())
+        grads.release()
+    assert_same_bits(*found)
 
 
 def test_a_layout_that_disagrees_with_attentions_sequences_is_noticed():

@@ -82,9 +82,9 @@ def worlds(tmp_path_factory) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_clipped_steps_have_one_norm_and_one_hash_whole_or_shared(ranks, worlds):
+def test_clipped_steps_have_one_norm_and_one_hash_whole_shared_or_resumed(ranks, worlds):
     one, found = worlds[1], worlds[ranks]
-    assert found["clipped"] == found["clipped, sharded"] == one["clipped"]
+    assert found["clipped"] == found["clipped, sharded"] == found["resumed, sharded"] == one["clipped"]
 
 
 @pytest.mark.parametrize("ranks", WORLDS)

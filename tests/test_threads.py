@@ -13,24 +13,27 @@ from bi_kernels.tokens import layout_for
 
 
 def test_one_layout_is_entered_from_two_threads():
+    """Which leave in the order in which they entered."""
     layout, other = bi.TokenLayout.packed([0, 3, 8]), bi.TokenLayout.packed([0, 8])
-    both = threading.Barrier(2, timeout=60)
+    entered, left = threading.Event(), threading.Event()
 
-    def work(first: bi.TokenLayout, second: bi.TokenLayout) -> list[bool]:
-        found = []
-        with first:
-            both.wait()
-            with second:
-                both.wait()
-                found.append(layout_for("linear", (8,)) is second)
-            both.wait()
-            found.append(layout_for("linear", (8,)) is first)
-        both.wait()
-        return found
+    def first() -> list[bool]:
+        with other:
+            with layout:
+                entered.wait(60)
+                inner = layout_for("linear", (8,)) is layout
+            left.set()
+            return [inner, layout_for("linear", (8,)) is other]
+
+    def second() -> list[bool]:
+        with layout:
+            entered.set()
+            left.wait(60)
+            return [layout_for("linear", (8,)) is layout]
 
     with ThreadPoolExecutor(2) as threads:
-        jobs = [threads.submit(work, layout, other), threads.submit(work, other, layout)]
-        assert [job.result() for job in jobs] == [[True, True]] * 2
+        jobs = [threads.submit(first), threads.submit(second)]
+        assert [job.result() for job in jobs] == [[True, True], [True]]
     with pytest.raises(ValueError, match="but the token layout has 8 rows"), layout:
         layout_for("linear", (5,))
 

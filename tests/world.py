@@ -3,6 +3,7 @@
 world.py FILE GROUPS      # rank 0 writes {way: SHA-256 of every gradient and weight}
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -58,14 +59,23 @@ def by_tree(groups: int, world: dist.ProcessGroup | None, sharded: bool = False)
     return seen.hexdigest(), weights.hexdigest()
 
 
-def clipped(groups: int, world: dist.ProcessGroup | None, sharded: bool = False) -> str:
-    """Trains bf16 weights, of sizes that fill no block, whose gradients are clipped; returns a digest of the norms, the
-    weights and the masters' gradients, which are nothing between the weights."""
-    g = torch.Generator().manual_seed(2)
-    weights = [torch.nn.Parameter(torch.randn(size, generator=g).bfloat16()) for size in (100, 1000, 5000)]
-    grads = MainGrads(weights, groups=groups, world=world, sharded=sharded)
-    optimizer, seen = torch.optim.AdamW(grads.masters, lr=0.01), hashlib.sha256()
+def clipped(groups: int, world: dist.ProcessGroup | None, sharded: bool = False, resumed: bool = False) -> str:
+    """Trains bf16 weights, of sizes that fill no block, whose gradients are clipped; returns a digest of the norms and
+    the weights. resumed: each step but the first by other objects, from the state of the one before."""
+
+    def made(seed: int) -> tuple:
+        g = torch.Generator().manual_seed(seed)
+        weights = [torch.nn.Parameter(torch.randn(size, generator=g).bfloat16()) for size in (100, 1000, 5000)]
+        grads = MainGrads(weights, groups=groups, world=world, sharded=sharded)
+        return weights, grads, torch.optim.AdamW(grads.masters, lr=0.01)
+
+    (weights, grads, optimizer), seen = made(2), hashlib.sha256()
     for step in range(STEPS):
+        if resumed and step:
+            state = copy.deepcopy((grads.state_dict(), optimizer.state_dict()))
+            weights, grads, optimizer = made(3)
+            for one, of in zip((grads, optimizer), state):
+                one.load_state_dict(of)
         for group in grads.mine:
             g = torch.Generator().manual_seed(10 * step + group)
             for p in weights:
@@ -126,6 +136,7 @@ def main(file: Path, groups: int) -> None:
     if world:
         found["sharded"] = by_tree(groups, world, sharded=True)
         found["clipped, sharded"] = clipped(groups, world, sharded=True)
+        found["resumed, sharded"] = clipped(groups, world, sharded=True, resumed=True)
         rank, few = dist.get_rank(), torch.nn.Linear(3, 2)
         found["groups"] = refused(lambda: MainGrads(few.parameters(), groups=4 + (rank == 1), world=world))
         grads = MainGrads(few.parameters(), groups=ranks, world=world)

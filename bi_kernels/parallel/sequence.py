@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
-from bi_kernels.parallel.exchange import of_all
+from bi_kernels.parallel.exchange import of_all, place
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 
@@ -40,7 +40,7 @@ class Own(NamedTuple):
 @lru_cache(maxsize=16)
 def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device) -> Plan:
     """Returns how ranks share a layout's tokens: as many each as cuts between slabs allow."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = place(group)
     slabs = layout.slots.view(-1, SLAB).long()
     first, order = slabs[:, 0].sort()
     ends = first + (slabs >= 0).sum(1)[order]
@@ -101,7 +101,7 @@ class OwnTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
         ctx.cuts, ctx.group = cuts, group
-        return x[cuts[dist.get_rank(group)]]
+        return x[cuts[place(group)[0]]]
 
     @staticmethod
     @once_differentiable
@@ -114,7 +114,7 @@ class AllTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
-        ctx.mine = cuts[dist.get_rank(group)]
+        ctx.mine = cuts[place(group)[0]]
         return of_all(x, cuts, group)
 
     @staticmethod

@@ -98,9 +98,18 @@ class GroupTree:
             found += [due()] if due else []
             due = begun
         found += [due()] if due else []
+        self.begin()
+        return found
+
+    def begin(self) -> None:
+        """Forgets the groups that were closed."""
         self.waiting.clear()
         self.next = self.mine.start
-        return found
+
+    @property
+    def begun(self) -> bool:
+        """Tells whether a group of this rank was closed, and none joined since."""
+        return self.next != self.mine.start
 
     def gather(self, shares: list[torch.Tensor]) -> torch.Tensor:
         """Leaves every rank's shares in the flat buffer of every rank; returns it, of their dtype."""

@@ -80,6 +80,7 @@ def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id:
     *_, vocab = cut_of("embedding", weight)
     embeddings._checked(ids, weight, None)
     embeddings.check_ids("embedding", "ids", ids, vocab)
+    ids = widened(ids)
     if torch.is_grad_enabled() and weight.requires_grad:
         return _Embedding.apply(group, layout_for("embedding", ids.shape), padding_id, ids, weight)
     return _rows(group, ids, weight)
