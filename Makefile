@@ -1,12 +1,17 @@
-# make audit | test | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+# make audit | documents | test | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: audit test lab notebooks clean
+.PHONY: audit documents test lab notebooks clean
 
+# Into runs/, which git ignores.
 audit: .venv/installed
 	$(BIN)/bi-audit run --jobs $(JOBS)
+
+# The same into audits/, as they are committed.
+documents: .venv/installed
+	$(BIN)/bi-audit run --publish --jobs $(JOBS)
 
 # On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
 test: .venv/installed
@@ -23,6 +28,7 @@ notebooks: .venv/installed
 		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo "Setting up .venv: two minutes, and two gigabytes of packages"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,transformers]'

@@ -15,6 +15,7 @@ from bi_kernels.audit.evidence import index
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.parameters import defaults
 from bi_kernels.audit.runner import Board, audits
+from bi_kernels.audit.runs import folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +89,7 @@ def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, parameters, out, *_: written.append(out))
     bi_audit("run", "gemm", "--device", "cpu", *narrowed)
-    assert written == [Path("audits") / name]
+    assert written == [Path("runs") / name]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,10 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
     board.cell("gemm", "cell 3 20")
     board.cell("gemm", "whatever a library prints")
     assert (gemm.completed, gemm.total, gemm.fields["word"]) == (3, 20, "starting")
-    (tmp_path / ".gemm.partial").mkdir()
+    built = folder.building(tmp_path, "gemm")
+    built.mkdir(parents=True)
     for rows in ([ROW], [ROW, replace(ROW, verdict="needs-fix")]):
-        write_rows(tmp_path / ".gemm.partial" / "verdicts.json", [r.json() for r in rows])
+        write_rows(built / "verdicts.json", [r.json() for r in rows])
         board.count("gemm")
     assert gemm.fields["word"] == "2 checks, 1 need a fix"
     assert said.file.getvalue().splitlines() == ["gemm: 1 checks, 0 need a fix after 0 s"], "once"

@@ -224,6 +224,7 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     finished = tmp_path / "out" / "gemm" / "README.md"
     finished.parent.mkdir(parents=True)
     finished.write_text("finished before")
+    (finished.parent / "verdicts.json").write_text("[]")
     child = subprocess.Popen(
         [sys.executable, "-m", "bi_kernels.audit.cli", "run", "gemm", "--out", "out"],
         cwd=tmp_path,
@@ -234,7 +235,7 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # a shell's `&` has it ignored
     try:
-        wait_for(tmp_path / "out" / ".gemm.partial" / "verdicts.json", child)
+        wait_for(tmp_path / "out" / f".{child.pid}.partial" / "gemm" / "verdicts.json", child)
         os.killpg(child.pid, signal.SIGINT)
         said = child.communicate(timeout=60)[1]
     finally:
@@ -244,7 +245,7 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
         child.returncode == 130 and "interrupted; finished documents are whole" in said and "Traceback" not in said
     ), said
     assert finished.read_text() == "finished before"
-    assert not (tmp_path / "out" / ".gemm.partial").exists()
+    assert not [*(tmp_path / "out").glob(".*.partial")]
     assert "gemm: what it had recorded is in out/.gemm.interrupted" in said and read_rows(
         tmp_path / "out" / ".gemm.interrupted"
     )

@@ -171,3 +171,11 @@ def junit(
     root.set("time", f"{sum(seconds.values()):.3f}")
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def refused(why: str) -> str:
+    """Returns JUnit XML of a command that was refused, as one error."""
+    root = ET.Element("testsuites", name="bi-audit", tests="1", errors="1", failures="0")
+    suite = ET.SubElement(root, "testsuite", name="bi-audit", tests="1", errors="1", failures="0")
+    _case(suite, "bi-audit", "the command is right", "error", why)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -61,16 +62,25 @@ def _of_a_run(command):
 
 
 PATH = click.Path(path_type=Path)
+PUBLISH = click.option("--publish", is_flag=True, help="Writes below audits/, whose documents are committed.")
 
 
 @cli.command(cls=Loaded)
 @_of_a_run
 @click.option(
-    "--out",
-    type=PATH,
-    help="Folder of the documents; audits/DEVICE-SHAPES unless given, with what else narrows the run.",
+    "--out", type=PATH, help="Folder of the documents; runs/DEVICE-SHAPES unless given, with what else narrows the run."
 )
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Audits run at a time.")
+@PUBLISH
+@click.option(
+    "--quick",
+    "hurried",
+    is_flag=True,
+    help="A minute for all ops: bf16, a few layouts, one drawn case and one control of each; no documents.",
+)
+@click.option("--resume", is_flag=True, help="Leaves documents that are of the same sources and parameters.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Audits run at a time; 1 unless given, 2 with --quick.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=0, help="Seconds that an audit may take.")
+@click.option("--cell-timeout", type=click.FloatRange(min=0), default=0, help="Seconds that a cell of one may take.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Writes JUnit XML: a case an op, shape, dtype and relation.")
 @click.option("--summary", type=PATH, metavar="FILE", help="Appends Markdown, as to $GITHUB_STEP_SUMMARY.")
 @click.option(
@@ -88,8 +98,9 @@ PATH = click.Path(path_type=Path)
 def run() -> None:
     """Runs audits (all of them unless named) and writes their documents.
 
-    They run in the order named; if none is, and several at a time, the longest start first. Exit status: 0 all verdicts
-    pass, 1 something needs a fix (see --fail-on), 2 the command was wrong.
+    They run in the order named; if none is, and several at a time, the longest start first. What an audit had recorded
+    stays where it is stopped, by --timeout, --cell-timeout or you. Exit status: 0 all verdicts pass, 1 something needs
+    a fix (see --fail-on), 2 the command was wrong, or its folders are.
     """
 
 
@@ -100,7 +111,8 @@ def run() -> None:
     "--seed", type=int, default=0, show_default=True, help="Of the shapes that are drawn, and of the numbers."
 )
 @click.option("--tiny", is_flag=True, help="A few small cells of each group, to try it out.")
-@click.option("--out", type=PATH, help="Folder of the document; audits/DEVICE-qwen3-8b unless given.")
+@click.option("--out", type=PATH, help="Folder of the document; runs/DEVICE-qwen3-8b unless given.")
+@PUBLISH
 def bench() -> None:
     """Times the ops beside their peers and the device's limits, and writes a document.
 
@@ -137,7 +149,8 @@ def locate() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Mutants judged at a time.")
-@click.option("--out", type=PATH, help="Folder of the document; audits/DEVICE-mutants/mutants unless given.")
+@click.option("--out", type=PATH, help="Folder of the document; runs/DEVICE-mutants/mutants unless given.")
+@PUBLISH
 @click.option("--equivalents", type=PATH, help="TOML of mutants that change nothing promised; the package's own.")
 def mutate() -> None:
     """Breaks this package's own kernels and launchers, one place at a time, and counts what the audits catch.
@@ -160,7 +173,7 @@ def digest() -> None:
 
 
 @cli.command(cls=Loaded)
-@click.argument("folder", default="audits", type=PATH, metavar="[DIR]")
+@click.argument("place", default="audits", type=PATH, metavar="[DIR]")
 def report() -> None:
     """Writes DIR/README.md, the index with the status matrix, from the verdicts below DIR (audits unless given)."""
 
@@ -174,8 +187,18 @@ def main() -> None:
         click.echo(f"bi-audit: {error.format_message()}", err=True)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("bi-audit: interrupted; finished documents are whole", err=True)
+        click.echo(
+            "bi-audit: interrupted; finished documents are whole, and --resume does not make them again", err=True
+        )
         sys.exit(130)
+    except OSError as error:  # a full disk, a folder that went away
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"bi-audit: {where}{error.strerror or error}; finished documents are whole", err=True)
+        sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        click.echo("bi-audit: this is a mistake in bi-audit itself, and no verdict", err=True)
+        sys.exit(2)
     sys.exit(status or 0)
 
 

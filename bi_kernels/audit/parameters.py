@@ -19,12 +19,15 @@ from bi_kernels.contract import DTYPES, SHAPES
 # `bi-audit run --dtype`; others: `-p NAME VALUE`
 OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed", "nproc")
 
+MOST = 2**63 - 1  # of an integer
+
 
 def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:
     for name in names:
         value = getattr(parameters, name)
-        if isinstance(value, bool) or not isinstance(value, int) or least is not None and value < least:
-            allowed = "an integer" if least is None else f"an integer of at least {least}"
+        low = -MOST if least is None else least
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MOST:
+            allowed = f"an integer from {low} to {MOST}"
             raise ValueError(f"{name} is {value!r}, expected {allowed}")
 
 

@@ -1,38 +1,37 @@
-"""Runs audits, each in a process of its own, and puts the document that it leaves in its place.
-
-A document is built beside its place and moved there whole, so an interrupted run leaves the finished ones intact;
-what an unfinished one had recorded stays beside it, hidden.
-"""
+"""Runs audits, each in a process of its own, and puts the document that it leaves in its place."""
 
 import ast
 import json
 import os
-import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
+from bi_kernels.audit.runs import folder
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
-# Those that take longest, which start first where nobody says in which order: two processes end sooner so.
-LONGEST = (
-    "attention",
-    "vocabulary",
-    "backward",
-    "gemm",
-    "chain",
-    "elementwise",
-    "transformers",
-    "random",
-    "training",
-    "rms_norm",
-)
+# Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where
+# nobody says in which order: two processes end sooner so.
+SECONDS = {
+    "attention": 150,
+    "vocabulary": 110,
+    "backward": 100,
+    "gemm": 90,
+    "chain": 60,
+    "elementwise": 55,
+    "transformers": 50,
+    "random": 45,
+    "training": 40,
+    "rms_norm": 35,
+    "dtype": 15,
+}
 LOOK = 2  # seconds between two looks at what has been recorded
 
 
@@ -48,9 +47,11 @@ class Audit:
 def audits() -> dict[str, Audit]:
     """Returns the audits by name, in reading order: `3_gemm.ipynb` is the audit `gemm`."""
     package = Path(__file__).parents[1]
-    folder = next(d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir())
+    places = [d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir()]
+    if not places:
+        raise click.UsageError(f"the notebooks are missing beside {package.name}; install the package again")
     found = {}
-    for path in sorted(folder.glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
+    for path in sorted(places[0].glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
         text = lambda cell: "".join(cell["source"])
         told = next(text(c) for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", []))
@@ -65,8 +66,22 @@ def audits() -> dict[str, Audit]:
 
 
 def longest_first(names: list[str]) -> list[str]:
-    """Returns names in the order of LONGEST, the others behind in theirs."""
-    return sorted(names, key=lambda name: (*LONGEST, name).index(name))
+    """Returns names in the order of SECONDS, the others behind in theirs."""
+    return sorted(names, key=lambda name: (*SECONDS, name).index(name))
+
+
+def estimate(names: list[str], out: Path, jobs: int, interpreted: bool) -> str:
+    """Says how long audits take: as they did here the last time, else, on the interpreter, as SECONDS has it."""
+    known = {name: folder.finished(out / name).get("seconds") for name in names}
+    usual = {name: SECONDS.get(name) if interpreted else None for name in names}
+    each = [known[name] or usual[name] for name in names]
+    if None in each:
+        return "how long is not known before their first run here"
+    free = [0.0] * jobs
+    for seconds in each:
+        free[free.index(min(free))] += seconds
+    whose = "as they did here before" if all(known.values()) else "as on two cores"
+    return f"about {max(free) / 60:.0f} minutes, {whose}" if max(free) >= 90 else f"about {max(free):.0f} s, {whose}"
 
 
 def stopped(audit: str, why: str, candidate: str = "") -> dict:
@@ -74,51 +89,25 @@ def stopped(audit: str, why: str, candidate: str = "") -> dict:
     return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
 
 
-def publish(audit: Audit, parameters: dict, folder: Path, body: str, error: str = "", finished: bool = False) -> bool:
-    """Moves what was built for `folder` into its place; returns whether the audit passed.
+def publish(
+    audit: Audit, parameters: dict, out: Path, body: str, error: str = "", finished: bool = False, seconds: float = 0.0
+) -> bool:
+    """Moves the document that was built into its place; returns whether the audit passed.
 
     error: what the notebook raised; finished: in its last cell, which asserts what the verdict says.
     """
-    partial, old = _hidden(folder, "partial"), _hidden(folder, "old")
-    rows = read_rows(partial)
+    built = folder.building(out, audit.name)
+    rows = read_rows(built)
     error = (error.strip().splitlines() or [error])[0]
-    if error and not (finished and needs_fix(rows)):
+    whole = not error or finished and bool(needs_fix(rows))
+    if not whole:
         rows.append(stopped(audit.name, f"the notebook stopped: {error}", parameters.get("candidate", "")))
-    write_rows(partial / "verdicts.json", rows)
+    write_rows(built / "verdicts.json", rows)
     if error and not finished:
         body += f"\n\n**The audit stopped here:** `{error[:300]}`\n"
-    (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    for done in (old, _hidden(folder, "interrupted")):
-        shutil.rmtree(done, ignore_errors=True)
+    (built / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
+    folder.place(built, out / audit.name, folder.fingerprint(audit.notebook, parameters) if whole else "", seconds)
     return not error and not needs_fix(rows)
-
-
-def _hidden(folder: Path, state: str) -> Path:
-    """Returns where the document of `folder` is while it is partial, interrupted or old."""
-    return folder.with_name(f".{folder.name}.{state}")
-
-
-def _keep(folder: Path, console: Console) -> None:
-    """Keeps what an interrupted audit had recorded, hidden beside its document."""
-    partial, kept = _hidden(folder, "partial"), _hidden(folder, "interrupted")
-    if read_rows(partial):
-        shutil.rmtree(kept, ignore_errors=True)
-        partial.rename(kept)
-        said = f"{folder.name}: what it had recorded is in {kept}"
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def collect(folder: Path) -> list[dict]:
-    """Returns the rows of every document in `folder`, also written to its verdicts.json."""
-    rows = []
-    for path in sorted(folder.glob("[!.]*/verdicts.json")):
-        rows += json.loads(path.read_text(encoding="utf-8"))
-    write_rows(folder / "verdicts.json", rows)
-    return rows
 
 
 class Board:
@@ -146,7 +135,7 @@ class Board:
 
     def count(self, name: str) -> None:
         """Reads what an audit has recorded so far; its first verdicts are worth a line of their own."""
-        rows = read_rows(_hidden(self.out / name, "partial"))
+        rows = read_rows(folder.building(self.out, name))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
         if rows and name not in self.counted:
             self.console.print(f"{name}: {said} after {self.task(name).elapsed:.0f} s", highlight=False)
@@ -176,14 +165,21 @@ class Board:
 
 
 def run(
-    names: list[str], parameters: dict[str, dict], out: Path, jobs: int, console: Console, seconds: dict[str, float]
+    names: list[str],
+    parameters: dict[str, dict],
+    out: Path,
+    jobs: int,
+    console: Console,
+    seconds: dict[str, float],
+    limits: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Runs audits in the order named, `jobs` at a time, each in a process of its own, while the next one loads.
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
-    knows which did.
+    knows which did; limits: seconds that a cell and an audit may take, 0 for any number.
     """
     every, board, over = audits(), Board(names, out, console), threading.Event()
+    folder.clear(out)
     loaded: dict[str, tuple] = {}  # by name, its worker and the gate that holds it up
     loading = threading.Lock()
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
@@ -191,11 +187,10 @@ def run(
     def load(name: str) -> None:
         with loading:
             if name not in loaded and not over.is_set():
-                audit, partial = every[name], _hidden(out / name, "partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], partial)
-                loaded[name] = Worker("bi_kernels.audit.documents:execute", *given, gate.name), gate
+                audit, built = every[name], folder.building(out, name)
+                built.mkdir(parents=True)
+                gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
+                loaded[name] = Worker("bi_kernels.audit.runs.documents:execute", *given, gate.name), gate
 
     def one(name: str) -> None:
         audit = every[name]
@@ -212,10 +207,14 @@ def run(
         except Died as died:
             if died.status in (-signal.SIGINT, -signal.SIGTERM):
                 return
+            folder.check_room(out)
             console.print("\n".join(died.said[-15:]), markup=False, highlight=False)
             body, error, finished = f"# {audit.title}", f"the process ended with status {died.status}", False
         board.count(name)
-        passed = publish(audit, parameters[name], out / name, body, error, finished)
+        if error:
+            folder.check_room(out)
+        took = board.task(name).elapsed
+        passed = publish(audit, parameters[name], out, body, error, finished, took)
         board.short(name, min(jobs, len(names)) - 1)
         seconds[name] = board.end(name, passed)
 
@@ -231,7 +230,10 @@ def run(
                 worker.stop()
             pool.shutdown()
             for name in names:
-                _keep(out / name, console)
+                if kept := folder.keep(folder.building(out, name), out / name):
+                    said = f"{name}: what it had recorded is in {kept}"
+                    console.print(said, markup=False, highlight=False, soft_wrap=True)
             raise
         finally:
             over.set()
+            folder.clear(out)

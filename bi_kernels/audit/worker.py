@@ -7,10 +7,12 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +30,8 @@ class Died(RuntimeError):
 
 
 class Worker:
-    """A process that calls `package.module:function` with arguments that pickle takes; it starts at once.
+    """A process that calls `package.module:function` with arguments that pickle takes; it starts at once, and ends
+    with this one, however that ends.
 
     interpreter: False takes TRITON_INTERPRET out of its environment, which is otherwise this process's and what
     `environment` adds to it.
@@ -45,7 +48,12 @@ class Worker:
         command = ["env", *changed, sys.executable, "-P", __file__]
         with Path(self.folder.name, "stderr").open("wb") as errors:
             self.process = subprocess.Popen(
-                [*command, self.folder.name], stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+                [*command, self.folder.name],
+                stdin=subprocess.PIPE,  # which is closed when this process is no more
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
             )
 
     def result(self, progress: Callable[[str], object] = lambda line: None):
@@ -87,7 +95,13 @@ def call(function: str, *arguments, **how):
     return Worker(function, *arguments, **how).result()
 
 
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # not by sys.stdin, whose lock Python wants when it ends
+    os._exit(1)
+
+
 def _serve(folder: Path) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.set_threshold(50_000)  # it makes many objects, few of them in circles, and ends
     sys.path[:], function, arguments = pickle.loads((folder / "request").read_bytes())
     module, _, name = function.partition(":")

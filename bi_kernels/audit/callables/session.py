@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from bi_kernels.audit.zoo import judge as zoo
 
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
 DTYPES = contract.DTYPES | {"fp64": torch.float64}
+ELEMENTS = 2**31  # of one input
 
 
 def start(audit: str, given: dict) -> "AnySession | ZooSession":
@@ -78,12 +80,21 @@ def read_inputs(spec: str, device, seed: int) -> dict:
                 f"inputs: {part!r} has dtype {tensor['dtype']!r}, expected one of torch's, or {', '.join(DTYPES)}"
             )
         shape = tuple(int(n) for n in tensor["shape"].split(",") if n.strip())
-        if dtype == torch.bool:
-            out[name] = torch.rand(shape, **there) < 0.5
-        elif dtype.is_floating_point:
-            out[name] = torch.randn(shape, **there).to(dtype)
-        else:
-            out[name] = torch.randint(0, int(tensor["below"] or 2), shape, **there).to(dtype)
+        below = int(tensor["below"] or 2)
+        whole = not dtype.is_floating_point and dtype != torch.bool
+        if whole and not 1 <= below <= torch.iinfo(dtype).max + 1:
+            raise ValueError(f"inputs: {part!r} holds integers below {below}, which {tensor['dtype']} does not have")
+        if math.prod(shape) > ELEMENTS:
+            raise ValueError(f"inputs: {part!r} has {math.prod(shape):.3g} elements, expected at most {ELEMENTS:.3g}")
+        try:
+            if dtype == torch.bool:
+                out[name] = torch.rand(shape, **there) < 0.5
+            elif whole:
+                out[name] = torch.randint(0, below, shape, **there).to(dtype)
+            else:
+                out[name] = torch.randn(shape, **there).to(dtype)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(f"inputs: {part!r} cannot be made ({str(error).splitlines()[0]:.100})") from None
     if not out:
         raise ValueError(f"inputs is {spec!r}, expected 'name:dtype[shape] …' or path/to/file.py:function")
     return out

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, grouped, worst_of
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, TITLE, UNSUPPORTED, checked_rows, grouped, worst_of
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
     name: name
@@ -41,8 +41,7 @@ def _mutants(folder: Path) -> str:
     """Returns the kill rates of the documents of `bi-audit mutate` below a folder, '' where there is none."""
     lines = []
     for path in sorted(folder.rglob("mutants.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        made = json.loads(path.with_name("provenance.json").read_text(encoding="utf-8"))
+        found, made = _record(path, list), _record(path.with_name("provenance.json"))
         number = {v: sum(f["verdict"] == v for f in found) for v in ("killed", "explained", "survived")}
         where = path.parent.relative_to(folder).as_posix()
         judged = number["killed"] + number["survived"]
@@ -53,8 +52,20 @@ def _mutants(folder: Path) -> str:
     return f"\n\n## Mutants\n\n{said}{table(lines)}" if lines else ""
 
 
+def _record(path: Path, kind: type = dict):
+    """Returns what a document has in a file. Raises ValueError where that is something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} is not what an audit wrote there; remove its folder, or run the audit again")
+    return found
+
+
 def report(folder: Path) -> str:
-    """Returns the text of folder/README.md, made from every verdicts.json below it."""
+    """Returns the text of folder/README.md, made from every verdicts.json below it. Raises ValueError for a file there
+    that no audit wrote."""
     documents = sorted(
         p.parent
         for p in folder.rglob("verdicts.json")
@@ -65,9 +76,8 @@ def report(folder: Path) -> str:
     listing, parts = [], []
     groups: dict[Path, list] = {}
     for path in documents:
-        rows = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
-        known = path / "provenance.json"  # not there if the notebook stopped before it
-        made = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+        rows, known = checked_rows(path / "verdicts.json"), path / "provenance.json"
+        made = _record(known) if known.exists() else {}  # not there if the notebook stopped before it
         mine = [r for r in rows if not r["control"]]
         controls = [r for r in rows if r["control"]]
         caught = [r for r in controls if r["caught"]]
@@ -93,7 +103,7 @@ def report(folder: Path) -> str:
             name = place.relative_to(folder).as_posix() if place != folder else folder.name
             parts.append(f"### {name}\n\n{matrix(rows)}")
     return (
-        "# Audits\n\nWritten by `bi-audit report` from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, "
+        TITLE + " from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, "
         "– not judged here. A verdict from the interpreter is no statement about a GPU.\n\n## Documents\n\n"
         + (table(listing) if listing else "\nNo document here yet.\n")
         + _mutants(folder)

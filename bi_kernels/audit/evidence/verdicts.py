@@ -4,7 +4,7 @@ file."""
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read with
     from bi_kernels.audit.evidence.drift import Drift
 
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
+TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
 
 @dataclass
@@ -125,3 +126,15 @@ def read_rows(folder: Path) -> list[dict]:
         return json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
+
+
+def checked_rows(path: Path) -> list[dict]:
+    """Reads a file of verdicts. Raises ValueError for a file that is something else."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path} holds no JSON, expected the verdicts of an audit") from None
+    expected = {f.name for f in fields(Row)}
+    if not isinstance(rows, list) or any(not isinstance(r, dict) or not expected <= r.keys() for r in rows):
+        raise ValueError(f"{path} holds other JSON, expected the verdicts of an audit, as this version writes them")
+    return rows

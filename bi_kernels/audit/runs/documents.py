@@ -12,6 +12,8 @@ from nbformat import NotebookNode, from_dict
 from papermill.exceptions import PapermillExecutionError
 from traitlets.config import Config
 
+from bi_kernels.audit.runs.limits import Limits
+
 KERNEL = "python3"
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
 
@@ -19,7 +21,7 @@ NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "s
 def clean(notebook: NotebookNode) -> None:
     """Drops what names the machine or the hour: papermill's records, warnings of libraries, and paths in outputs."""
     notebook.metadata.pop("papermill", None)
-    roots = {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[2])}
+    roots = {str(Path.cwd()), str(Path.home()), sys.prefix, str(Path(__file__).parents[3])}
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
@@ -43,9 +45,11 @@ def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     return body, resources["outputs"]
 
 
-def execute(name: str, path: Path, title: str, parameters: dict, folder: Path, gate: str) -> tuple[str, str, bool]:
-    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures; gate: where it waits once
-    it is loaded.
+def execute(
+    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
+) -> tuple[str, str, bool]:
+    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures. seconds: that a cell and
+    the audit may take, 0 for any number; gate: where it waits once it is loaded.
 
     Prints "cell DONE OF" as it goes. Returns the Markdown, what the notebook raised, and whether that was in its last
     cell, which asserts what the verdict above it says.
@@ -53,17 +57,22 @@ def execute(name: str, path: Path, title: str, parameters: dict, folder: Path, g
     os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
     target = folder / "notebook.ipynb"
     total = len(json.loads(path.read_text(encoding="utf-8"))["cells"])
-    started = lambda cell, cell_index: print("cell", cell_index, total, flush=True)
+    limits = Limits(gate, *seconds)
+
+    def started(cell, cell_index: int) -> None:
+        limits.next_cell()
+        print("cell", cell_index, total, flush=True)
+
     error, finished = "", False
     try:
         how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
         papermill.execute_notebook(str(path), str(target), parameters, **how)
     except PapermillExecutionError as failed:
-        if failed.ename == "KeyboardInterrupt":
+        if failed.ename == "KeyboardInterrupt" and not limits.exceeded:
             raise KeyboardInterrupt from None
-        error = f"{failed.ename}: {failed.evalue}"
+        error = limits.exceeded or f"{failed.ename}: {failed.evalue}"
     except Exception as failed:  # the kernel died: what it had recorded is on disk
-        error = f"{type(failed).__name__}: {failed}"
+        error = limits.exceeded or f"{type(failed).__name__}: {failed}"
     if not target.exists():
         return f"# {title}\n", error, finished
     executed = nbformat.read(target, as_version=4)

@@ -1,0 +1,45 @@
+"""Ends a notebook whose cell, or whose audit, has run for too long; what it had recorded stays."""
+
+import signal
+import threading
+import time
+
+import psutil
+
+from bi_kernels.audit.worker import wait_at
+
+LOOK = 0.2  # seconds between two looks at the clock
+GRACE = 10  # seconds that an interrupted kernel has to end
+
+
+class Limits:
+    """Watches the notebook that this process runs. cell, audit: how many seconds each may take, 0 for any number; they
+    count from when the gate opens."""
+
+    def __init__(self, gate: str, cell: float, audit: float):
+        self.gate, self.cell, self.audit = gate, cell, audit
+        self.began = time.monotonic()  # of the cell that runs
+        self.exceeded = ""  # which limit was, in a sentence
+        if cell or audit:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def next_cell(self) -> None:
+        """Says that a cell begins."""
+        self.began = time.monotonic()
+
+    def _watch(self) -> None:
+        wait_at(self.gate)
+        opened = time.monotonic()
+        while not self.exceeded:
+            time.sleep(LOOK)
+            now = time.monotonic()
+            if self.audit and now - opened > self.audit:
+                self.exceeded = f"the audit took longer than the {self.audit:g} s of --timeout"
+            elif self.cell and now - max(opened, self.began) > self.cell:
+                self.exceeded = f"a cell took longer than the {self.cell:g} s of --cell-timeout"
+        kernels = psutil.Process().children()
+        for kernel in kernels:
+            kernel.send_signal(signal.SIGINT)
+        for kernel in psutil.wait_procs(kernels, timeout=GRACE)[1]:
+            for process in [*kernel.children(recursive=True), kernel]:
+                process.kill()
