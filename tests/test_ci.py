@@ -255,7 +255,7 @@ def test_an_interrupted_run_leaves_both_files(tmp_path):
         text=True,
     )
     try:
-        wait_for(tmp_path / "out" / f".{child.pid}.partial" / "dtype" / "provenance.json", child)
+        wait_for(tmp_path / "out" / f".dtype.{child.pid}.partial" / "provenance.json", child)
         child.send_signal(signal.SIGTERM)
         errors = child.communicate(timeout=60)[1]
     finally:

@@ -209,7 +209,9 @@ def test_a_passing_run_writes_whole_documents_and_merges_into_the_folder(tmp_pat
     assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and any(
         n.endswith(".png") for n in names
     )
-    assert "left over" not in names and not list(out.glob(".*")), "nothing old and nothing half-written stays"
+    assert "left over" not in names and [p.name for p in out.glob(".*")] == [".lock"], (
+        "nothing old and nothing half-written stays"
+    )
     made = json.loads((out / "dtype" / "provenance.json").read_text())
     assert {"commit", "device", "driver", "torch", "Triton", "contract", "parameters", "command"} <= set(made)
     shown = verdict_cell(nbformat.read(out / "dtype" / "notebook.ipynb", as_version=4)).outputs[0].data[MIME]
@@ -235,7 +237,7 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # a shell's `&` has it ignored
     try:
-        wait_for(tmp_path / "out" / f".{child.pid}.partial" / "gemm" / "verdicts.json", child)
+        wait_for(tmp_path / "out" / f".gemm.{child.pid}.partial" / "verdicts.json", child)
         os.killpg(child.pid, signal.SIGINT)
         said = child.communicate(timeout=60)[1]
     finally:

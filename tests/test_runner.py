@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -73,7 +74,7 @@ def stubbed(tmp_path, monkeypatch):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's processes ignore
         monkeypatch.setenv("BI_AUDIT_JOBS", "1")
         monkeypatch.setattr(runner, "Worker", Stub(said, fails))
-        monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, tmp_path, n, ()) for n in NAMES})
+        monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, Path(__file__), n, ()) for n in NAMES})
         try:
             runner.run(NAMES, dict.fromkeys(NAMES, {}), tmp_path / "out", 1, Console(quiet=True), {})
         except KeyboardInterrupt:

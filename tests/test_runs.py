@@ -146,7 +146,7 @@ WAITS = "import time\n\n\ndef scale(x, factor):\n    time.sleep(600)\n"
 def test_a_killed_run_leaves_no_process_and_the_next_one_its_place(tmp_path):
     (tmp_path / "mine.py").write_text(WAITS)
     child = started(*ARGUMENTS, cwd=tmp_path)
-    record = tmp_path / "out" / f".{child.pid}.partial" / "dtype" / "provenance.json"
+    record = tmp_path / "out" / f".dtype.{child.pid}.partial" / "provenance.json"
     while not record.exists():
         time.sleep(0.1)
         assert child.poll() is None, child.communicate()

@@ -68,7 +68,7 @@ def _ours(folder: Path) -> bool:
 
 def building(out: Path, name: str) -> Path:
     """Returns where this process builds a document of `out`; whoever was killed builds somewhere else."""
-    return out / f".{os.getpid()}.partial" / name
+    return out / f".{name}.{os.getpid()}.partial"
 
 
 def check_room(out: Path) -> None:
