@@ -55,8 +55,10 @@ def installed(built, tmp_path_factory) -> Path:
 
 def files(folder: str) -> set[str]:
     """The files of a folder of the checkout, but for what running it leaves."""
-    kept = [p for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc"]
-    return {p.relative_to(ROOT).as_posix() for p in kept if ".ipynb_checkpoints" not in p.parts}
+    kept = [
+        p for p in (ROOT / folder).rglob("*") if p.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}
+    ]
+    return {p.relative_to(ROOT).as_posix() for p in kept}
 
 
 def test_the_sdist_holds_what_the_wheel_is_made_of(built):
@@ -147,9 +149,10 @@ def test_ruff_refuses_what_the_oldest_python_cannot_read(newer):
     assert f"on Python {PYTHONS[0]}" in done.stdout, done.stdout
 
 
-def test_pythons_are_said_alike():
+def test_pythons_and_what_builds_are_said_alike():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "README.md").read_text()
+    assert not [v for v in PINNED.values() if "+" in v], "2.13.0 is also the CPU index's 2.13.0+cpu"
     assert PINNED["hatchling"] == TOML["build-system"]["requires"][0].split("==")[1]
 
 
@@ -171,8 +174,9 @@ def test_versions_of_triton_are_said_alike():
     assert f"Triton {' or '.join(TRITON['interpreter'])}" in promised.replace("\n", " ")
 
 
-def test_documents_are_of_tested_versions_of_triton():
+def test_documents_are_of_tested_versions():
     made = [json.loads(path.read_text()) for path in (ROOT / "audits").rglob("provenance.json")]
+    assert {m["Python"].rpartition(".")[0] for m in made} <= {*PYTHONS}
     for kind, versions in TRITON.items():
         of = {m["Triton"] for m in made if m["architecture"].startswith("interpreter") == (kind == "interpreter")}
         assert of and all(f"{version}.".startswith(tuple(f"{v}." for v in versions)) for version in of), (kind, of)
