@@ -1,38 +1,40 @@
 # make audit | documents | test | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+# Another Python beside it: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 JOBS ?= 2
 
 .PHONY: audit documents test lab notebooks clean
 
 # Into runs/, which git ignores.
-audit: .venv/installed
+audit: $(VENV)/installed
 	$(BIN)/bi-audit run --jobs $(JOBS)
 
 # The same into audits/, as they are committed.
-documents: .venv/installed
+documents: $(VENV)/installed
 	$(BIN)/bi-audit run --publish --jobs $(JOBS)
 
 # On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
-test: .venv/installed
+test: $(VENV)/installed
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		--nbval-lax tests notebooks
 
-lab: .venv/installed
+lab: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'
 	$(BIN)/jupyter lab notebooks
 
 # Runs the notebooks in place, as they are committed.
-notebooks: .venv/installed
+notebooks: $(VENV)/installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
-.venv/installed: pyproject.toml constraints.txt
-	@echo "Setting up .venv: two minutes, and two gigabytes of packages"
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): two minutes, and two gigabytes of packages"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version)'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,transformers]'
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf $(VENV)

@@ -7,6 +7,7 @@ tell calls apart by what Triton compiles by, and ask Triton once for each.
 An op that is called often keeps a `Launch` for each shape, in a `remembered` function, and a call only names tensors.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
@@ -23,11 +24,19 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import INTERPRETED
+from bi_kernels.contract import CONTRACT
 
 _RUN = JITFunction.run  # whoever records launches replaces it, and is shown every one
 # these versions' CompiledKernel has `run`, which takes a grid, a stream, `function`, `packed_metadata`, what hooks are
 # told, two hooks, and the arguments, a pointer as an address if need be
-KNOWN = not INTERPRETED and triton.__version__.startswith(("3.6.", "3.7."))
+_TESTED = CONTRACT["triton"]["compiled"]
+KNOWN = not INTERPRETED and triton.__version__.startswith(tuple([f"{version}." for version in _TESTED]))
+if not (INTERPRETED or KNOWN):
+    warnings.warn(
+        f"bi_kernels: Triton is {triton.__version__}, expected {' or '.join(_TESTED)}; kernels that another version "
+        "compiles are not tested, and no bits of theirs are promised: audit them with `bi-audit run`",
+        stacklevel=2,
+    )
 
 _HEAD = 13  # what 3.6 passes its compiled launcher before the kernel's arguments; 3.7 passes these in one tuple
 

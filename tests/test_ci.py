@@ -370,6 +370,47 @@ def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedPr
     )
 
 
+def pip_of(install: str, folder: Path, **variables: str) -> list[str]:
+    """The arguments that the install step gives pip, in an environment that is there."""
+    stand_in = install.replace("python -m venv", "true")
+    stand_in = stand_in.replace('"$RUNNER_TEMP/bi-audit/bin/python" -m pip', "printf '%s\\n'")
+    context = {"REPOSITORY": "https://forge/owner/name", "COMMIT": "0" * 40, "BI_KERNELS": "", "CONSTRAINTS": ""}
+    done = shell(stand_in, folder, **context | variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+CPU = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+OURS = ["--constraint", f"https://forge/owner/name/raw/{'0' * 40}/constraints.txt"]
+THIS = f"bi-kernels @ git+https://forge/owner/name@{'0' * 40}"
+
+
+@pytest.mark.parametrize(
+    "given, arguments",
+    [
+        ({}, [*CPU, *OURS, THIS]),
+        ({"DEVICE": "cuda"}, [THIS]),
+        ({"CONSTRAINTS": "my own.txt"}, [*CPU, "--constraint", "my own.txt", THIS]),
+        ({"CONSTRAINTS": "mine.txt", "DEVICE": "cuda"}, ["--constraint", "mine.txt", THIS]),
+        ({"BI_KERNELS": "bi-kernels==0.1.0"}, [*CPU, "bi-kernels==0.1.0"]),
+        ({"BI_KERNELS": "./a b", "CONSTRAINTS": "c.txt"}, [*CPU, "--constraint", "c.txt", "./a b"]),
+        ({"REQUIREMENTS": "r.txt"}, [*CPU, *OURS, THIS, "-r", "r.txt"]),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_the_workflow_installs_its_own_commit_and_its_versions(given, arguments, tmp_path):
+    (install, _), environment = steps({"candidate": "mine.py:scale"}, tmp_path)
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    assert pip_of(install, folder, **environment | given) == ["install", "--quiet", *arguments]
+
+
+def test_every_action_is_pinned_to_a_commit():
+    for path in sorted((ROOT / ".github").rglob("*.yml")):
+        used = re.findall(r"^.*\buses:.*$", path.read_text(), re.M)
+        assert used and all(re.fullmatch(r"\s*- uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", u) for u in used), used
+
+
 DRIFTS = """
 def scale(x, factor):
     y = x * factor
@@ -400,23 +441,8 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     (install, audit), environment = steps(
         {"candidate": "mine.py:scale", "audit": "elementwise", "op": "scale", "digests": "digests.json"}, tmp_path
     )
-    # the install step with an environment that is there, and pip that does nothing
     (tmp_path / "summary.md").write_text("before\n")
-    stand_in = install.replace("python -m venv", "true").replace(
-        '"$RUNNER_TEMP/bi-audit/bin/python" -m pip', "echo pip"
-    )
-    done = shell(stand_in, repository, **environment, BI_KERNELS="bi-kernels @ somewhere")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        "pip",
-        "install",
-        "--quiet",
-        "--extra-index-url",
-        "https://download.pytorch.org/whl/cpu",
-        "bi-kernels",
-        "@",
-        "somewhere",
-    ]
+    assert pip_of(install, repository, **environment)
     assert (tmp_path / "path").read_text() == f"{tmp_path}/temp/bi-audit/bin\n"
     done = shell(audit, repository, **environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -496,7 +522,8 @@ def test_the_workflow_reads_every_input_and_runs_no_input_as_a_script():
 def test_the_documented_callers_fit_the_workflow(name):
     caller = yaml.safe_load(next(text for _, title, text in BLOCKS if title == name))
     call = caller["jobs"]["audit"]
-    assert call["uses"].split("@")[0] == "OWNER/bi-kernels/.github/workflows/audit.yml"
+    assert call["uses"] == "REPOSITORY/.github/workflows/audit.yml@COMMIT", "what stands there, the document says"
+    assert "for `REPOSITORY`" in DOCUMENT and "for `COMMIT`" in DOCUMENT
     assert {k for k, v in CALL.items() if v.get("required")} <= set(call["with"]) <= set(CALL)
     assert caller["permissions"] == WORKFLOW["permissions"], "a called workflow has no more than its caller"
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 
+from bi_kernels.contract import CONTRACT
 from bi_kernels.interpreter.builder import Builder, Reduce, Scan
 from bi_kernels.interpreter.formats import numpy_dtype
 from bi_kernels.interpreter.launch import Launch, builtin
@@ -31,8 +32,6 @@ from bi_kernels.interpreter.tensors import (
     unwrap,
 )
 
-CHECKED_TRITON = ("3.7.1",)
-
 
 def interpreting() -> bool:
     """Tells whether kernels run in the interpreter: TRITON_INTERPRET=1 before the first `import triton`."""
@@ -43,9 +42,10 @@ def install() -> None:
     """Patches the interpreter of this process, once. RuntimeError on a Triton version it was not checked with."""
     if isinstance(stock.interpreter_builder, Builder):
         return
-    if triton.__version__ not in CHECKED_TRITON:
+    checked = CONTRACT["triton"]["interpreter"]
+    if triton.__version__ not in checked:
         raise RuntimeError(
-            f"bi_kernels patches Triton's interpreter and was checked with {', '.join(CHECKED_TRITON)}, "
+            f"bi_kernels patches Triton's interpreter and was checked with {', '.join(checked)}, "
             f"but this is Triton {triton.__version__}"
         )
     stock.interpreter_builder.__class__, stock.interpreter_semantic.__class__ = Builder, Semantic
