@@ -69,7 +69,7 @@ def run(names, out, extra, jobs, junit, summary, digests, level, **options) -> N
                 file.write(job_summary(rows, out, summary, names, warnings or [], level))
     failing = needs_fix([r for r in rows if not r["control"]])
     controls = [r for r in rows if r["control"]]
-    for line in ci.lines(failing, out):
+    for line in ci.lines(rows, out):
         click.echo(line)
     for warning in warnings or []:
         _warn(warning)

@@ -17,6 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.answer import led
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
@@ -86,8 +88,8 @@ def publish(audit: Audit, parameters: dict, folder: Path, body: str, error: str 
         rows.append(stopped(audit.name, f"the notebook stopped: {error}", parameters.get("candidate", "")))
     write_rows(partial / "verdicts.json", rows)
     if error and not finished:
-        body += f"\n\n**The audit stopped here:** `{error[:300]}`\n"
-    (partial / "README.md").write_text(body.strip() + "\n", encoding="utf-8")
+        body += f"\n\n**The audit stopped here:** {escape.code(error[:300])}\n"
+    (partial / "README.md").write_text(led(body, rows).strip() + "\n", encoding="utf-8")
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)

@@ -61,10 +61,8 @@ def answer(rows: Iterable[Row | dict]) -> str:
     if lead[1] in (Kind.RANDOM, Kind.BEFORE):
         return said
     follows = (*FOLLOWS.get(lead[1], ()), *[Kind.PLACE] * (lead[0] in (Side.WEIGHT, Side.GRADIENT)))
-    further = [
-        at for at in others if (at[0] in (Side.WEIGHT, Side.GRADIENT) and at[0] != lead[0]) or at[1] not in follows
-    ]
-    further = [at for at in further if at[0] != Side.INPUT or at[1] not in (lead[1], *follows)]
+    shared = lambda whose: whose in (Side.WEIGHT, Side.GRADIENT) and whose != lead[0]  # their sums are another matter
+    further = [at for at in others if shared(at[0]) or at[1] not in (lead[1], *follows)]
     more = [found for at in further if (found := _finding(*at, bad, every, short=True)) not in said]
     return f"{said}; also {more[0]}" if more else said
 
@@ -80,6 +78,12 @@ def headline(rows: Iterable[Row | dict]) -> str:
         return _passed(every)
     many = f"{len(bad)} of {len(ops)} need a fix, the first " if len(bad) > 1 else ""
     return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
+
+
+def led(body: str, rows: Sequence[Row | dict]) -> str:
+    """Returns a document, Markdown, with the sentence on its rows under its title."""
+    title, _, rest = body.lstrip().partition("\n")
+    return f"{title}\n\n**{escape.text(headline(rows))}.**\n{rest}" if any(fields(r)["op"] for r in rows) else body
 
 
 def _rank(whose: str, kind: str) -> tuple:
@@ -113,13 +117,8 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return f"{what}: {escape.line(first['detail'])[:LONGEST]}" if first["detail"] else what
     where = f" ({names(rows)})" if kind in SAY_WHERE else ""
     if whose == Side.FORWARD:
-        said = (
-            _who(rows)
-            if kind == Kind.NEIGHBOURS
-            else _counted(rows, every)
-            if kind == Kind.COUNT
-            else ALONE[kind] + where
-        )
+        named = {Kind.NEIGHBOURS: lambda: _who(rows), Kind.COUNT: lambda: _counted(rows, every)}
+        said = named[kind]() if kind in named else ALONE[kind] + where
     else:
         order = " and the order of the rows" * ((whose, Kind.PLACE) in bad)
         split = f"change with the split into micro-batches{order}"
@@ -202,7 +201,7 @@ def names(rows: Sequence[dict]) -> str:
 
 def number(rows: Iterable[dict], name: str) -> float | None:
     """Returns the largest of a number over some rows, None where none of them has it."""
-    return max((float(r[name]) for r in rows if r[name] is not None), default=None)
+    return max((float(r[name]) for r in rows if r.get(name) is not None), default=None)
 
 
 def share_of(rows: Collection[dict]) -> str:
@@ -215,6 +214,13 @@ def steps(rows: Collection[dict]) -> str:
     """Returns the largest distance in ULP, '' where that counts nothing: see `drift.compare`."""
     found = number(rows, "max_ulp")
     return f"{int(found):,}" if found and found < STEPS else ""
+
+
+def size(rows: Collection[dict]) -> str:
+    """Says in a word how far some rows are off: the share of the contract's bound, ULP, or the relative difference."""
+    share, ulp, relative = share_of(rows), steps(rows), number(rows, "max_rel")
+    found = f"{share} × the bound" if share else f"{ulp} ULP" if ulp else ""
+    return found or (f"{relative:.2g} relative" if relative else "–")
 
 
 def _size(rows: list[dict]) -> str:
@@ -232,5 +238,5 @@ def _size(rows: list[dict]) -> str:
     if steps(plain):
         return f", by at most {steps(plain)} ULP"
     if relative and relative > 1:
-        return ", even in sign"
+        return ", even in its sign"
     return f", by up to {relative:.2g} of the larger number" if relative else f", by up to {most:.3g}"

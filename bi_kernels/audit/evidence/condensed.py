@@ -1,5 +1,6 @@
 """Rows that need a fix in few lines: one for each side and kind, over all layouts, row counts and inputs."""
 
+import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -41,7 +42,7 @@ def listed(values: Iterable[str], most: int = NAMED) -> str:
 def differ(rows: Sequence[dict]) -> str:
     """Returns the count of the row of which the largest share differs, '' where nothing was counted."""
     counted = [r for r in rows if r["mismatches"] and r["elements"] and r["relation"] != "atomics-free"]
-    r = max(counted, key=lambda r: r["mismatches"] / r["elements"], default=None)
+    r = max(counted, key=lambda r: (r["mismatches"] / r["elements"], r["elements"]), default=None)
     return f"{r['mismatches']:,} of {r['elements']:,}" if r else ""
 
 
@@ -66,12 +67,9 @@ def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> di
     first = min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
     tensors = listed((r["tensor"] for r in mine if r["mismatches"]), 2)
     relative, share = number(mine, "max_rel"), share_of(mine)
+    says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), first["relation"]) | {Kind.ERROR: "raised"}
     return {
-        "": first["relation"]
-        if kind in (Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER)
-        else "raised"
-        if kind == Kind.ERROR
-        else side,
+        "": says.get(kind, side),
         "tensors": "" if tensors == "out" or kind == Kind.ATOMICS else tensors,
         "where": "" if kind == Kind.ATOMICS else where(mine),
         "checks": f"{len(mine)} of {asked}",
@@ -105,6 +103,12 @@ def _columns(cells: dict, widths: dict[str, int]) -> str:
     return "\n".join(GAP.join(map(str.ljust, row, widths.values())).rstrip() for row in made)
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Returns a text in lines of a terminal; what has no space is not cut."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def remaining() -> str:
+    """Says where every row stands, '' where none are written: `bi-audit` names the folder of a document."""
+    return "; every row is in verdicts.json" if os.environ.get("BI_AUDIT_OUT") else ""
+
+
+def wrapped(text: str, indent: str = "", before: int = 0) -> str:
+    """Returns a text in lines of a terminal, of which the first has so many columns before it."""
+    given = " " * before
+    return textwrap.fill(text, WIDTH, initial_indent=given, subsequent_indent=indent, break_on_hyphens=False)[before:]

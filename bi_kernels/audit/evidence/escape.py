@@ -4,7 +4,7 @@ import html
 import re
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-MARKED = re.compile(r"[`*\[\]\\~]|(?<!\w)_|_(?!\w)")
+MARKED = re.compile(r"[`*\\~]|\](?=[(\[:])|(?<!\w)_|_(?!\w)")
 
 
 def line(text: object) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, grouped, worst_of
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
@@ -25,7 +26,7 @@ def matrix(rows: list[dict]) -> str:
     lines = []
     judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values())
     for op, mine in grouped(judged, lambda r: r["op"]).items():
-        dtypes, line = dict.fromkeys(r["dtype"] for r in mine), {"op": op}
+        dtypes, line = dict.fromkeys(r["dtype"] for r in mine), {"op": escape.text(op)}
         for column, relation in RELATION.items():
             of_dtype = grouped((r for r in mine if r["relation"] == relation), lambda r: r["dtype"])
             marked = grouped(
@@ -77,7 +78,7 @@ def report(folder: Path) -> str:
             {
                 "document": f"[{where}]({where}/README.md)",
                 "device": made.get("device", "–"),
-                "candidate": next((r["candidate"] for r in mine), ""),
+                "candidate": escape.text(next((r["candidate"] for r in mine), "")),
                 "verdict": f"{MARK[verdict]} {verdict}",
                 "checks": f"{len(mine):,}",
                 "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",

@@ -42,13 +42,7 @@ RANK, SIDES = list(Kind), list(Side)
 LAID_OUT = Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT  # kinds of the layout of a call's tokens
 WHOLE, AS_GIVEN, ONCE = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
 MODES = "no_grad", "no gradient wanted"
-AXES = {
-    "mode": Kind.MODE,
-    "demand": Kind.DEMAND,
-    "memory": Kind.KEPT,
-    "history": Kind.BEFORE,
-    "population": Kind.LAYOUT,
-}  # of relations.uses
+AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of relations.uses
 LAYOUTS = {  # a pattern of names: the kind of what differs there, the first that fits
     r"rows(:\d+)?|singles|micro_batches.*|packed|.*, few samples": Kind.COUNT,
     r"permuted.*|.*, the batch in reverse": Kind.PLACE,
@@ -88,9 +82,8 @@ def kind(r: dict) -> str:
         return Kind.MODE
     if r["layout"].startswith("neighbours"):
         return Kind.NEIGHBOURS if r["against"] == WHOLE else Kind.COUNT
-    found = next(
-        (k for pattern, k in LAYOUTS.items() if re.fullmatch(pattern, r["layout"].partition("=")[0])), Kind.LAYOUT
-    )
+    name = r["layout"].partition("=")[0]  # of parity the first of two
+    found = next((k for pattern, k in LAYOUTS.items() if re.fullmatch(pattern, name)), Kind.LAYOUT)
     return Kind.PADDING if r["against"] == AS_GIVEN and found == Kind.COUNT else found
 
 
