@@ -80,7 +80,7 @@ class Session:
         fields = provenance(self.device, self.parameters) | {"command": escape.code(self.command)}
         if self.out:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        return tables.facts(fields)
+        return tables.facts({k: v if k == "command" else escape.text(v) for k, v in fields.items()})
 
     def make(self) -> list[Subject]:
         """Returns the subjects of this audit: the candidate's functions at every case and dtype."""

@@ -75,4 +75,4 @@ def _links(out: Path, file: Path, names: Sequence[str]) -> str:
         listed = ", ".join(escape.code(d.as_posix()) for d in documents)
         return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): {listed}"
     relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
-    return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))
+    return "\n".join(f"- {escape.link(d.parent.name, relative(d))}" for d in (*documents, out / "README.md"))

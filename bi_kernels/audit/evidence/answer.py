@@ -141,31 +141,37 @@ def _who(rows: list[dict]) -> str:
 def _counted(rows: list[dict], every: list[dict]) -> str:
     """Names the number of rows up to which, or from which on, calls differ."""
     said = "a row's result depends on how many rows are in the call"
-    number = lambda r: 1 if r["layout"] == "singles" else r["rows"] if re.match(r"rows\b", r["layout"]) else 0
-    kinds = {r["inputs"] for r in rows if number(r)}
-    asked = [r for r in every if r["relation"] == "invariance" and r["inputs"] in kinds and number(r)]
+    kinds = {r["inputs"] for r in rows if in_each_call(r)}
+    asked = [r for r in every if r["relation"] == "invariance" and r["inputs"] in kinds and in_each_call(r)]
     asked = [r for r in asked if r["mismatches"] is not None]
-    differ = {number(r) for r in asked if r["verdict"] == NEEDS_FIX}
-    agree = {number(r) for r in asked} - differ
+    differ = {in_each_call(r) for r in asked if r["verdict"] == NEEDS_FIX}
+    agree = {in_each_call(r) for r in asked} - differ
+    whole = WHOLE if all(r["against"] == WHOLE for r in asked) else "the largest call"
     if not differ:
         return f"{said} ({names(rows)})"
     least, most, share = min(differ), max(differ), f"{len(differ)} of the {len(differ | agree)} that were asked"
     if not agree:
-        return f"{said}: calls of {f'{least} to {most}' if least < most else least} differ from the whole batch"
+        return f"{said}: calls of {f'{least} to {most}' if least < most else least} differ from {whole}"
     if least > max(agree):
-        return f"{said}: calls of {least} and more differ from the whole batch, of up to {max(agree)} agree"
+        return f"{said}: calls of {least} and more differ from {whole}, of up to {max(agree)} agree"
     if above := [m for m in agree if m > most]:
         up_to = f"{most}{f' ({share})' * (min(agree) < most)}"
-        return f"{said}: calls of up to {up_to} differ from the whole batch, of {min(above)} and more agree"
-    return f"{said}: calls of {least} to {most} ({share}) differ from the whole batch"
+        return f"{said}: calls of up to {up_to} differ from {whole}, of {min(above)} and more agree"
+    return f"{said}: calls of {least} to {most} ({share}) differ from {whole}"
+
+
+def in_each_call(r: dict) -> int:
+    """Returns how many rows each call of a layout has, 0 where that is not what it is about."""
+    return 1 if r["layout"] == "singles" else r["rows"] if r["layout"].partition(":")[0] == "rows" else 0
 
 
 def _raised(rows: list[dict]) -> str:
     """Says what raised, or is missing, and where."""
     what, mine = next(iter(grouped(rows, raised_by).items()))
     raised = any(RAISED.search(r["detail"]) for r in mine)
-    lone = all(re.fullmatch(r"rows:1|singles|micro_batches:each", r["layout"]) for r in mine if r["rows"])
-    place = "calls of 1 row" if lone and any(r["rows"] for r in mine) else names(mine)
+    counts = sorted({in_each_call(r) for r in mine if r["relation"] == "invariance"} - {0})
+    listed = f"{', '.join(map(str, counts[:NAMED]))}{' …' * (len(counts) > NAMED)}"
+    place = f"calls of {listed} row{'s' * (counts != [1])}" if counts else names(mine)
     return f"{f'it raises in {place}' if raised else place}: {what[:LONGEST]}"
 
 

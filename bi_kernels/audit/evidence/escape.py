@@ -2,6 +2,7 @@
 
 import html
 import re
+from urllib.parse import quote
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 MARKED = re.compile(r"[`*\\~]|\](?=[(\[:])|(?<!\w)_|_(?!\w)")
@@ -16,6 +17,11 @@ def text(text: object) -> str:
     """Returns Markdown that shows a text in one line: no tag, link, code or emphasis comes of it."""
     entities = html.escape(line(text), quote=False)
     return MARKED.sub(lambda m: f"&#{ord(m[0])};", entities)
+
+
+def link(name: object, target: str) -> str:
+    """Returns a link to a relative path."""
+    return f"[{text(name)}]({quote(target)})"
 
 
 def code(text: object) -> str:

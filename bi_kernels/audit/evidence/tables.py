@@ -10,7 +10,7 @@ from IPython.display import Markdown
 from matplotlib.colors import LogNorm, Normalize
 
 from bi_kernels.audit.evidence import escape, index
-from bi_kernels.audit.evidence.answer import headline
+from bi_kernels.audit.evidence.answer import headline, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, worst_of
 
@@ -76,6 +76,10 @@ def by_op(rows: Sequence[Row]) -> Markdown:
     return table(lines)
 
 
+def _far(r: Row) -> str:
+    return steps([vars(r)]) or "–" if r.threshold_share is None else f"{_number(r.threshold_share)} × bound"
+
+
 def heading(title: str, body: Markdown) -> Markdown:
     return Markdown(f"**{title}**\n\n{body.data}")
 
@@ -111,7 +115,7 @@ def controls(rows: Sequence[Row]) -> Markdown:
             "caught": "✅" if r.caught else "❌ missed",
             "where": escape.text(f"{r.layout}, M = {r.rows}, {r.inputs}"),
             "elements": f"{r.mismatches} of {r.elements}",
-            "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
+            "max ULP": _far(r),
             "first at [row, …]": r.first_index,
         }
         for r in mine
