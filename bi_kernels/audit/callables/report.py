@@ -59,7 +59,7 @@ class Report:
         lines = [wrapped(escape.line(x), "    ") for x in said]
         if wrong := [r for r in self.rows if r.verdict == NEEDS_FIX]:
             lines += ["", f"{len(wrong)} of {len(self.rows)} checks need a fix{remaining()}:"]
-            lines.append(terminal(condensed(self.rows)))
+            lines.append(terminal(condensed(self.rows), remaining()))
         if self.repro:
             lines += ["", "Reproduce with", f"    {self.command}"]
         return "\n".join(lines)

@@ -40,7 +40,7 @@ OF_GRADIENTS = {
     Kind.DEMAND: "depend on what is asked of the backward",
     Kind.LAYOUT: "change with the layout of the call",
 }
-SAY_WHERE = Kind.PADDING, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
+SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
 
 
 def answer(rows: Iterable[Row | dict]) -> str:

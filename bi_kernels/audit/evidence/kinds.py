@@ -54,6 +54,7 @@ LAYOUTS = {  # a pattern of names: the kind of what differs there, the first tha
     r".* view|.*slice of .*|strides as given|every (address|other column)": Kind.MEMORY,
     r".* alone .*|.*upstream gradient.*|.*backward twice": Kind.DEMAND,
 }
+MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere
 RELATIONS = {"accuracy": Kind.ACCURACY, "gradient accuracy": Kind.ACCURACY, "atomics-free": Kind.ATOMICS}
 INVARIANCES = "invariance", "gradient invariance", "parity"
 
@@ -90,17 +91,46 @@ def kind(r: dict) -> str:
 def by_kind(rows: Iterable[Row | dict]) -> dict[tuple[str, str], list[dict]]:
     """Groups the rows of one op by side and kind, in the order of the ranks.
 
-    In a layout of the registry's ops more than the neighbours' values changes; that NaN comes of them, or that NaN
-    alone brings the drift, says that it is these.
+    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_leaked`, `_moved`
+    and `_aged`.
     """
     every = [fields(r) for r in rows]
     kinds = [kind(r) for r in every]
-    failing = lambda r, k: r["verdict"] == NEEDS_FIX and k in LAID_OUT
-    finite = {side(r) for r, k in zip(every, kinds) if failing(r, k) and r["inputs"] != "nonfinite"}
-    for i, (r, k) in enumerate(zip(every, kinds)):
-        if failing(r, k) and r["inputs"] == "nonfinite":
-            leaked = r["layout"] == "rows" and r["max_abs"] == "inf"
-            kinds[i] = Kind.NEIGHBOURS if leaked or side(r) not in finite else k
+    for told in (_leaked, _moved, _aged):
+        kinds = told(every, kinds)
     found = grouped(zip(every, kinds), lambda x: (side(x[0]), x[1]))
     order = sorted(found, key=lambda at: (SIDES.index(at[0]), RANK.index(at[1])))
     return {at: [r for r, _ in found[at]] for at in order}
+
+
+def _leaked(every: list[dict], kinds: list[str]) -> list[str]:
+    """Says that it is the values of the neighbours, of an op of the registry, where NaN comes of theirs, or where their
+    NaN alone brings the drift."""
+    failing = lambda r, k: r["verdict"] == NEEDS_FIX and k in LAID_OUT
+    finite = {side(r) for r, k in zip(every, kinds) if failing(r, k) and r["inputs"] != "nonfinite"}
+    comes = lambda r: r["layout"] == "rows" and r["max_abs"] == "inf" or side(r) not in finite
+    leaks = lambda r, k: failing(r, k) and r["inputs"] == "nonfinite" and comes(r)
+    return [Kind.NEIGHBOURS if leaks(r, k) else k for r, k in zip(every, kinds)]
+
+
+def _moved(every: list[dict], kinds: list[str]) -> list[str]:
+    """Says that it is the place, of a sample alone or in a micro-batch, where the first rows of a call keep their bits
+    and permuted ones do not."""
+    for whose in (Side.FORWARD, Side.INPUT):
+        mine = [(r, k) for r, k in zip(every, kinds) if side(r) == whose]
+        bad = [(r, k) for r, k in mine if r["verdict"] == NEEDS_FIX]
+        first = any(r["layout"].startswith("rows") for r, k in mine if k == Kind.COUNT)
+        stays = any(k == Kind.COUNT and not re.match(MOVED, r["layout"]) for r, k in bad)
+        if first and not stays and any(k == Kind.PLACE for _, k in bad):
+            counted = lambda r, k: side(r) == whose and k == Kind.COUNT and r["verdict"] == NEEDS_FIX
+            kinds = [Kind.PLACE if counted(r, k) else k for r, k in zip(every, kinds)]
+    return kinds
+
+
+def _aged(every: list[dict], kinds: list[str]) -> list[str]:
+    """Says that it is the calls before, of a backward that was repeated after others, where a repeated call has its
+    bits and the last one of all does not."""
+    bad = {k for r, k in zip(every, kinds) if r["verdict"] == NEEDS_FIX and r["layout"] != "backward"}
+    if Kind.BEFORE not in bad or Kind.RANDOM in bad:
+        return kinds
+    return [Kind.BEFORE if k == Kind.RANDOM and r["layout"] == "backward" else k for r, k in zip(every, kinds)]
