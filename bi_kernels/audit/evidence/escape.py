@@ -5,7 +5,7 @@ import re
 from urllib.parse import quote
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-MARKED = re.compile(r"[`*\\~]|\](?=[(\[:])|(?<!\w)_|_(?!\w)")
+MARKED = re.compile(r"[`*\\~]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])")
 
 
 def line(text: object) -> str:
