@@ -107,7 +107,9 @@ def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
         ("gemm.controls", "blind spot (linear[o] bf16, determinism)"),
     ]
     failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
-    assert failure.get("message") == "2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
+    said = "a row's result depends on how many rows are in the call: calls of 1 to 8 differ from the largest call"
+    said += ", by at most 12 ULP; 2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
+    assert failure.get("message") == said
     assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
     assert "first at index [0, 3], first failing op linear" in failure.text
     assert failure.text.endswith("Reproduce with\n    python out/gemm/repro/linear-o-bf16.py")
@@ -175,8 +177,11 @@ def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypa
     )
     lines = text.splitlines()
     assert lines[0] == "## ❌ bi-audit: needs-fix"
-    assert "no statement about a GPU" in lines[2] and "controls caught: 1 of 2" in lines[2]
-    assert "does not fail at `--fail-on never`" in lines[2]
+    assert lines[2].startswith(
+        "- linear o bf16: a row's result depends on how many rows are in the call: calls of 1 to 8"
+    )
+    assert "no statement about a GPU" in lines[4] and "controls caught: 1 of 2" in lines[4]
+    assert "does not fail at `--fail-on never`" in lines[4]
     fix = lines[lines.index("### What needs a fix") :]
     assert any("| invariance" in x and "M = 1, 8" in x and "12 ULP" in x and "repro/linear-o-bf16.py" in x for x in fix)
     assert any("control missed: blind spot" in x for x in fix) and any(r"a \| b" in x for x in fix)

@@ -1,5 +1,5 @@
 """A new user's first hour, by the README's own blocks: clone, install, demo, an audit of a function of theirs that
-drifts, the script that shows it, the op mended, green. The clone stays clean, and what it took is printed (pytest -s)."""
+drifts, the script that shows it, the op mended, green. The clone stays clean; what it took is printed (pytest -s)."""
 
 import os
 import re

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.answer import answer, number, size, steps
+from bi_kernels.audit.evidence.condensed import where, wrapped
 from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 # relations; "": it did not run to its end
 DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")
 LAYOUTS = 6  # named in one line
+INDENT = "    "
 SHOWN = 3  # rows of evidence in one test case
 
 
@@ -43,46 +47,39 @@ def reproducer(row: dict, out: Path) -> str:
     return shlex.join([python, (out / row["audit"] / script).as_posix(), *words])
 
 
-def where(rows: list[dict]) -> str:
-    """Names the row counts and the layouts of some rows."""
-    counts = sorted({r["rows"] for r in rows if r["layout"] == "rows"} - {0})
-    others = list(dict.fromkeys(r["layout"] for r in rows if r["layout"] != "rows"))
-    more = [f"{len(others) - LAYOUTS} layouts more"] * (len(others) > LAYOUTS)
-    return "; ".join([f"M = {', '.join(map(str, counts))}"] * bool(counts) + others[:LAYOUTS] + more)
-
-
-def worst(rows: list[dict], name: str) -> str:
-    """Returns the largest of a number over some rows, in three digits; '' where none of them has it."""
-    found = [float(r[name]) for r in rows if r[name] is not None]
-    return f"{max(found):.3g}" if found else ""
-
-
-def size(rows: list[dict]) -> str:
-    """Says how far some rows are off: ULP, or the share of the contract's bound."""
-    share, steps = worst(rows, "threshold_share"), worst(rows, "max_ulp")
-    return f"{share} × the bound" if share else f"{steps} ULP" if steps else "–"
-
-
 def off(r: dict) -> str:
     """Says what is wrong with the elements that a row counts."""
     return "exceed the bound" if r["threshold_share"] is not None else "differ"
 
 
-def lines(failing: list[dict], out: Path) -> list[str]:
-    """Says in a line for each op, shape, dtype and relation where it drifts, how much and how to see it."""
+def counted(r: dict) -> str:
+    """Says how many of a row's elements are wrong, '' where none were compared."""
+    if not r["elements"] or r["relation"] == "atomics-free":
+        return ""
+    return f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']} {off(r)}"
+
+
+def lines(rows: list[dict], out: Path) -> list[str]:
+    """Says of each op, shape and dtype that needs a fix what its rows show, and of each relation where it is seen
+    first, and by which command."""
     found = []
-    for (_, op, case, dtype, relation, _), rows in cases(failing).items():
-        r = first(rows)
+    whose = itemgetter("audit", "op", "case", "dtype")
+    for (_, op, case, dtype), mine in grouped((r for r in rows if not r["control"]), whose).items():
+        bad = needs_fix(mine)
         if not op:
-            found.append(f"needs-fix  {r['detail']}")
+            found += [wrapped(escape.line(f"needs-fix  {r['detail']}"), INDENT) for r in bad]
             continue
-        said = f"{r['mismatches']} of {r['elements']} elements {off(r)}" if r["elements"] else ""
-        said += f", the first at index {r['first_index']}" if r["first_index"] is not None else ""
-        at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
-        found.append(
-            f"needs-fix  {' '.join(filter(None, (op, case, dtype, relation)))}: {where(rows)}. First{at}: "
-            f"{'; '.join(filter(None, (said, r['detail'])))}. {reproducer(r, out)}".rstrip()
-        )
+        if bad:
+            named = " ".join(filter(None, (op, case, dtype)))
+            found.append(wrapped(escape.line(f"needs-fix  {named}: {answer(mine)}."), INDENT))
+        for relation, wrong in grouped(bad, itemgetter("relation")).items():
+            r = first(wrong)
+            at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
+            at += f", index {r['first_index']}" if r["first_index"] is not None else ""
+            said = "; ".join(filter(None, (counted(r), r["detail"])))
+            told = f"{relation}: {where(wrong, LAYOUTS)}. First{at}: {said}"
+            found.append(INDENT + wrapped(escape.line(told), 2 * INDENT, len(INDENT)))
+            found += [2 * INDENT + reproducer(r, out)] * bool(r["repro"])
     return found
 
 
@@ -90,11 +87,11 @@ def drift(r: dict) -> str:
     """Reports one row's drift."""
     at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
     said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
-    if r["elements"]:
-        said[0] += f": {r['mismatches']} of {r['elements']} elements of {r['tensor']} {off(r)}"
-        labels = "max abs", "max relative", "max ULP", "share of the bound"
-        sizes = zip(labels, ("max_abs", "max_rel", "max_ulp", "threshold_share"))
-        said += [f"{label} {worst([r], name)}" for label, name in sizes if r[name] is not None]
+    if counted(r):
+        said[0] += f": {counted(r)}"
+        labels = {"max abs": "max_abs", "max relative": "max_rel", "share of the bound": "threshold_share"}
+        said += [f"{label} {number([r], name):.3g}" for label, name in labels.items() if r[name] is not None]
+        said += [f"max ULP {steps([r])}"] * bool(steps([r]))
     said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
     said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
     return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
@@ -149,7 +146,8 @@ def junit(
                 folder, title = f"{name}.controls", f"{control} ({label} {dtype}, {relation})"
                 message, text = "a control was missed: the audit cannot see this fault", "\n".join(map(drift, bad))
             elif bad:
-                message = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}: {where(bad)}"
+                far = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
+                message = f"{answer(mine)}; {far}: {where(bad, LAYOUTS)}"
                 shown = first(bad)
                 chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
                 more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)

@@ -11,7 +11,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.broken.judge import judge_controls
-from bi_kernels.audit.evidence import tables
+from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, write_rows
 from bi_kernels.audit.parameters import choose, command, device_name, read
@@ -77,10 +77,10 @@ class Session:
 
     def provenance(self):
         """Returns a table of commit, device, versions and parameters."""
-        fields = provenance(self.device, self.parameters) | {"command": f"`{self.command}`"}
+        fields = provenance(self.device, self.parameters) | {"command": escape.code(self.command)}
         if self.out:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-        return tables.facts(fields)
+        return tables.facts({k: v if k == "command" else escape.text(v) for k, v in fields.items()})
 
     def make(self) -> list[Subject]:
         """Returns the subjects of this audit: the candidate's functions at every case and dtype."""

@@ -4,15 +4,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.ci import cases, fails, first, reproducer, size, where
+from bi_kernels.audit.ci import LAYOUTS, cases, counted, fails, first, reproducer
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.answer import answer, headline, size
+from bi_kernels.audit.evidence.condensed import where
 from bi_kernels.audit.evidence.index import MARK, matrix, table
-from bi_kernels.audit.evidence.verdicts import needs_fix
+from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
 
-LISTED = 40  # lines; GitHub cuts a summary off at 1 MiB
+LISTED, ANSWERS = 40, 8  # lines of a table, and sentences; GitHub cuts a summary off at 1 MiB
 
 
 def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
-    """Returns verdict, status matrix, what needs a fix, and links to the documents; `file`: where it will stand."""
+    """Returns verdict, a sentence an op that needs a fix, status matrix, what needs a fix, and links to the documents;
+    `file`: where it will stand."""
     mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
     bad = needs_fix(rows)
     verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
@@ -21,7 +25,8 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
     note = "; no statement about a GPU" if "interpreter" in devices else ""
     parts = [
         f"## {MARK[verdict]} bi-audit: {verdict}",
-        f"`{', '.join(specs)}` on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
+        _answers(mine),
+        f"{escape.code(', '.join(specs))} on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
         f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
         f"{len(controls)}{f'; warnings: {len(warnings)}' if warnings else ''}. "
         f"The run {'fails' if fails(rows, warnings, level) else 'does not fail'} at `--fail-on {level}`.",
@@ -33,22 +38,33 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
         command = reproducer(row, out)
         line = {
             "audit": audit,
-            "op": f"{op} {case}".strip() or "–",
+            "op": escape.text(f"{op} {case}") or "–",
             "dtype": dtype or "–",
             "relation": relation or "did not run to its end",
-            "where": f"control missed: {control}" if control else where(found) or "–",
+            "where": escape.text(f"control missed: {control}" if control else where(found, LAYOUTS)) or "–",
             "at most": size(found),
-            "elements, first": f"{row['mismatches']:,} of {row['elements']:,}" if row["elements"] else row["detail"],
-            "reproduce": f"`{command}`" if command else "–",
+            "elements, first": escape.text(counted(row) or row["detail"]),
+            "reproduce": escape.code(command) if command else "–",
         }
         listed.append(line)
     if listed:
         more = f"\n\n{len(listed) - LISTED} more in {out.as_posix()}/verdicts.json." if len(listed) > LISTED else ""
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
     if warnings:
-        parts.append("### Warnings\n\n" + "\n".join(f"- ⚠️ {w}" for w in warnings[:LISTED]))
+        parts.append("### Warnings\n\n" + "\n".join(f"- ⚠️ {escape.text(w)}" for w in warnings[:LISTED]))
     parts.append("### Documents\n\n" + _links(out, file, names))
     return "\n\n".join(filter(None, parts)) + "\n\n"
+
+
+def _answers(rows: list[dict]) -> str:
+    """Returns what the rows of each op that needs a fix show, of a few; of a run that passes, what was asked."""
+    ops = grouped((r for r in rows if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
+    bad = {op: mine for op, mine in ops.items() if needs_fix(mine)}
+    said = [
+        f"- {escape.text(' '.join(filter(None, op)))}: {escape.text(answer(bad[op]))}" for op in list(bad)[:ANSWERS]
+    ]
+    said += [f"- and {len(bad) - ANSWERS} more"] * (len(bad) > ANSWERS)
+    return "\n".join(said) or (f"{escape.text(headline(rows))}." if ops and not needs_fix(rows) else "")
 
 
 def _links(out: Path, file: Path, names: Sequence[str]) -> str:
@@ -56,7 +72,7 @@ def _links(out: Path, file: Path, names: Sequence[str]) -> str:
     server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
     documents = [d for d in (out / name / "README.md" for name in names) if d.exists()]
     if server and repository and number:
-        listed = ", ".join(f"`{d.as_posix()}`" for d in documents)
+        listed = ", ".join(escape.code(d.as_posix()) for d in documents)
         return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): {listed}"
     relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
-    return "\n".join(f"- [{d.parent.name}]({relative(d)})" for d in (*documents, out / "README.md"))
+    return "\n".join(f"- {escape.link(d.parent.name, relative(d))}" for d in (*documents, out / "README.md"))

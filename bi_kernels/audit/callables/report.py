@@ -1,16 +1,20 @@
 """The report on one callable."""
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.evidence import tables
+from bi_kernels.audit.evidence import escape, tables
+from bi_kernels.audit.evidence.answer import answer
+from bi_kernels.audit.evidence.condensed import condensed, remaining, terminal, wrapped
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 
 
 @dataclass
 class Report:
-    """The verdict of one callable with its evidence; shows itself as Markdown in Jupyter and as text elsewhere."""
+    """The verdict of one callable with its evidence, the answer first; shows itself as Markdown in Jupyter and as plain
+    text elsewhere."""
 
     name: str
     rows: list[Row]
@@ -28,13 +32,37 @@ class Report:
     def passed(self) -> bool:
         return self.verdict == PASS
 
+    @property
+    def answer(self) -> str:
+        """Says in one sentence what the rows show."""
+        return answer(self.rows)
+
+    @property
+    def command(self) -> str:
+        """Returns the command that shows the first drift that a script shows, '' where none does."""
+        return shlex.join(["python", str(self.repro)]) if self.repro else ""
+
     def markdown(self) -> str:
-        parts = [f"### {self.name}: {tables.MARK[self.verdict]}", self.read, *self.notes, tables.by_op(self.rows).data]
+        """Returns the report as a document has it."""
+        said = escape.text(f"{self.name}: {self.answer}")
+        parts = [f"**{tables.MARK[self.verdict]}: {said}.**", *map(escape.text, (self.read, *self.notes))]
+        parts.append(tables.by_op(self.rows).data)
         if not self.passed:
             parts.append(tables.drifts(self.rows).data)
         if self.repro:
-            parts.append(f"Reproduce with `python {self.repro}`.")
+            parts.append(f"Reproduce with {escape.code(self.command)}.")
         return "\n\n".join(parts)
 
+    def text(self) -> str:
+        """Returns the report as a terminal shows it, in lines of 120 columns; only a command may be longer."""
+        said = [f"{self.verdict}  {self.name}: {self.answer}.", self.read, *self.notes]
+        lines = [wrapped(escape.line(x), "    ") for x in said]
+        if wrong := [r for r in self.rows if r.verdict == NEEDS_FIX]:
+            lines += ["", f"{len(wrong)} of {len(self.rows)} checks need a fix{remaining()}:"]
+            lines.append(terminal(condensed(self.rows), remaining()))
+        if self.repro:
+            lines += ["", "Reproduce with", f"    {self.command}"]
+        return "\n".join(lines)
+
     _repr_markdown_ = markdown
-    __repr__ = markdown
+    __repr__ = text

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.callables import drawn
 from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.problem.subject import Named, poisoned_memory
@@ -155,6 +156,11 @@ class Target(Named):
         why = why or f"no output has a row for each of the {self.count} samples {place}"
         expected = "expected a callable that takes any number of samples (is the parameter batch right?)"
         raise ValueError(f"{self.name}: {why}; {expected}")
+
+    @property
+    def sides(self) -> Mapping[str, Collection[str]]:
+        parameters = (k for k, _ in self.module.named_parameters()) if self.module else ()
+        return {Side.INPUT: self.batched, Side.WEIGHT: {*tensors(self.values), *parameters} - self.batched}
 
     @property
     def judged(self) -> list[int]:

@@ -21,7 +21,11 @@ def ordered(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far `actual` is from `expected`; all zero where the bits are equal."""
+    """How far `actual` is from `expected`; all zero where the bits are equal.
+
+    max_ulp is infinite where an element is not finite, and where two lie more than a binade of ULP apart, as numbers of
+    either sign do: the steps between those count exponents, which says nothing.
+    """
 
     mismatches: int
     elements: int
@@ -36,7 +40,9 @@ class Drift:
             return f"equal bits in {self.elements} elements"
         return (
             f"{self.mismatches} of {self.elements} elements differ, first at {self.first_index}: max abs "
-            f"{self.max_abs:.3g}, max relative {self.max_rel:.3g}, max {self.max_ulp} ULP"
+            f"{self.max_abs:.3g}, max relative {self.max_rel:.3g}"
+            + f", max {self.max_ulp} ULP"
+            * (self.max_ulp < float("inf"))
         )
 
     def json(self) -> dict:
@@ -74,14 +80,15 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
     return Drift(count, actual.numel(), *map(max, zip(*worst)), first_index=first)
 
 
-def _worst(a: torch.Tensor, e: torch.Tensor) -> tuple[float, float, int]:
+def _worst(a: torch.Tensor, e: torch.Tensor) -> tuple[float, float, int | float]:
     """Returns the largest differences of finite elements, absolute, relative and in ULP; of integers only the first."""
     a64, e64 = a.double(), e.double()
     gap = (a64 - e64).abs()
     if not a.dtype.is_floating_point:
         return float(gap.max()), 0, 0
     relative = gap / torch.maximum(a64.abs(), e64.abs()).clamp(min=torch.finfo(torch.float64).tiny)
-    return float(gap.max()), float(relative.max()), int((ordered(a) - ordered(e)).abs().max())
+    steps = int((ordered(a) - ordered(e)).abs().max())
+    return float(gap.max()), float(relative.max()), steps if steps <= 1 / torch.finfo(a.dtype).eps else float("inf")
 
 
 def joined(parts: list[Drift]) -> Drift:

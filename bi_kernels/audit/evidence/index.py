@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, TITLE, UNSUPPORTED, checked_rows, grouped, worst_of
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
@@ -25,7 +26,7 @@ def matrix(rows: list[dict]) -> str:
     lines = []
     judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values())
     for op, mine in grouped(judged, lambda r: r["op"]).items():
-        dtypes, line = dict.fromkeys(r["dtype"] for r in mine), {"op": op}
+        dtypes, line = dict.fromkeys(r["dtype"] for r in mine), {"op": escape.text(op)}
         for column, relation in RELATION.items():
             of_dtype = grouped((r for r in mine if r["relation"] == relation), lambda r: r["dtype"])
             marked = grouped(
@@ -45,7 +46,11 @@ def _mutants(folder: Path) -> str:
         number = {v: sum(f["verdict"] == v for f in found) for v in ("killed", "explained", "survived")}
         where = path.parent.relative_to(folder).as_posix()
         judged = number["killed"] + number["survived"]
-        line = {"document": f"[{where}]({where}/README.md)", "device": made["device"], "mutants": len(found)} | number
+        line = {
+            "document": escape.link(where, f"{where}/README.md"),
+            "device": made["device"],
+            "mutants": len(found),
+        } | number
         line |= {"kill rate": f"{number['killed'] / judged:.2%}" if judged else "–"}
         lines.append(line | {"commit": made["commit"], "command": made["command"]})
     said = "Bugs planted in our own kernels: how many the audits catch, of those that nobody explained away.\n\n"
@@ -85,14 +90,17 @@ def report(folder: Path) -> str:
         where = path.relative_to(folder).as_posix()
         listing.append(
             {
-                "document": f"[{where}]({where}/README.md)",
+                "document": escape.link(where, f"{where}/README.md"),
                 "device": made.get("device", "–"),
-                "candidate": next((r["candidate"] for r in mine), ""),
+                "candidate": escape.text(next((r["candidate"] for r in mine), "")),
                 "verdict": f"{MARK[verdict]} {verdict}",
                 "checks": f"{len(mine):,}",
                 "elements compared": f"{sum(r['elements'] or 0 for r in mine):,}",
                 "controls caught": f"{len(caught)} of {len(controls)}",
-                "evidence": f"[verdicts]({where}/verdicts.json), [notebook]({where}/notebook.ipynb)",
+                "evidence": ", ".join(
+                    escape.link(name, f"{where}/{file}")
+                    for name, file in (("verdicts", "verdicts.json"), ("notebook", "notebook.ipynb"))
+                ),
                 "commit": made.get("commit", "–"),
                 "command": made.get("command", "–"),
             }

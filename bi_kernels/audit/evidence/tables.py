@@ -9,11 +9,12 @@ import pandas as pd
 from IPython.display import Markdown
 from matplotlib.colors import LogNorm, Normalize
 
-from bi_kernels.audit.evidence import index
+from bi_kernels.audit.evidence import escape, index
+from bi_kernels.audit.evidence.answer import headline, steps
+from bi_kernels.audit.evidence.condensed import condensed, remaining
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, worst_of
 
 MIME = "application/vnd.bi-audit+json"
-LISTED = 40  # drifts
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
 RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training"
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in index.MARK.items()}
@@ -71,8 +72,12 @@ def by_op(rows: Sequence[Row]) -> Markdown:
             "error / bound": f"{max(shares):.2f}" if shares else "–",
         }
         marks = {k: MARK[worst([r for r in mine if r.relation == k])] for k in relations}
-        lines.append({"op": op, "dtype": dtype} | marks | counted)
+        lines.append({"op": escape.text(op), "dtype": dtype} | marks | counted)
     return table(lines)
+
+
+def _far(r: Row) -> str:
+    return steps([vars(r)]) or "–" if r.threshold_share is None else f"{_number(r.threshold_share)} × bound"
 
 
 def heading(title: str, body: Markdown) -> Markdown:
@@ -103,14 +108,14 @@ def controls(rows: Sequence[Row]) -> Markdown:
     mine = [r for r in rows if r.control]
     lines = [
         {
-            "control": r.candidate,
-            "op": label(r),
+            "control": escape.text(r.candidate),
+            "op": escape.text(label(r)),
             "dtype": r.dtype,
             "flagged by": r.relation,
             "caught": "✅" if r.caught else "❌ missed",
-            "where": f"{r.layout}, M = {r.rows}, {r.inputs}",
+            "where": escape.text(f"{r.layout}, M = {r.rows}, {r.inputs}"),
             "elements": f"{r.mismatches} of {r.elements}",
-            "max ULP": r.max_ulp if r.max_ulp is not None else f"{_number(r.threshold_share)} × bound",
+            "max ULP": _far(r),
             "first at [row, …]": r.first_index,
         }
         for r in mine
@@ -119,32 +124,31 @@ def controls(rows: Sequence[Row]) -> Markdown:
 
 
 def drifts(rows: Sequence[Row]) -> Markdown:
-    """Returns the drift report: every row that needs a fix, with its shape, count, sizes, first index and
-    reproducer."""
+    """Returns the drift report: a line for each side and kind of what needs a fix, with its layouts and row counts,
+    sizes, and the first row's index, reproducer and detail."""
     mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
     if not mine:
         return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")
     lines = [
         {
-            "op": label(r),
-            "dtype": r.dtype,
-            "relation": r.relation,
-            "tensor": r.tensor,
-            "layout": r.layout,
-            "M": r.rows,
-            "inputs": r.inputs,
-            "differ": "–" if r.mismatches is None else f"{r.mismatches} of {r.elements}",
-            "max abs": _number(r.max_abs),
-            "max rel": _number(r.max_rel),
-            "max ULP": r.max_ulp,
-            "first at [row, …]": r.first_index,
-            "reproduce": f"`{r.repro}`" if r.repro else "–",
-            "detail": r.detail,
+            "op": escape.text(f"{x['row']['op']} {x['row']['case']}"),
+            "dtype": x["row"]["dtype"],
+            "what": x[""],
+            "tensor": escape.text(x["tensors"] or x["row"]["tensor"]),
+            "where": escape.text(x["where"] or x["row"]["layout"]),
+            "checks": x["checks"],
+            "inputs": x["inputs"],
+            "differ": x["differ"] or "–",
+            "max abs": x["max abs"],
+            "max rel": x["max rel"],
+            "max ULP": x["ULP"],
+            "first at [row, …]": "–" if x["row"]["first_index"] is None else f"{x['row']['first_index']}",
+            "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
+            "detail": escape.text(x["detail"] or x["row"]["detail"]),
         }
-        for r in mine[:LISTED]
+        for x in condensed(rows)
     ]
-    more = f"\n\n{len(mine) - LISTED} more in verdicts.json." if len(mine) > LISTED else ""
-    return Markdown(index.table(lines) + more)
+    return Markdown(f"{index.table(lines)}\n\n{len(mine):,} checks need a fix{remaining()}.")
 
 
 def _number(x: float | str | None) -> str:
@@ -175,9 +179,11 @@ def verdict(session) -> Bundle:
     }
     interpreted = session.device_label == "interpreter"
     where = "on Triton's interpreter; no statement about a GPU" if interpreted else f"on {session.device_label}"
-    subject = ", ".join(filter(None, (f"`{session.candidate.spec}`", *session.dtypes, where)))
-    text = f"### Verdict: {MARK[word]}\n\n{subject}. Controls caught: {caught} of {len(shown)}.\n\n" + index.table(
-        [{"op": op} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()]
+    subject = ", ".join(filter(None, (escape.code(session.candidate.spec), *session.dtypes, where)))
+    said = "" if word == PASS else f"{escape.text(headline(rows))}.\n\n"
+    text = (
+        f"### Verdict: {MARK[word]}\n\n{said}{subject}. Controls caught: {caught} of {len(shown)}.\n\n"
+        + index.table([{"op": escape.text(op)} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()])
     )
     return Bundle(text, data)
 

@@ -37,6 +37,7 @@ class Row:
     max_rel: float | str | None = None
     max_ulp: int | str | None = None
     tensor: str = "out"
+    gradient: str = ""  # of what the tensor is one: "input gradients", "weight gradients" or, of an output, nothing
     first_index: list[int] | None = None
     first_failing_op: str | None = None
     threshold_share: float | str | None = None  # of the contract's bound

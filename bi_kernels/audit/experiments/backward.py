@@ -6,6 +6,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel, stock
+from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
@@ -124,7 +125,7 @@ def first_failing(session) -> list[dict]:
     """One step packed against one sample a call: where each candidate's forward and backward first part."""
 
     def told(name: str, drift: Drift | None) -> str:
-        return f"{name}: {drift.mismatches} of {drift.elements}, {drift.max_ulp} ULP" if name else "none"
+        return f"{name}: {drift.mismatches} of {drift.elements}, {size([drift.json()])}" if name else "none"
 
     return [
         {"candidate": candidate}

@@ -12,6 +12,7 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
+from bi_kernels.audit.evidence.answer import steps
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed
@@ -146,7 +147,7 @@ def slabs(session) -> Found:
         if len(rows) < 3:
             rows.append(subject.row("invariance", "slabs", drift, "ascending k", "normal", m, detail=name))
         differ = f"{drift.mismatches} of {drift.elements}"
-        out.append({"order of k": name, "fp32 results that differ": differ, "max ULP": drift.max_ulp})
+        out.append({"order of k": name, "fp32 results that differ": differ, "max ULP": steps([drift.json()]) or "–"})
     return rows, out
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import PARAMETER, Cause
 
 
@@ -75,7 +76,8 @@ class Report:
             rows = self.rows()
             head = [k for k in rows[0] if any(r[k] not in ("", "–") for r in rows)]
             lines += ["| " + " | ".join(head) + " |", "|" + ":--|" * len(head)]
-            lines += ["| " + " | ".join(str(r[k]).replace("|", "\\|") for k in head) + " |" for r in rows] + [""]
+            cell = lambda text: escape.text(text).replace("|", "\\|")
+            lines += ["| " + " | ".join(cell(r[k]) for k in head) + " |" for r in rows] + [""]
         lines.append(
             f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} "
             "without tokens that could be found."

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bi_kernels import checks
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.replay import Descriptor, Op, Program, View
 from bi_kernels.audit.reproduce.imports import beside, reach
@@ -152,15 +153,16 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
     source, imports = _Source(kernels), _imports(programs, kernels, folder)
     a, b = (source.of(p, letter) for p, letter in zip(programs, "ab"))
     same, size = programs[0].result.dtype == programs[1].result.dtype, programs[0].result.dtype.itemsize
+    said = f"{cause.op} in {cause.path or 'the model'}, {cause.direction}: {' and '.join(cause.layouts)}."
     text = TEMPLATES.get_template("replay.py.jinja").render(
-        title=f"{cause.op} in {cause.path or 'the model'}, {cause.direction}: {' and '.join(cause.layouts)}.",
+        title=escape.line(said).replace("\\", "/").replace('"', "'"),  # of a docstring
         interpreted=checks.INTERPRETED and any(op.grid is not None for op in ops),
         modules=imports,
         uses=lambda word: any(word in line for line in (*imports, *a, *b)),
         random=any(op.random for op in ops),
         saved=repr(path.with_suffix(".pt").name),
-        layouts=cause.layouts,
-        programs=[*zip(cause.layouts, (a, b))],
+        against=repr(" against ".join(cause.layouts)),
+        programs=[*zip(map(escape.line, cause.layouts), (a, b))],
         bits=BITS.get(size) if same else None,
     )
     torch.save(source.held, path.with_suffix(".pt"))

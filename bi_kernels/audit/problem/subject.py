@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, Tensors
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, spans
@@ -28,6 +29,7 @@ class Named(Judged):
     whose: tuple[str, ...]  # audit, op, case, candidate, dtype and device
     command = ""  # that judged it
     parts: Sequence[str] = ("out",)  # the names of its outputs
+    sides: Mapping[str, Collection[str]] = {}  # names of inputs, by what a row calls their gradients
 
     def row(
         self,
@@ -45,6 +47,8 @@ class Named(Judged):
         part, parts = drift.part if drift else 0, self.parts
         tensor = parts[part] if part < len(parts) else f"{parts[0]}[{part}]"
         said = {"tensor": tensor} | (drift.json() if drift else {}) | more
+        of = said["tensor"].partition(",")[0].removesuffix(".grad")
+        said["gradient"] = next((side for side, names in self.sides.items() if of[:1] == "d" and of[1:] in names), "")
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         if verdict == NEEDS_FIX:
             said |= {"first_failing_op": self.whose[1], "repro": self.command}
@@ -64,6 +68,10 @@ class Subject(Named):
     calls: int = 0
     own_lengths: Sequence[int] = ()
     twins: bool = False  # every second sample begins as the one before it does
+
+    @property
+    def sides(self) -> Mapping[str, Collection[str]]:
+        return {Side.INPUT: self.problem.op.tokens, Side.WEIGHT: self.problem.op.shared}
 
     @property
     def lengths(self) -> Sequence[int]:

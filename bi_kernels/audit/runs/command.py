@@ -146,7 +146,7 @@ def _digests(names: list[str], parameters: dict, expected: list[dict], file: Pat
 def _say(rows: list[dict], out: Path, warnings: Sequence[str], hurried: bool) -> None:
     failing = needs_fix([r for r in rows if not r["control"]])
     controls = [r for r in rows if r["control"]]
-    for line in ci.lines(failing, out):
+    for line in ci.lines(rows, out):
         click.echo(line)
     for warning in warnings:
         warn(warning)

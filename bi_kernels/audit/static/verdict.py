@@ -25,8 +25,10 @@ def atomics_free(
     rows = []
     for (subject, launches), level in product(judged, levels):
         variants = [found[key] for key in launches.variants]
-        everywhere = [*sources[subject.function], *launches.findings, *(f for v in variants for f in v.findings)]
-        findings = [f for f in dict.fromkeys(everywhere) if level in ("", f.level)]
+        mine = lambda found: [f for f in found if level in ("", f.level)]
+        around = mine([*sources[subject.function], *launches.findings])
+        wrong = [v for v in variants if mine(v.findings)]
+        findings = list(dict.fromkeys([*around, *(f for v in wrong for f in mine(v.findings))]))
         if findings:
             detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
         elif variants:
@@ -36,7 +38,7 @@ def atomics_free(
             verdict = PASS if compiled == len(variants) else NEEDS_FIX
         else:
             detail, verdict = "launches no Triton kernel: its binary is not seen", UNSUPPORTED
-        drift = Drift(len(findings), len(variants))
+        drift = Drift(len(wrong) + bool(around), len(variants) + bool(around))  # variants, and the code around them
         row = subject.row(STATIC, LEVELS, drift, verdict=verdict, inputs="", detail=detail)
         row.max_abs = row.max_rel = row.max_ulp = None
         rows.append(row)

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from bi_kernels.audit.callables.audit import audit
 from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.zoo.animals import zoo
 
@@ -145,7 +146,7 @@ def summary(report: Report) -> dict:
             line[relation] = mine[0].verdict if mine else "–"
         elif most.mismatches and most.max_ulp is not None:
             share = 100 * most.mismatches / most.elements
-            line[relation] = f"{share:.1f}% of {most.tensor}, {most.max_ulp} ULP ({most.layout})"
+            line[relation] = f"{share:.1f}% of {most.tensor}, {size([vars(most)])} ({most.layout})"
         else:  # it raised, or time was up
             share, line[relation] = float("nan"), most.detail
         line["shares"][relation] = share

@@ -1,0 +1,248 @@
+"""Says in one sentence what the rows of an op show, of what kind it is first; made of the rows alone."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.kinds import INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
+
+NAMED = 3  # layouts, or row counts, in a sentence
+LONGEST = 160  # characters of what comes from outside
+STEPS = 100_000  # ULP up to which they are counted; beyond, the relative difference says more
+RAISED = re.compile(r"\b\w*(?:Error|Exception|Interrupt|Exit)\b:?.*", re.S)
+FOLLOWS = {  # kinds that come of another one, so that they are no second finding
+    Kind.NEIGHBOURS: (Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT),
+    Kind.COUNT: (Kind.PADDING, Kind.CACHE, Kind.LAYOUT),
+    Kind.PLACE: (Kind.PADDING, Kind.CACHE, Kind.LAYOUT),
+}
+ALONE = {  # what a result depends on, by kind
+    Kind.PLACE: "a row's result depends on its place in the batch",
+    Kind.PADDING: "a row's result depends on the padding beside it",
+    Kind.CACHE: "a row's result is another one decoded, or prefilled in chunks",
+    Kind.MODE: "the result depends on the mode of the call",
+    Kind.HISTORY: "the result depends on the calls before",
+    Kind.KEPT: "a later call writes into what an earlier one made",
+    Kind.MEMORY: "the result depends on where the inputs lie in memory",
+    Kind.DEMAND: "the result depends on what is asked of the backward",
+    Kind.LAYOUT: "a row's result depends on the layout of the call",
+}
+OF_GRADIENTS = {
+    Kind.NEIGHBOURS: "depend on the values of a row's neighbours",
+    Kind.PLACE: "change with the order of the rows",
+    Kind.PADDING: "change with the padding",
+    Kind.CACHE: "change with the layout of the call",
+    Kind.MODE: "depend on the mode of the call",
+    Kind.HISTORY: "depend on the calls before",
+    Kind.KEPT: "change with a call between forward and backward",
+    Kind.MEMORY: "depend on where tensors lie in memory",
+    Kind.DEMAND: "depend on what is asked of the backward",
+    Kind.LAYOUT: "change with the layout of the call",
+}
+SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
+
+
+def answer(rows: Iterable[Row | dict]) -> str:
+    """Returns the sentence on the rows of one op, without a full stop: the most basic cause of what differs, and at
+    most one more finding; of a pass, what was asked and agreed."""
+    every = [r for r in map(fields, rows) if not r["control"]]
+    bad = {
+        at: wrong for at, mine in by_kind(every).items() if (wrong := [r for r in mine if r["verdict"] == NEEDS_FIX])
+    }
+    if not bad:
+        return _passed(every)
+    lead, *others = sorted(bad, key=lambda at: _rank(*at))
+    passing = {side(r) for r in every if r["verdict"] == PASS and r["relation"] in INVARIANCES}
+    said = _finding(*lead, bad, every)
+    unmoved = [s for s in (Side.FORWARD, Side.INPUT) if s in passing and not any(whose == s for whose, _ in bad)]
+    if lead[0] != Side.FORWARD and lead[1] not in (Kind.RANDOM, Kind.ACCURACY, Kind.ERROR) and unmoved:
+        said += f"; {' and '.join(unmoved)} {'do' if unmoved != [Side.FORWARD] else 'does'} not"
+    if lead[1] in (Kind.RANDOM, Kind.BEFORE):
+        return said
+    follows = (*FOLLOWS.get(lead[1], ()), *[Kind.PLACE] * (lead[0] in (Side.WEIGHT, Side.GRADIENT)))
+    shared = lambda whose: whose in (Side.WEIGHT, Side.GRADIENT) and whose != lead[0]  # their sums are another matter
+    further = [at for at in others if shared(at[0]) or at[1] not in (lead[1], *follows)]
+    more = [found for at in further if (found := _finding(*at, bad, every, short=True)) not in said]
+    return f"{said}; also {more[0]}" if more else said
+
+
+def headline(rows: Iterable[Row | dict]) -> str:
+    """Returns the sentence on the rows of several ops: that on the first of those that need a fix, and how many do."""
+    every = [r for r in map(fields, rows) if not r["control"]]
+    ops = grouped((r for r in every if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
+    bad = [op for op, mine in ops.items() if any(r["verdict"] == NEEDS_FIX for r in mine)]
+    if stopped := [r["detail"] for r in every if not r["op"] and r["verdict"] == NEEDS_FIX]:
+        return escape.line(stopped[0])[:LONGEST]
+    if not bad:
+        return _passed(every)
+    many = f"{len(bad)} of {len(ops)} need a fix, the first " if len(bad) > 1 else ""
+    return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
+
+
+def led(body: str, rows: Sequence[Row | dict]) -> str:
+    """Returns a document, Markdown, with the sentence on its rows under its title."""
+    title, _, rest = body.lstrip().partition("\n")
+    return f"{title}\n\n**{escape.text(headline(rows))}.**\n{rest}" if any(fields(r)["op"] for r in rows) else body
+
+
+def _rank(whose: str, kind: str) -> tuple:
+    """Orders findings: what is not deterministic, the forward by its cause, inputs' gradients, weights', the rest."""
+    late = kind in (Kind.ATOMICS, Kind.ACCURACY, Kind.OTHER, Kind.ERROR)
+    return kind != Kind.RANDOM, kind != Kind.BEFORE, late, SIDES.index(whose) * (not late), RANK.index(kind)
+
+
+def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = False) -> str:
+    """Says one finding of `bad`; short: without how far the bits are off."""
+    rows = bad[whose, kind]
+    first = rows[0]
+    if kind == Kind.RANDOM:
+        random = all(r["detail"].startswith("random:") for r in rows)
+        return (
+            "it draws random numbers: other bits in every call, unless seeded before it"
+            if random
+            else (f"it is not deterministic: the same call gives other bits{_size(rows)}")
+        )
+    if kind == Kind.BEFORE:
+        return f"the result depends on the calls before: the same one gives other bits after others{_size(rows)}"
+    if kind == Kind.ATOMICS:
+        return f"its sums have no fixed order: {escape.line(first['detail'])[:LONGEST]}"
+    if kind == Kind.ACCURACY:
+        share = f", {share_of(rows)} × the bound" if share_of(rows) else ""
+        return f"{'results are' if whose == Side.FORWARD else 'gradients are'} less accurate than allowed{share}"
+    if kind == Kind.ERROR:
+        return _raised(rows)
+    if kind == Kind.OTHER:
+        what = f"{first['relation']} needs a fix"
+        return f"{what}: {escape.line(first['detail'])[:LONGEST]}" if first["detail"] else what
+    where = f" ({names(rows)})" if kind in SAY_WHERE else ""
+    if whose == Side.FORWARD:
+        named = {Kind.NEIGHBOURS: lambda: _who(rows), Kind.COUNT: lambda: _counted(rows, every)}
+        said = named[kind]() if kind in named else ALONE[kind] + where
+    else:
+        order = " and the order of the rows" * ((whose, Kind.PLACE) in bad)
+        split = f"change with the split into micro-batches{order}"
+        count = "depend on how many rows are in the call" if whose == Side.INPUT else split
+        tensors = list(dict.fromkeys(r["tensor"] for r in rows))
+        listed = f" ({escape.line(', '.join(tensors[:NAMED]))}{' …' * (len(tensors) > NAMED)})"
+        said = f"{whose}{listed} {count if kind == Kind.COUNT else OF_GRADIENTS[kind] + where}"
+    return said if short else said + _size(rows)
+
+
+def _who(rows: list[dict]) -> str:
+    """Says which row depends on its neighbours, where it is a single one."""
+    plain = [r for r in rows if r["against"] == WHOLE and r["rows"] and r["elements"] and r["first_index"]]
+    alone = all(r["mismatches"] <= r["elements"] // r["rows"] for r in plain)
+    found = {r["first_index"][0] for r in plain}
+    who = f"row {found.pop()}" if plain and alone and len(found) == 1 else "a row's result"
+    return f"{who} depends on the values of its neighbours"
+
+
+def _counted(rows: list[dict], every: list[dict]) -> str:
+    """Names the number of rows up to which, or from which on, calls differ."""
+    said = "a row's result depends on how many rows are in the call"
+    kinds = {r["inputs"] for r in rows if in_each_call(r)}
+    asked = [r for r in every if r["relation"] == "invariance" and r["inputs"] in kinds and in_each_call(r)]
+    asked = [r for r in asked if r["mismatches"] is not None]
+    differ = {in_each_call(r) for r in asked if r["verdict"] == NEEDS_FIX}
+    agree = {in_each_call(r) for r in asked} - differ
+    whole = WHOLE if all(r["against"] == WHOLE for r in asked) else "the largest call"
+    if not differ:
+        return f"{said} ({names(rows)})"
+    least, most, share = min(differ), max(differ), f"{len(differ)} of the {len(differ | agree)} that were asked"
+    if not agree:
+        return f"{said}: calls of {f'{least} to {most}' if least < most else least} differ from {whole}"
+    if least > max(agree):
+        return f"{said}: calls of {least} and more differ from {whole}, of up to {max(agree)} agree"
+    if above := [m for m in agree if m > most]:
+        up_to = f"{most}{f' ({share})' * (min(agree) < most)}"
+        return f"{said}: calls of up to {up_to} differ from {whole}, of {min(above)} and more agree"
+    return f"{said}: calls of {least} to {most} ({share}) differ from {whole}"
+
+
+def in_each_call(r: dict) -> int:
+    """Returns how many rows each call of a layout has, 0 where that is not what it is about."""
+    return 1 if r["layout"] == "singles" else r["rows"] if r["layout"].partition(":")[0] == "rows" else 0
+
+
+def _raised(rows: list[dict]) -> str:
+    """Says what raised, or is missing, and where."""
+    what, mine = next(iter(grouped(rows, raised_by).items()))
+    raised = any(RAISED.search(r["detail"]) for r in mine)
+    counts = sorted({in_each_call(r) for r in mine if r["relation"] == "invariance"} - {0})
+    listed = f"{', '.join(map(str, counts[:NAMED]))}{' …' * (len(counts) > NAMED)}"
+    place = f"calls of {listed} row{'s' * (counts != [1])}" if counts else names(mine)
+    return f"{f'it raises in {place}' if raised else place}: {what[:LONGEST]}"
+
+
+def raised_by(r: dict) -> str:
+    """Returns what a row says was raised; all that it says, where nothing was."""
+    return escape.line(found[0] if (found := RAISED.search(r["detail"])) else r["detail"])
+
+
+def _passed(every: list[dict]) -> str:
+    """Says what was asked and agreed, or that nothing could be."""
+    good = [r for r in every if r["verdict"] == PASS]
+    refused = [r for r in every if r["verdict"] == UNSUPPORTED]
+    if not good:
+        why = next((r["detail"] for r in refused if r["detail"]), "nothing was asked")
+        return f"it could not be judged: {escape.line(why)[:LONGEST]}"
+    compared = [r for r in good if r["relation"] in (*INVARIANCES, "determinism")]
+    sides = Counter(map(side, compared))
+    listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
+    said = f"every bit agrees in {len(compared):,} checks of {sum(r['elements'] or 0 for r in compared):,} elements"
+    parts = [f"{said} ({listed})"] if compared else []
+    shares = share_of(good)
+    parts += [f"errors are at most {shares} × the bound"] if shares else []
+    parts += [f"{len(good):,} checks pass"] if not parts else []
+    what = ", ".join(dict.fromkeys(r["relation"] if r["relation"] == "atomics-free" else r["layout"] for r in refused))
+    return "; ".join([*parts, *[f"not judged: {escape.line(what)[:LONGEST]}"] * bool(refused)])
+
+
+def names(rows: Sequence[dict]) -> str:
+    """Names the layouts of some rows, a few of them."""
+    found = list(dict.fromkeys(r["layout"] or r["relation"] for r in rows))
+    return ", ".join(found[:NAMED]) + f" and {len(found) - NAMED} more" * (len(found) > NAMED)
+
+
+def number(rows: Iterable[dict], name: str) -> float | None:
+    """Returns the largest of a number over some rows, None where none of them has it."""
+    return max((float(r[name]) for r in rows if r.get(name) is not None), default=None)
+
+
+def share_of(rows: Collection[dict]) -> str:
+    """Returns the largest share of the bound in three digits, '' where nothing was held against one."""
+    share = number(rows, "threshold_share")
+    return "" if share is None else f"{share:.3g}"
+
+
+def steps(rows: Collection[dict]) -> str:
+    """Returns the largest distance in ULP, '' where that counts nothing: see `drift.compare`."""
+    found = number(rows, "max_ulp")
+    return f"{int(found):,}" if found and found < STEPS else ""
+
+
+def size(rows: Collection[dict]) -> str:
+    """Says in a word how far some rows are off: the share of the contract's bound, ULP, or the relative difference."""
+    share, ulp, relative = share_of(rows), steps(rows), number(rows, "max_rel")
+    found = f"{share} × the bound" if share else f"{ulp} ULP" if ulp else ""
+    return found or (f"{relative:.2g} relative" if relative else "–")
+
+
+def _size(rows: list[dict]) -> str:
+    """Says how far bits are off: in ULP, else relative to the larger one; of inputs that cancel, or that are not
+    finite, only if of no others."""
+    finite = [r for r in rows if r["mismatches"] and r["max_abs"] not in (None, "inf")]
+    plain = [r for r in finite if r["inputs"] != "cancelling"] or finite or rows
+    far, most, relative = (number(plain, name) for name in ("max_ulp", "max_abs", "max_rel"))
+    if most is None:
+        return ""
+    if most == float("inf"):
+        return ", up to NaN or Inf"
+    if not most:
+        return ", in the sign of zeros" if far == 0 and all(r["first_index"] for r in plain) else ""
+    if steps(plain):
+        return f", by at most {steps(plain)} ULP"
+    if relative and relative > 1:
+        return ", even in its sign"
+    return f", by up to {relative:.2g} of the larger number" if relative else f", by up to {most:.3g}"

@@ -1,0 +1,316 @@
+"""Reports lead with one sentence of the right kind, count nothing twice, fit a terminal, and hold what comes from
+outside as text."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from bi_kernels.audit import audit, ci
+from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.evidence import escape, tables
+from bi_kernels.audit.evidence.answer import answer, headline, led
+from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, terminal
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.parameters import command
+from bi_kernels.audit.summary import summary
+
+G = torch.Generator().manual_seed(0)
+X, W = torch.randn(40, 64, generator=G), torch.randn(64, generator=G)
+
+
+def split_rows(x):
+    halves = x.unflatten(-1, (2, -1)).sum(-1)
+    return halves.sum(-1, keepdim=True) if len(x) > 16 else x.unflatten(-1, (-1, 2)).sum(-2).sum(-1, keepdim=True)
+
+
+def reads_row_2(x):
+    y = 2 * x
+    return torch.cat((y[:3], y[3:4] + y[2:3], y[4:])) if len(x) > 3 else y
+
+
+def third_is_doubled(x):
+    return torch.cat((x[:3], 2 * x[3:4], x[4:]))
+
+
+def trained(x):
+    return x * 1.5 if x.requires_grad else x
+
+
+class InChunks(torch.autograd.Function):
+    """The gradient of the weight is summed in chunks whose size depends on the batch."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        chunks = [part.flip(0).cumsum(0)[-1] for part in (dy * x).split(8 if len(x) > 16 else 4)]
+        return dy * w, torch.stack(chunks).cumsum(0)[-1]
+
+
+BUFFERS: dict = {}
+
+
+def buffered(x):
+    return 2 * x if torch.is_grad_enabled() else BUFFERS.setdefault(x.shape, torch.empty_like(x)).copy_(2 * x)
+
+
+SHAPES: set = set()
+
+
+def ages(x):
+    """Another function once it was called in five shapes, as one that is compiled anew."""
+    SHAPES.add(len(x))
+    return x * (1 + 2**-10 * (len(SHAPES) > 4))
+
+
+def fails_alone(x):
+    if len(x) == 1:
+        raise RuntimeError("no kernel for <b>1</b> row")
+    return 2 * x
+
+
+class OfSequences(torch.nn.Module):
+    """Attention over padded sequences in which the width of the batch counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(64, 16, generator=G))
+
+    def forward(self, input_ids, attention_mask=None):
+        h = self.table[input_ids]
+        scores = h @ h.mT / 4
+        if attention_mask is not None:
+            scores = scores.masked_fill(~attention_mask.bool()[:, None, :], float("-inf"))
+        return scores.softmax(-1) @ h * (1 + 2**-10 * (input_ids.shape[1] > 12))
+
+
+FAULTS = {  # what is judged, and what of the sentence says of which kind it is
+    "split": ((split_rows, X), "calls of up to 16 differ from the whole batch, of 17 and more agree, by at most"),
+    "mean": ((lambda x: x + x.mean(0), X), "a row's result depends on the values of its neighbours"),
+    "NaN": ((lambda x: x + 0 * x.roll(1, 0), X), "a row's result depends on the values of its neighbours, up to NaN"),
+    "row 3": ((reads_row_2, X), "row 3 depends on the values of its neighbours"),
+    "place": ((third_is_doubled, X), "a row's result depends on its place in the batch"),
+    "noise": ((lambda x: x + torch.rand_like(x), X), "it draws random numbers"),
+    "mode": ((trained, X), "the result depends on the mode of the call (a gradient wanted)"),
+    "weight": ((InChunks.apply, X, W), "weight gradients (input1) change with the split into micro-batches"),
+    "buffer": ((buffered, X), "a later call writes into what an earlier one made"),
+    "history": ((ages, X), "the result depends on the calls before"),
+    "integers": ((lambda x: (x > x.mean(0)).int(), X), "a row's result depends on the values of its neighbours, by up"),
+    "zeros": ((lambda x: x * 0 if len(x) > 16 else -(x * 0), X), "in the sign of zeros"),
+    "raises": ((fails_alone, X), "it raises in calls of 1 row: RuntimeError: no kernel for <b>1</b> row"),
+    "padding": ((OfSequences(), torch.randint(1, 64, (6, 9), generator=G)), "depends on the padding beside it"),
+    "passes": ((F.silu, X), "every bit agrees in "),
+}
+KINDS = "draws random", "neighbours", "how many rows", "its place", "padding", "mode of", "a later call", "calls before"
+KINDS += "weight gradients", "raises", "every bit agrees"
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return {name: audit(*given, name=name) for name, (given, _) in FAULTS.items()}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_first_line_says_of_what_kind_a_fault_is(name, reports):
+    """And of no other kind: each kind's words stand in the sentences of its own faults alone."""
+    report, wanted = reports[name], FAULTS[name][1].replace("input1", "dinput1")
+    lead = report.answer.partition("; also")[0]
+    assert wanted in lead, report.answer
+    named = {k for k in KINDS if k in lead}
+    assert named <= {k for k in KINDS if k in wanted} or name in ("split", "zeros") and named == {"how many rows"}, lead
+    flat = " ".join(repr(report).split())
+    assert flat.startswith(f"{report.verdict} {name}: {report.answer}."), flat
+    assert report.markdown().splitlines()[0].startswith(f"**{tables.MARK[report.verdict]}: {name}: ")
+
+
+def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
+    assert "; forward and input gradients do not" in reports["weight"].answer
+    assert {r.gradient for r in reports["weight"].rows if r.verdict == NEEDS_FIX} == {"weight gradients"}
+    assert "weight gradients" in reports["padding"].answer.partition("; also ")[2], reports["padding"].answer
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_report_fits_a_terminal_and_names_no_file_that_was_not_written(name, reports, monkeypatch):
+    text = repr(reports[name])
+    assert max(map(len, text.splitlines())) <= WIDTH and "verdicts.json" not in text + reports[name].markdown()
+    assert len(text.splitlines()) <= 2 * LINES + 8 and "|" not in text, text
+    monkeypatch.setenv("BI_AUDIT_OUT", "out")
+    assert ("verdicts.json" in repr(reports[name])) == (reports[name].verdict == NEEDS_FIX)
+
+
+ROW = Row("gemm", "linear", "o", "mine.py:f", "bf16", "cpu", "invariance", "rows", "300 rows", "normal", 9, PASS, 0, 64)
+
+
+def failed(**said) -> Row:
+    return replace(ROW, **{"verdict": NEEDS_FIX, "mismatches": 3, "max_abs": 1.0, "max_rel": 0.5, "max_ulp": 3} | said)
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([failed(rows=1), failed(rows=7), replace(ROW, rows=8)], "calls of up to 7 differ from the largest call, of 8"),
+        ([replace(ROW, rows=1), failed(rows=7)], "calls of 7 and more differ from the largest call, of up to 1 agree"),
+        ([failed(rows=1), replace(ROW, rows=2), failed(rows=3)], "calls of 1 to 3 (2 of the 3 that were asked) differ"),
+        ([ROW, failed(inputs="nonfinite", max_abs="inf", max_rel="inf", max_ulp="inf")], "values of its neighbours"),
+        ([failed(), failed(inputs="nonfinite")], "how many rows are in the call"),
+        ([ROW, failed(layout="decode", against="packed")], "is another one decoded, or prefilled in chunks (decode)"),
+        ([ROW, failed(layout="permuted:batch", against="packed")], "its place in the batch"),
+        ([ROW, failed(layout="batch:16", against="packed")], "the padding beside it"),
+        ([ROW, failed(layout="compiled", against="one packed call", detail="mode; x")], "the mode of the call (compi"),
+        ([ROW, failed(layout="unaligned view", against="aligned")], "where the inputs lie in memory (unaligned view)"),
+        ([failed(), failed(relation="determinism", against="itself", layout="packed")], "it is not deterministic"),
+        (
+            [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
+            "weight gradients (out) change with the split into micro-batches, by at most 3 ULP; forward does not",
+        ),
+        ([ROW, failed(relation="accuracy", threshold_share=1.5)], "results are less accurate than allowed, 1.5 × the"),
+        ([ROW, failed(relation="atomics-free", detail="atomic_add")], "its sums have no fixed order: atomic_add"),
+        ([failed(mismatches=None, detail="not reached")], "not reached"),
+        ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
+        ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_rows_of_the_registry_have_their_sentences_too(rows, said):
+    assert said in answer(rows) and said in headline(rows) and said in answer([r.json() for r in rows]), answer(rows)
+
+
+DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
+BITS = st.integers(-(2**15), 2**15 - 1)
+
+
+@given(DTYPES, st.lists(st.tuples(BITS, BITS), min_size=1, max_size=8))
+def test_no_count_is_above_its_elements_and_no_ulp_beyond_a_binade(dtype, bits):
+    """Over any numbers, −0 and +0, NaN and Inf, and those of either sign among them."""
+    wide = dtype == torch.float32
+    held = torch.tensor(bits) << 16 if wide else torch.tensor(bits)
+    drift = compare(*held.to(torch.int32 if wide else torch.int16).T.contiguous().view(dtype))
+    assert drift.mismatches <= drift.elements
+    assert drift.max_ulp == float("inf") or drift.max_ulp <= 1 / torch.finfo(dtype).eps
+    assert "inf ULP" not in str(drift)
+
+
+TEXT = st.text(max_size=30)
+ROWS = st.builds(
+    failed,
+    relation=st.sampled_from(tables.RELATIONS),
+    layout=st.sampled_from(("rows", "singles", "permuted", "kept: x", "decode", "neighbours")) | TEXT,
+    against=st.sampled_from(("the whole batch", "packed", "no_grad", "one packed call", "itself")),
+    inputs=st.sampled_from(("given", "cancelling", "nonfinite")),
+    rows=st.integers(0, 10**6),
+    verdict=st.sampled_from((NEEDS_FIX, PASS, UNSUPPORTED)),
+    mismatches=st.none() | st.integers(0, 64),
+    max_abs=st.none() | st.floats(0, 1e30) | st.just("inf"),
+    max_rel=st.none() | st.floats(0, 2) | st.just("inf"),
+    max_ulp=st.none() | st.integers(0, 2**32) | st.just("inf"),
+    tensor=TEXT,
+    gradient=st.sampled_from(("", "input gradients", "weight gradients")),
+    first_index=st.none() | st.just([0, 1]),
+    detail=TEXT,
+)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=20), TEXT)
+def test_any_rows_have_a_sentence_and_a_report_of_few_plain_lines(rows, name):
+    report = Report(name, rows, "read")
+    text, sentence = repr(report), report.answer
+    lines = text.splitlines()
+    assert sentence and "\n" not in sentence and all(len(line) <= WIDTH for line in lines), text
+    assert len(terminal(condensed(rows)).splitlines()) <= 2 * LINES + 1
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and not re.search(r"\d{7,}", terminal(condensed(rows)))
+    for count, of in re.findall(r"([\d,]+) of ([\d,]+)", terminal(condensed(rows))):
+        assert int(count.replace(",", "")) <= int(of.replace(",", ""))
+    assert rendered(report.markdown()) is not None
+
+
+def rendered(markdown: str) -> str:
+    """HTML of a document as a forge makes it, HTML in it included: none may have come from outside."""
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
+    tags = set(re.findall(r"<\s*/?\s*([a-zA-Z]+)", html))
+    assert tags <= {"p", "strong", "table", "thead", "tbody", "tr", "th", "td", "code", "h", "ul", "li", "em"}, html
+    return html
+
+
+EVIL = "<script>alert(1)</script> | `a` [x](javascript:1) ``b`` <img src=x>\n\n# title\x1b[31m"
+
+
+@given(st.text() | st.just(EVIL))
+def test_what_comes_from_outside_stays_text_in_markdown(text):
+    assert rendered(f"x {escape.text(text)}").count("<") == 2, "one paragraph"
+    spaced = "" if not escape.line(text) else rendered(f"x {escape.code(text)} x")
+    assert spaced.count("<") <= 4, spaced
+    assert not re.search(r"<(script|img|a)\b", rendered(tables.table([{"a": escape.text(text)}]).data))
+
+
+def test_a_report_of_an_evil_name_and_error_holds_no_tag():
+    report = Report(
+        EVIL, [failed(op=EVIL, detail=EVIL, repro=f"python {shlex.quote(EVIL)}", tensor=EVIL)], EVIL, [EVIL]
+    )
+    html = rendered(report.markdown())
+    assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html and "\x1b" not in repr(report)
+    assert "<script" not in rendered(led(f"# Title\n\n{tables.by_op(report.rows).data}", report.rows)[8:])
+
+
+def test_a_summary_and_its_links_hold_no_tag(tmp_path):
+    (tmp_path / "o $(touch y)" / "any").mkdir(parents=True)
+    (tmp_path / "o $(touch y)" / "any" / "README.md").touch()
+    row = failed(op=EVIL, candidate=EVIL, detail=EVIL, repro="python 'repro/a b.py'").json() | {"audit": "any"}
+    said = summary([row], tmp_path / "o $(touch y)", tmp_path / "s.md", ["any"], [EVIL], "drift")
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(said)
+    assert "<script" not in html and "<img" not in html and '<a href="javascript' not in html
+    assert '<a href="o%20%24%28touch%20y%29/any/README.md">' in html, html
+
+
+ODD = "my `op` <b>|$(touch x).py"
+MINE = """
+def op(x):
+    if len(x) == 7:
+        raise RuntimeError("<script>alert(1)</script> | `a`\\nand more")
+    return x - x.mean(0)
+"""
+
+
+def test_printed_commands_work_when_pasted(tmp_path, monkeypatch, bi_audit):
+    (tmp_path / ODD).write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    given = {"candidate": f"{ODD}:op", "inputs": "x:fp32[9,4]"}
+    assert shlex.split(command("any", given))[3:] == ["--candidate", given["candidate"], "--inputs", given["inputs"]]
+    done = bi_audit("run", "any", *(w for k, v in given.items() for w in (f"--{k}", v)), "--out", "o $(touch y)")
+    lines = done.out.splitlines()
+    assert lines[0].startswith("needs-fix  op fp32: a row's result depends on the values of its neighbours"), done.out
+    assert all(len(x) <= WIDTH or x.startswith("        python ") for x in lines), done.out
+    pasted = next(x.strip() for x in lines if x.startswith("        python "))
+    shown = subprocess.run(
+        pasted.replace("python", shlex.quote(sys.executable), 1), shell=True, text=True, capture_output=True
+    )
+    assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
+    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+    document = (tmp_path / "o $(touch y)" / "any" / "README.md").read_text()
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(document)
+    assert "<script" not in html and "<b>" not in html, html
+    assert document.splitlines()[2].startswith("**op fp32: a row's result depends on the values of its neighbours")
+
+
+def test_an_op_is_said_once_with_its_relations_below(tmp_path):
+    rows = [ROW, failed(rows=1), failed(relation="parity", layout="decode=packed", repro="python repro/a.py")]
+    first, *below = ci.lines([r.json() for r in rows], tmp_path)
+    assert first.startswith("needs-fix  linear o bf16: a row's result depends on how many rows are in the call")
+    assert [x.strip().partition(":")[0] for x in below] == [
+        "invariance",
+        "parity",
+        f"python {tmp_path}/gemm/repro/a.py",
+    ]
