@@ -4,7 +4,7 @@ file."""
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,8 @@ def checked_rows(path: Path) -> list[dict]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{path} holds no JSON, expected the verdicts of an audit") from None
-    expected = {f.name for f in fields(Row)}
+    later = {f.name: f.default for f in fields(Row) if f.default is not MISSING}  # what older documents may lack
+    expected = {f.name for f in fields(Row)} - later.keys()
     if not isinstance(rows, list) or any(not isinstance(r, dict) or not expected <= r.keys() for r in rows):
-        raise ValueError(f"{path} holds other JSON, expected the verdicts of an audit, as this version writes them")
-    return rows
+        raise ValueError(f"{path} holds other JSON, expected the verdicts of an audit")
+    return [later | row for row in rows]
