@@ -1,0 +1,251 @@
+"""Judges a call of the fuzz.
+
+Right: the bits of the same call on plain, contiguous copies of the values, and those within the contract's bound of the
+fp64 reference. Refused: a ValueError or TypeError of one line that begins with the op and names an argument. All else is
+wrong: another exception, another result, a write into what was given.
+"""
+
+import inspect
+import math
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import GeneratorType
+
+import numpy as np
+import torch
+from fuzz_values import HUGE, Draw
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+import bi_kernels as bi
+from bi_kernels import contract, reference
+from bi_kernels.tokens import SLAB
+
+CONTEXTS: dict[str, Callable] = {
+    "": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "another layout": lambda: bi.TokenLayout.packed([0, 2, 7]),
+    "default device meta": lambda: torch.device("meta"),
+}
+ROWS = {"matmul": "linear", "qk_norm": "rms_norm"}  # of the contract, where it is not the op's name
+WITHOUT_OP = ("audit", "locate")  # whose sentences name no op
+READS = "alloc", "Storage size calculation", "numel: integer multiplication overflow"  # PyTorch's, of what is huge
+
+
+@dataclass
+class Case:
+    """One call, and what is odd about it."""
+
+    name: str
+    function: Callable
+    given: tuple = ()
+    named: dict = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    context: str = ""
+    backward: bool = False
+    number: int = 0
+    again: Callable | None = None  # makes `function` once more, where a call changes what it is of
+
+    def call(self, given: tuple, named: dict, function: Callable) -> list[Tensor]:
+        """Calls, goes backward if the case does, and returns the results and then the gradients."""
+        with CONTEXTS[self.context]():
+            result = function(*given, **named)
+        found = used(result)
+        leaves = [t for t in tensors_of(given, named.values()) if t.requires_grad]
+        ends = [y for y in found if y.requires_grad and not isinstance(y, FakeTensor) and y.numel() < 10**6]
+        if self.backward and isinstance(result, (Tensor, tuple)) and ends and leaves:
+            for t in leaves:
+                t.retain_grad()
+            d = Draw(self.number)
+            upstream = [d.choice((lambda: d.t(*y.shape), lambda: d.t().expand(y.shape)))().to(y.dtype) for y in ends]
+            torch.autograd.backward(ends, upstream)
+            found = [*found, *(t.grad for t in leaves if t.grad is not None)]
+        return found
+
+
+def tensors_of(*values: Iterable) -> list[Tensor]:
+    flat = [u for some in values for v in some for u in (v if isinstance(v, (tuple, list)) else (v,))]
+    return list({id(t): t for t in flat if isinstance(t, Tensor)}.values())
+
+
+def plain(value: object, made: dict[int, object]) -> object:
+    """Returns the value as anybody would have written it: a contiguous tensor of a standard type. made: what was, by
+    identity."""
+    if isinstance(value, bi.RopeTable):
+        return bi.RopeTable(*(plain(v, made) for v in value))
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [plain(v, made) for v in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided or value.is_meta:
+        return value
+    if id(value) not in made:
+        made[id(value)] = _plain(value)
+    return made[id(value)]
+
+
+def _plain(value: Tensor) -> Tensor:
+    if isinstance(value, FakeTensor):
+        return torch.ones(value.shape, dtype=value.dtype)
+    t = value.detach().as_subclass(Tensor)
+    t = torch.empty(t.shape, dtype=t.dtype).copy_(t)  # no inference tensor, and at an address of its own
+    if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
+        t = t.long()
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    return torch.nn.Parameter(t, value.requires_grad) if is_parameter else t.requires_grad_(value.requires_grad)
+
+
+def used(result: object) -> list[Tensor]:
+    """Returns what can be compared of a result; what is to be used is used."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, bi.TokenLayout):
+        found = [result.slots, torch.tensor([result.rows, result.tokens, len(result.spans)]), _spans(result)]
+        if result.rows < 1000:
+            x = torch.ones(result.rows, 4).cumsum(0).requires_grad_()
+            w = torch.ones(2, 4, requires_grad=True)
+            with result:
+                bi.linear(x, w).sum().backward()
+            found += [x.grad, w.grad]
+        return found
+    if isinstance(result, bi.MainGrads):
+        return _step(result)
+    return [t for t in result if isinstance(t, Tensor)] if isinstance(result, (tuple, list)) else []
+
+
+def _spans(layout: bi.TokenLayout) -> Tensor:
+    """Where the sequences lie; the slots must say the same."""
+    held = layout.slots[layout.slots >= 0].tolist()
+    assert len(layout.slots) == sum(-(-n // SLAB) * SLAB for _, n in layout.spans)
+    assert sorted(held) == [i for start, n in layout.spans for i in range(start, start + n)]
+    return torch.tensor(layout.spans)
+
+
+def _step(grads: bi.MainGrads) -> list[Tensor]:
+    """The gradients, the masters and the parameters of a step, and of one that goes on from a saved state."""
+    for group in grads.mine:
+        for p in grads.parameters:
+            y = bi.linear(p.new_ones(3, p.shape[1]), p) if p.dim() == 2 else bi.scale(p, 2.0)
+            y.float().sum().backward()
+        grads.close(group)
+    grads.join()
+    found = [p.main_grad.clone() for p in grads.parameters] + [m.detach().clone() for m in grads.masters]
+    grads.finish()
+    grads.load_state_dict(grads.state_dict())
+    found += [p.detach().clone() for p in grads.parameters]
+    grads.release()
+    return found
+
+
+def judge(case: Case) -> tuple[str, str]:
+    """Returns "right", "refused" or "wrong", and what is to be said of it."""
+    kept = {n: [*v] for n, v in case.named.items() if isinstance(v, GeneratorType)}  # each is read once
+    case.named |= {n: (v for v in values) for n, values in kept.items()}
+    copies = lambda: (
+        (made := {})
+        or ([plain(v, made) for v in case.given], {n: plain(v, made) for n, v in (case.named | kept).items()})
+    )
+    may_write = case.name.startswith("MainGrads")
+    other = copies() if may_write else None
+    memory = [] if may_write else [s for t in tensors_of(case.given, case.named.values()) if (s := _storage(t))]
+    before = [_bytes(s) for s in memory]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = case.call(case.given, case.named, case.function)
+        except Exception as error:
+            return refusal(case, error)
+        if [_bytes(s) for s in memory] != before:
+            return "wrong", "it wrote into what it was given"
+        try:
+            other = other or copies()
+            expected = case.call(*other, case.again() if case.again else case.function)
+        except Exception as error:
+            return "wrong", f"the plain call raised {type(error).__name__}: {error}"
+    numbers = not any(isinstance(t, FakeTensor) or t.is_meta for t in found)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return "wrong", f"result {i} is {tuple(a.shape)} {a.dtype}, the plain call's {tuple(b.shape)} {b.dtype}"
+        if numbers and not _same(a, b):
+            return "wrong", f"result {i} has other bits than the plain call's: {a} and {b}"
+    said = inexact(case, other, expected) if numbers else ""
+    return "wrong" if said else "right", said
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Raw bits, but for those of a NaN."""
+    a, b = (t.detach().contiguous().resolve_neg().resolve_conj() for t in (a, b))
+    bits = lambda t: torch.where(t == t, t, torch.zeros_like(t)).view(-1).view(torch.uint8)
+    return bool(((a == a) == (b == b)).all()) and (not a.numel() or bits(a).equal(bits(b)))
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    try:
+        storage = t.untyped_storage()
+        return storage if storage.device.type == "cpu" and storage.nbytes() else None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _bytes(storage: torch.UntypedStorage) -> bytes:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
+def inexact(case: Case, other: tuple, found: list[Tensor]) -> str:
+    """Says what is beyond the contract's bound of the fp64 reference, where the inputs are finite and there is one."""
+    op = case.name.removeprefix("TensorParallel.")
+    if not hasattr(reference, op) or op == "attention":
+        return ""
+    bound = inspect.signature(case.function).bind(*other[0], **other[1])
+    bound.apply_defaults()
+    given = {k: v.detach() if isinstance(v, Tensor) else v for k, v in bound.arguments.items()}
+    floats = [t for t in tensors_of(given.values()) if t.is_floating_point()]
+    if not all(t.numel() < 10**6 and bool((t.abs() < 1e4).all()) for t in floats):
+        return ""
+    given.pop("keep_bytes", None)
+    if op == "rope":
+        table, ends = given["table"], given.pop("cu_seqlens")
+        if ends is not None:
+            given["positions"] = torch.cat([torch.arange(n) for n in ends.diff().tolist()])
+        standard = bi.rope_table(32, given["x"].shape[-1])
+        if not all(map(torch.equal, table, standard)) or not bool(
+            (given["positions"].clamp(0, 31) == given["positions"]).all()
+        ):
+            return ""
+    if op == "scale":
+        given["factor"] = float(np.float32(given["factor"]))
+    row = "gelu_tanh" if given.get("approximate") == "tanh" else ROWS.get(op, op)
+    exact = getattr(reference, op)(**given)
+    for y, (y64, magnitude) in zip(found, exact if isinstance(exact[0], tuple) else [exact]):
+        if y.shape != y64.shape:
+            return f"the plain call gives {tuple(y.shape)}, the reference {tuple(y64.shape)}"
+        limit = contract.bound(row, y.dtype, y64, magnitude, floats[0].shape[-1] if floats[0].dim() else 1)
+        good = ((y.double() - y64).abs() <= limit) | ((y64 != y64) & (y != y))
+        good |= (y64.abs() + limit >= torch.finfo(y.dtype).max) & (y == y64.sign() * math.inf)
+        if not bool(good.all()):
+            return f"the plain call gives {y}, the reference {y64}"
+    return ""
+
+
+def refusal(case: Case, error: Exception) -> tuple[str, str]:
+    """Judges an exception: by its text, and by where it was raised."""
+    text, last = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
+    said = f"{type(error).__name__}: {text}"
+    shapes = [t.shape for t in tensors_of(case.given, case.named.values()) if not t.is_nested]
+    if any(HUGE in shape for shape in shapes) and (isinstance(error, MemoryError) or any(r in text for r in READS)):
+        return "refused", said  # there is no such memory
+    if isinstance(error, TypeError) and last == __file__:  # Python's own, of a signature
+        return ("refused" if re.search(r"\(\) (missing|got|takes) ", text) else "wrong"), said
+    if type(error) is NotImplementedError and re.fullmatch(r"bi_kernels: an op was called .*, expected .*", text):
+        return "refused", said  # whatever the argument
+    owner, _, method = case.name.rpartition(".")
+    begins = "" if case.name in WITHOUT_OP else rf"({owner or method}|{method}): "
+    names = [*inspect.signature(case.function).parameters, "cos", "sin", "parameter"]
+    good = re.fullmatch(rf"{begins}.*\b({'|'.join(names)})\b.*", text) and len(text) < 400 and "/bi_kernels/" in last
+    return ("refused" if good and type(error) in (TypeError, ValueError) else "wrong"), said
