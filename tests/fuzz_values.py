@@ -179,7 +179,6 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "cast": lambda d: {"x": d.t(*d.lead(), 3), "dtype": d.choice([*DTYPES.values()])},
     "rope": _rope,
     "rope_table": lambda d: {"positions": d.size(), "head_dim": d.choice((2, 16))} | d.some(theta=1e6, device="cpu"),
-    "RopeTable": lambda d: dict(bi.rope_table(3, 8)._asdict()),
     "packed_positions": lambda d: {"cu_seqlens": d.ends(n := d.size()), "tokens": n},
     "linear": _linear,
     "matmul": _matmul,
@@ -327,7 +326,7 @@ def _odd_parameters(d: Draw, given: list[Tensor]) -> tuple[str, object]:
         kind, p = odd_tensor(d, given[0].detach())
         return kind, [p, *given[1:]]
     made = {"names": lambda: [(f"w{i}", p) for i, p in enumerate(given)], "generator": lambda: iter(given)}
-    made |= {"tensor": lambda: given[0], "none": lambda: [], "twice": lambda: given * 2, "module": lambda: ["w"]}
+    made |= {"tensor": lambda: given[0], "none": list, "twice": lambda: given * 2, "module": lambda: ["w"]}
     return kind, made[kind]()
 
 
