@@ -79,6 +79,11 @@ def check_plain(op: str, name: str, t: torch.Tensor) -> bool:
     return False
 
 
+def _mixed(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Tells whether a fake tensor may be given with others that are none."""
+    return _is_fake(x) and x.fake_mode.allow_non_fake_inputs and all(type(t) in PLAIN for t in others)
+
+
 def check_numbers(op: str, name: str, t: torch.Tensor) -> None:
     """Raises TypeError for a tensor that holds no numbers in its memory."""
     if check_plain(op, name, t) or t.is_meta:
@@ -100,7 +105,7 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
     given = {name: t for name, t in tensors.items() if t is not None or name not in optional}
     fake = [check_plain(op, name, t) for name, t in given.items()]
     (first, x), *rest = given.items()
-    if True in fake and False in fake and not (fake[0] and x.fake_mode.allow_non_fake_inputs):
+    if True in fake and False in fake and not _mixed(x, [t for t, one in zip(given.values(), fake) if not one]):
         names = [list(given)[fake.index(one)] for one in (True, False)]
         raise TypeError(f"{op}: {names[0]} is a fake tensor and {names[1]} is none, expected fake tensors alone")
     if same_dtype:

@@ -76,7 +76,7 @@ class MainGrads:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
 
     def _tree(self, groups: int, world: dist.ProcessGroup | None) -> GroupTree | None:
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        if isinstance(groups, bool) or not isinstance(groups, int) or not 0 < groups < 2**31:
             raise ValueError(f"MainGrads: groups is {shown(groups)}, expected a positive integer")
         if world is not None:
             if not isinstance(world, dist.ProcessGroup):

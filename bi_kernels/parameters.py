@@ -9,7 +9,7 @@ import torch
 
 from bi_kernels.checks import check_numbers
 from bi_kernels.contract import DTYPES
-from bi_kernels.scalars import shown
+from bi_kernels.scalars import one_line, shown
 
 OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads that is in use, by its number
 NUMBERS = count(1)
@@ -23,6 +23,8 @@ def trained(
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
         kind = type(parameters).__name__
         raise TypeError(f"MainGrads: parameters is of type {kind}, expected what model.parameters() returns")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("MainGrads: parameters were given in inference_mode, expected a call outside of it")
     found: dict[torch.nn.Parameter, str] = {}
     for number, entry in enumerate(parameters):
         named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
@@ -65,7 +67,7 @@ def masters_of(state: dict, expected: dict, masters: list[torch.Tensor]) -> list
     state = state if isinstance(state, dict) else {}
     for name, mine in expected.items():
         theirs = state.get(name)
-        if repr(theirs) != repr(mine):
+        if one_line(theirs) != one_line(mine):
             raise ValueError(f"MainGrads: the state's {name} is {shown(theirs)}, expected {shown(mine)}")
     theirs, shapes = state.get("masters"), [m.shape for m in masters]
     whole = isinstance(theirs, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in theirs)

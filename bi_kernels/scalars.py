@@ -1,6 +1,7 @@
 """Checks of arguments that are no tensors: one sentence naming the op, the argument, its value and what is allowed."""
 
 import math
+from collections.abc import Iterable
 from operator import index
 
 import torch
@@ -12,8 +13,16 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} of {value.dtype}"
     if isinstance(value, int) and abs(value) >= 10**80:
         return f"an integer of {int(math.log10(abs(value))) + 1} digits"
-    text = " ".join(repr(value).split())
+    text = one_line(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def one_line(value: object) -> str:
+    """Returns repr on one line."""
+    try:
+        return " ".join(repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} that holds an integer of thousands of digits"
 
 
 def check_number(op: str, name: str, value: float) -> float:
@@ -50,3 +59,17 @@ def integer_of(op: str, name: str, value: int) -> int:
         return index(value)
     except (TypeError, RuntimeError):
         raise TypeError(f"{op}: {name} is {shown(value)}, expected an integer") from None
+
+
+def check_type(op: str, name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> object:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{op}: {name} is {shown(value)}, expected {expected}")
+    return value
+
+
+def strings_of(op: str, name: str, values: Iterable[str]) -> list[str]:
+    """Returns a list of strings, which one string is none of."""
+    found = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
+    if not all(isinstance(value, str) for value in found):
+        raise TypeError(f"{op}: {name} is {shown(values)}, expected a list of strings")
+    return found

@@ -30,7 +30,7 @@ from bi_kernels.scalars import check_flag, integer_of, shown
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
-OP = "TokenLayout"
+OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
 _current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
 _outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
 
@@ -92,8 +92,10 @@ class TokenLayout(ContextDecorator):
     def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
         """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
         ends = integers_of(OP, "cu_seqlens", cu_seqlens)
-        if not ends or ends[0] != 0 or ends != sorted(ends):
-            raise ValueError(f"TokenLayout: cu_seqlens is {shown(ends)}, expected it to start at 0 and never decrease")
+        if len(ends) < 2 or ends[0] != 0 or ends != sorted(ends):
+            raise ValueError(
+                f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0 and never decrease, to an end"
+            )
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
 
     @classmethod
@@ -201,6 +203,8 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     *outer, length = lead or (1,)
     sequences = torch.Size(outer).numel()
     tokens = sequences * length
+    if tokens >= 2**31:
+        raise ValueError(f"{op}: {X.get(op, 'x')} has {tokens} tokens, expected fewer than 2**31")
     layout = _current.get() if trains else None
     if layout is not None and layout.rows == tokens:
         return layout
@@ -208,7 +212,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
         return _Unset(op)
     if layout is not None:
         raise ValueError(
-            f"{op}: x has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
+            f"{op}: {X.get(op, 'x')} has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
             f"{layout.rows} rows; enter the layout of this very call"
             + "; for (…, heads, D) use qk_norm"
             * (op.endswith("rms_norm") and tokens == layout.rows * length)

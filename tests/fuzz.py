@@ -7,7 +7,6 @@ What is right, and what a sentence, is said in fuzz_judge.py; what is called, an
 """
 
 import argparse
-import inspect
 import os
 import resource
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import conftest  # turns the interpreter on  # noqa: F401
 import torch
-from fuzz_judge import CONTEXTS, Case, judge, tensors_of
+from fuzz_judge import CONTEXTS, WITHOUT_OP, Case, judge, signature_of, tensors_of
 from fuzz_values import CALLS, Draw, odd
 from torch import Tensor
 
@@ -56,13 +55,14 @@ def drawn(number: int) -> Case:
     again = (lambda: _function(name, Draw(number))) if name.startswith("MainGrads.") else None
     function = _function(name, d)
     arguments, case = CALLS[name](d), Case(name, function, number=number, again=again)
-    signature = inspect.signature(function).parameters
+    signature = signature_of(case)
+    many = any(p.kind is p.VAR_POSITIONAL for p in signature.values())
     names = sorted(signature, key=lambda n: d.random() + (n not in arguments) * 0.6)
     for one in names[: d.choice((1, 1, 1, 2, 2, 3))]:
         what, arguments[one] = odd(d, one, arguments.get(one))
         case.said.append(f"{one}: {what}")
     _misplace(d, arguments, case)
-    if d.random() < 0.15:
+    if d.random() < 0.15 and name not in WITHOUT_OP:
         case.context = d.choice([*CONTEXTS])
         case.said.append(f"under {case.context}")
     case.backward = d.random() < 0.4
@@ -71,7 +71,7 @@ def drawn(number: int) -> Case:
             t.requires_grad_(not t.is_inference())
     given = []
     for one, p in signature.items():
-        if one not in arguments or p.kind is p.KEYWORD_ONLY or d.random() < 0.2 and p.kind is not p.VAR_POSITIONAL:
+        if one not in arguments or p.kind is p.KEYWORD_ONLY or d.random() < 0.2 and not many:
             break
         given.append(arguments.pop(one))
     case.given, case.named = tuple(given), arguments

@@ -10,10 +10,9 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import GeneratorType
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ CONTEXTS: dict[str, Callable] = {
     "default device meta": lambda: torch.device("meta"),
 }
 ROWS = {"matmul": "linear", "qk_norm": "rms_norm"}  # of the contract, where it is not the op's name
-WITHOUT_OP = ("audit", "locate")  # whose sentences name no op
+WITHOUT_OP = ("audit", "locate")  # whose sentences name what they were given, and no op
 READS = "alloc", "Storage size calculation", "numel: integer multiplication overflow"  # PyTorch's, of what is huge
 
 
@@ -79,8 +78,8 @@ def plain(value: object, made: dict[int, object]) -> object:
     identity."""
     if isinstance(value, bi.RopeTable):
         return bi.RopeTable(*(plain(v, made) for v in value))
-    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-        return [plain(v, made) for v in value]
+    if type(value) in (list, tuple):
+        return type(value)(plain(v, made) for v in value)
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided or value.is_meta:
@@ -143,16 +142,20 @@ def _step(grads: bi.MainGrads) -> list[Tensor]:
     return found
 
 
+def signature_of(case: Case) -> Mapping[str, inspect.Parameter]:
+    function = bi.attention if case.name == "TensorParallel.attention" else case.function
+    return inspect.signature(function).parameters
+
+
 def judge(case: Case) -> tuple[str, str]:
     """Returns "right", "refused" or "wrong", and what is to be said of it."""
-    kept = {n: [*v] for n, v in case.named.items() if isinstance(v, GeneratorType)}  # each is read once
-    case.named |= {n: (v for v in values) for n, values in kept.items()}
-    copies = lambda: (
-        (made := {})
-        or ([plain(v, made) for v in case.given], {n: plain(v, made) for n, v in (case.named | kept).items()})
-    )
+    given, named = [_kept(v) for v in case.given], {n: _kept(v) for n, v in case.named.items()}
+    case.given = tuple(v if k is v else iter(k) for v, k in zip(case.given, given))
+    case.named = {n: v if named[n] is v else iter(named[n]) for n, v in case.named.items()}
+    made: dict[int, object] = {}
+    copies = lambda: ([plain(v, made) for v in given], {n: plain(v, made) for n, v in named.items()})
     may_write = case.name.startswith("MainGrads")
-    other = copies() if may_write else None
+    other = copies() if may_write and not huge(case) else None
     memory = [] if may_write else [s for t in tensors_of(case.given, case.named.values()) if (s := _storage(t))]
     before = [_bytes(s) for s in memory]
     with warnings.catch_warnings():
@@ -178,6 +181,16 @@ def judge(case: Case) -> tuple[str, str]:
     return "wrong" if said else "right", said
 
 
+def _kept(value: object) -> object:
+    """Returns a list of what can be read once."""
+    return [*value] if isinstance(value, Iterator) else value
+
+
+def huge(case: Case) -> bool:
+    shapes = [t.shape for t in tensors_of(case.given, case.named.values()) if not t.is_nested]
+    return any(HUGE in shape for shape in shapes)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Raw bits, but for those of a NaN."""
     a, b = (t.detach().contiguous().resolve_neg().resolve_conj() for t in (a, b))
@@ -186,6 +199,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    if t.is_nested:
+        return None
     try:
         storage = t.untyped_storage()
         return storage if storage.device.type == "cpu" and storage.nbytes() else None
@@ -216,6 +231,8 @@ def inexact(case: Case, other: tuple, found: list[Tensor]) -> str:
         known = given["positions"].clamp(0, 31) == given["positions"]
         if not all(map(torch.equal, table, bi.rope_table(32, given["x"].shape[-1]))) or not bool(known.all()):
             return ""
+    if "value" in given:
+        given["value"] = float(given["value"])
     if op == "scale":
         given["factor"] = torch.tensor(given["factor"], dtype=torch.float32).item()
     row = "gelu_tanh" if given.get("approximate") == "tanh" else ROWS.get(op, op)
@@ -235,15 +252,20 @@ def refusal(case: Case, error: Exception) -> tuple[str, str]:
     """Judges an exception: by its text, and by where it was raised."""
     text, last = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
     said = f"{type(error).__name__}: {text}"
-    shapes = [t.shape for t in tensors_of(case.given, case.named.values()) if not t.is_nested]
-    if any(HUGE in shape for shape in shapes) and (isinstance(error, MemoryError) or any(r in text for r in READS)):
+    if huge(case) and (isinstance(error, MemoryError) or any(r in text for r in READS)):
         return "refused", said  # there is no such memory
-    if isinstance(error, TypeError) and last == __file__:  # Python's own, of a signature
-        return ("refused" if re.search(r"\(\) (missing|got|takes) ", text) else "wrong"), said
     if re.fullmatch(r"bi_kernels: an op was called (with|inside) .*, expected .*", text):
         return "refused", said  # of whatever argument
     owner, _, method = case.name.rpartition(".")
-    begins = "" if case.name in WITHOUT_OP else rf"({owner or method}|{method}): "
-    names = [*inspect.signature(case.function).parameters, "cos", "sin", "parameter"]
+    if type(error) is TypeError and re.match(rf"(\w+\.)*({method}|__init__)\(\) (missing|got|takes) ", text):
+        return "refused", said  # Python's own, of a signature
+    if (
+        case.name in WITHOUT_OP
+        and isinstance(error, (TypeError, ValueError))
+        and re.fullmatch(".*(, expected | raised (in|on) ).*", text)
+    ):
+        return "refused", said
+    begins = rf"({owner or method}|{method}): "
+    names = [*signature_of(case), "cos", "sin", "parameter"]
     good = re.fullmatch(rf"{begins}.*\b({'|'.join(names)})\b.*", text) and len(text) < 400 and "/bi_kernels/" in last
     return ("refused" if good and type(error) in (TypeError, ValueError) else "wrong"), said

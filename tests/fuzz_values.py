@@ -203,7 +203,7 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     **{f"TensorParallel.{name}": call for name, call in (("qk_norm", _norm("x")), ("attention", _attention))},
     "TensorParallel.share": lambda d: {"weight": d.t(4, 6)} | d.some(together=2, keys=True),
     "audit": lambda d: {"fn": torch.relu, "inputs": d.t(2, 3), "backward": False, "seconds": 0.1},
-    "locate": lambda d: {"model": torch.nn.Linear(2, 2), "batch": d.t(2, 2)},
+    "locate": lambda d: {"model": torch.nn.Linear(2, 2), "batch": d.t(2, 2, dtype=torch.float32)},
 }
 
 # Odd values, by what stood there

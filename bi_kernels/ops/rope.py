@@ -138,15 +138,15 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
     Computed on the CPU whatever `device` is, so that every device holds the same table.
     """
     op, whole = "rope_table", {"dtype": torch.float64, "device": "cpu"}
-    if check_integer(op, "head_dim", head_dim) <= 0 or head_dim % 2:
-        raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number")
+    if not 0 < check_integer(op, "head_dim", head_dim) <= 2**16 or head_dim % 2:
+        raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number, at most 2**16")
     if not 0 < check_integer(op, "positions", positions) < 2**31:
         raise ValueError(f"{op}: positions is {shown(positions)}, expected at least 1, and below 2**31")
     if not 0 < check_number(op, "theta", theta) < float("inf"):
         raise ValueError(f"{op}: theta is {theta}, expected a positive number")
     try:
         device = torch.device(device)
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{op}: device is {shown(device)}, expected one of torch's") from None
     frequency = theta ** (-torch.arange(0, head_dim, 2, **whole) / head_dim)
     angle = torch.arange(positions, **whole)[:, None] * frequency
@@ -174,9 +174,8 @@ def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
         # elsewhere the check would wait for the device; a position that comes out wrong there gives NaN
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
-            raise ValueError(
-                f"{op}: cu_seqlens is {shown(ends)}, expected it to start at 0, never decrease and end at {tokens}"
-            )
+            said = f"expected it to start at 0, never decrease and end at {shown(tokens)}"
+            raise ValueError(f"{op}: cu_seqlens is {shown(ends)}, {said}")
     at = torch.arange(tokens, device=cu_seqlens.device)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bi_kernels.checks import can_wait, check, integers, once, seen, unseen
+from bi_kernels.checks import can_wait, check, integers, once, seen, unseen, widened
 from bi_kernels.ops.attention.forward import rows
 from bi_kernels.ops.attention.padded import check_values
 from bi_kernels.ops.attention.schedule import Batch, Sequences
@@ -140,11 +140,11 @@ def _checked(
 def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
     question = "pages", k.shape[:2]
     if unseen(question, block_table, lengths):
-        used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < lengths[:, None]
-        if bool((used & ((block_table < 0) | (block_table >= len(k)))).any()):
+        used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < widened(lengths)[:, None]
+        pages = widened(block_table)
+        if bool((used & ((pages < 0) | (pages >= len(k)))).any()):
             raise ValueError(
-                f"attention: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
-                f"expected 0 to {len(k) - 1}"
+                f"attention: block_table holds {int(pages.min())} to {int(pages.max())}, expected 0 to {len(k) - 1}"
             )
         seen(question, block_table, lengths)
 
@@ -198,7 +198,7 @@ def arguments(
         first_k, length_k = None, None if lengths_k is None else lengths_k.contiguous()
     if paged:
         _check_pages(block_table, lengths_k, k)
-        block_table = block_table.contiguous()
+        block_table = widened(block_table).contiguous()
     full_q = can_wait(q) if packed else lengths_q is None
     full_k = packed and can_wait(q) if packed or paged else lengths_k is None
     sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k, batch)
