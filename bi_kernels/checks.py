@@ -19,6 +19,8 @@ if INTERPRETED:
     interpreter.install()
 
 PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
+INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 KEPT = 4096  # kinds of arguments of a check
 _UNKNOWN = object()
 _thread = threading.local()
@@ -157,7 +159,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def integers(t: torch.Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+    return t.dtype in INTEGERS
 
 
 def can_wait(t: torch.Tensor) -> bool:

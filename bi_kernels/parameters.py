@@ -46,11 +46,11 @@ def trained(
 
 
 def tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Returns what is tied. Raises TypeError for what are no parameters, ValueError for one that is not
+    """Returns what is tied, each once. Raises TypeError for what are no parameters, ValueError for one that is not
     trained."""
     if isinstance(tied, torch.Tensor) or not isinstance(tied, Iterable):
         raise TypeError(f"MainGrads: tied is {shown(tied)}, expected a list of parameters")
-    tied = list(tied)
+    found: dict[torch.nn.Parameter, None] = {}
     for t in tied:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"MainGrads: tied holds {shown(t)}, expected a parameter")
@@ -58,7 +58,8 @@ def tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Par
             raise ValueError("MainGrads: tied holds a parameter that requires no gradient, expected one that does")
         if all(t is not p for p in parameters):
             raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
-    return tied
+        found[t] = None
+    return list(found)
 
 
 def masters_of(state: dict, expected: dict, masters: list[torch.Tensor]) -> list[torch.Tensor]:

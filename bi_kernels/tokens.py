@@ -96,6 +96,8 @@ class TokenLayout(ContextDecorator):
             raise ValueError(
                 f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0 and never decrease, to an end"
             )
+        if ends[-1] >= 2**31:
+            raise ValueError(f"{OP}: cu_seqlens ends at {shown(ends[-1])}, expected fewer than 2**31 rows")
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
 
     @classmethod
@@ -113,7 +115,9 @@ class TokenLayout(ContextDecorator):
         lengths, width = integers_of(OP, "lengths", lengths), integer_of(OP, "width", width)
         left = check_flag(OP, "left", left) | check_flag(OP, "left_padded", left_padded)
         if lengths and max(lengths) > width:
-            raise ValueError(f"TokenLayout: lengths holds {shown(max(lengths))}, expected at most the width {width}")
+            raise ValueError(
+                f"TokenLayout: lengths holds {shown(max(lengths))}, expected at most the width {shown(width)}"
+            )
         starts = [i * width + (width - n if left else 0) for i, n in enumerate(lengths)]
         return cls(starts, lengths, width * len(lengths), order)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import conftest  # turns the interpreter on  # noqa: F401
 import torch
 from fuzz_judge import CONTEXTS, WITHOUT_OP, Case, judge, signature_of, tensors_of
-from fuzz_values import CALLS, Draw, odd
+from fuzz_values import CALLS, Draw, odd, odd_tensor
 from torch import Tensor
 
 import bi_kernels as bi
@@ -69,6 +69,11 @@ def drawn(number: int) -> Case:
     for t in tensors_of(arguments.values()) if case.backward else ():
         if type(t) in (Tensor, torch.nn.Parameter) and t.is_leaf and t.is_floating_point():
             t.requires_grad_(not t.is_inference())
+    weight = arguments.get(d.choice(("weight", "bias", "b")))
+    if case.backward and isinstance(weight, Tensor) and weight.requires_grad and d.random() < 0.3:
+        buffer = d.t(*([] if weight.is_nested or weight.numel() > 10**6 else weight.shape), dtype=torch.float32)
+        what, weight.main_grad = odd_tensor(d, buffer) if d.random() < 0.5 else ("plain", buffer)
+        case.said.append(f"main_grad: {what}")
     given = []
     for one, p in signature.items():
         if one not in arguments or p.kind is p.KEYWORD_ONLY or d.random() < 0.2 and not many:
@@ -101,8 +106,9 @@ def one(number: int) -> tuple[Case, str, str]:
 
 
 def world() -> None:
-    """A process group of this process alone."""
-    store = Path(tempfile.mkdtemp()) / "store"
+    """A process group of this process alone, in a folder of its own, into which calls may write."""
+    os.chdir(tempfile.mkdtemp())
+    store = Path.cwd() / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
 

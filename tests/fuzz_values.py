@@ -349,8 +349,8 @@ def odd_tensor(d: Draw, t: Tensor) -> tuple[str, object]:
 
 def odd(d: Draw, name: str, value: object) -> tuple[str, object]:
     """Returns an odd value in the place of `value`, and what is odd about it."""
-    if d.random() < 0.1:
-        value = d.choice(ANYTHING)
+    if d.random() < 0.1 or value is None:
+        value = d.choice([v for v in ANYTHING if name not in ("calls", "loss", "reference") or not callable(v)])
         return f"{type(value).__name__}", value
     if isinstance(value, Tensor):
         return odd_tensor(d, value)

@@ -173,6 +173,7 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
 
     slots: the token of each place in the slabs, −1 for none; None: the tokens of x as they are."""
     width = x.shape[-1]
+    slabs *= heads > 0
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     shape = _blocks(width)
     if slabs and width:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, can_wait, check, check_numbers, check_shape, integers, once
+from bi_kernels.checks import apply, can_wait, check, check_numbers, check_shape, integers, once, widened
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.scalars import check_flag, check_integer, check_number, shown
 
@@ -176,7 +176,7 @@ def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
             said = f"expected it to start at 0, never decrease and end at {shown(tokens)}"
             raise ValueError(f"{op}: cu_seqlens is {shown(ends)}, {said}")
-    at = torch.arange(tokens, device=cu_seqlens.device)
+    at, cu_seqlens = torch.arange(tokens, device=cu_seqlens.device), widened(cu_seqlens)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 

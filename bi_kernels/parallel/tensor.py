@@ -20,7 +20,7 @@ import triton
 from torch import Tensor, nn
 
 from bi_kernels.checks import check_plain
-from bi_kernels.contract import EPS, VERSION
+from bi_kernels.contract import EPS, VERSION, check_dtype
 from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
@@ -120,6 +120,7 @@ class TensorParallel:
         """Returns this rank's rows of a weight or a bias; see `cut`."""
         if check_plain("TensorParallel", "weight", weight) or not weight.dim():
             raise ValueError(f"TensorParallel: weight is {shown(weight)} of {weight.dim()} dimensions, expected rows")
+        check_dtype("TensorParallel", "weight", weight)
         cut = self.cut(weight.shape, together, keys)
         shared = Shared(weight[cut.first : cut.end].detach().clone())
         shared.cut = cut

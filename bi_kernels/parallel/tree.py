@@ -52,7 +52,7 @@ class GroupTree:
     def __init__(self, numbers: int, groups: int, world: dist.ProcessGroup | None, device: torch.device):
         self.groups, self.world = groups, world
         self.rank, self.ranks = (dist.get_rank(world), dist.get_world_size(world)) if world else (0, 1)
-        self.size = -(-numbers // (self.ranks * BLOCK)) * self.ranks * BLOCK
+        self.size = -(-max(numbers, 1) // (self.ranks * BLOCK)) * self.ranks * BLOCK
         self.flat = torch.zeros(self.size, device=device)
         self.mine = self.of(self.rank)
         self.waiting: list[tuple[Node, torch.Tensor]] = []

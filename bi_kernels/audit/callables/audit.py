@@ -41,6 +41,7 @@ from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.source import source
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
+from bi_kernels.checks import check_numbers
 from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_integer, check_number, check_type, shown, strings_of
 
@@ -95,6 +96,9 @@ def audit(
         strings_of("audit", name, values)
         for name, values in (("outputs", outputs), ("shared", shared), ("names", names))
     )
+    for i, given in enumerate(inputs):
+        if isinstance(given, torch.Tensor):
+            check_numbers("audit", f"inputs[{i}]", given)
     check_number("audit", "seconds", seconds)
     check_integer("audit", "seed", seed)
     for label, text in (("name", name), ("candidate", candidate), ("imports", imports)):

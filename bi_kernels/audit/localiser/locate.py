@@ -53,6 +53,9 @@ def locate(
     layouts = _checked(model, layouts)
     if isinstance(batch, torch.Tensor):
         check_plain("locate", "batch", batch)
+        if not batch.dim() or batch.grad_fn is not None:
+            said = f"shape {tuple(batch.shape)} and grad_fn {batch.grad_fn}"
+            raise ValueError(f"locate: batch has {said}, expected samples along a dimension, and batch.detach()")
     check_flag("locate", "backward", backward)
     check_flag("locate", "measure", measure)
     check_integer("locate", "seed", seed)
