@@ -120,11 +120,11 @@ def child(first: int, end: int) -> None:
         print(f"{verdict}\t{'; '.join(case.said)!r:.150}\t{said!r:.300}", flush=True)
 
 
-def in_children(first: int, count: int) -> Iterator[tuple[int, str, str, str]]:
-    """Yields (number, name, verdict, said) of calls, in child processes, which may crash."""
+def in_children(first: int, count: int, script: str = __file__) -> Iterator[tuple[int, str, str, str]]:
+    """Yields (number, name, verdict, said) of calls, in child processes of a script, which may crash."""
     at, end = first, first + count
     while at < end:
-        command = [sys.executable, __file__, "--chunk", str(at), str(min(at + CHUNK, end))]
+        command = [sys.executable, script, "--chunk", str(at), str(min(at + CHUNK, end))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         begun, name = at, "?"
         while True:

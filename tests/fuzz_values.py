@@ -351,7 +351,7 @@ def odd(d: Draw, name: str, value: object) -> tuple[str, object]:
     """Returns an odd value in the place of `value`, and what is odd about it."""
     if d.random() < 0.1 or value is None:
         value = d.choice([v for v in ANYTHING if name not in ("calls", "loss", "reference") or not callable(v)])
-        return f"{type(value).__name__}", value
+        return f"{type(value).__name__}", value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
         return odd_tensor(d, value)
     if isinstance(value, bi.RopeTable):
@@ -368,4 +368,4 @@ def odd(d: Draw, name: str, value: object) -> tuple[str, object]:
         kind, other = odd(d, one, value[one] if isinstance(value[one], str) else None)
         return f"{one} {kind}", value | {one: other}
     value = d.choice(NUMBERS if isinstance(value, (int, float)) and type(value) is not bool else ANYTHING)
-    return f"{type(value).__name__}", value
+    return f"{type(value).__name__}", value.clone() if isinstance(value, Tensor) else value
