@@ -2,12 +2,14 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from operator import index
 
 import torch
 
 from bi_kernels.contract import check_dtype
+from bi_kernels.scalars import shown
 
 # Triton decides when a kernel is defined, so it is asked once, here, before any kernel of the package is
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,6 +19,8 @@ if INTERPRETED:
     interpreter.install()
 
 PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
+INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 KEPT = 4096  # kinds of arguments of a check
 _UNKNOWN = object()
 _thread = threading.local()
@@ -49,24 +53,43 @@ def once(check: Callable) -> Callable:
 
 
 def _kind(t: torch.Tensor) -> tuple:
-    return t.shape, t.dtype, t.device, t.layout, t.is_neg(), type(t)
+    kind = type(t)
+    if kind not in PLAIN:
+        kind = kind, getattr(getattr(t, "fake_mode", None), "allow_non_fake_inputs", None)
+    return t.shape, t.dtype, t.device, t.layout, t.is_neg(), kind
 
 
-def _check_plain(op: str, name: str, t: torch.Tensor) -> None:
-    """Raises TypeError for a tensor whose numbers do not stand in its memory."""
+def check_plain(op: str, name: str, t: torch.Tensor) -> bool:
+    """Raises TypeError for a tensor whose numbers do not stand in its memory. Tells of one that has none."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected a torch.Tensor")
     if t.is_nested:
         raise TypeError(f"{op}: {name} is nested, expected a tensor of one shape, padded or packed")
     if t.layout != torch.strided:
         raise TypeError(f"{op}: {name} has layout {t.layout}, expected torch.strided, as {name}.to_dense() has")
     if torch.compiler.is_compiling():
-        return
+        return False
     if t.is_neg():
         raise TypeError(f"{op}: {name} is a view that is negated when it is read, expected {name}.resolve_neg()")
-    if type(t) in PLAIN or _is_fake(t):
-        return
+    if type(t) in PLAIN:
+        return False
+    if _is_fake(t):
+        return True
     if torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python):
         plain = f"{name}.to_local()" if hasattr(t, "to_local") else "a torch.Tensor"
         raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected {plain}")
+    return False
+
+
+def _mixed(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Tells whether a fake tensor may be given with others that are none."""
+    return _is_fake(x) and x.fake_mode.allow_non_fake_inputs and all(type(t) in PLAIN for t in others)
+
+
+def check_numbers(op: str, name: str, t: torch.Tensor) -> None:
+    """Raises TypeError for a tensor that holds no numbers in its memory."""
+    if check_plain(op, name, t) or t.is_meta:
+        raise TypeError(f"{op}: {name} is a {type(t).__name__} on {t.device} without numbers, expected some")
 
 
 def _is_fake(t: torch.Tensor) -> bool:
@@ -82,11 +105,11 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
     """Tensors all (those in `optional` may be None), dtypes in the contract's set and equal, one device, and one that
     Triton can run on."""
     given = {name: t for name, t in tensors.items() if t is not None or name not in optional}
-    for name, t in given.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected a torch.Tensor")
-        _check_plain(op, name, t)
+    fake = [check_plain(op, name, t) for name, t in given.items()]
     (first, x), *rest = given.items()
+    if True in fake and False in fake and not _mixed(x, [t for t, one in zip(given.values(), fake) if not one]):
+        names = [list(given)[fake.index(one)] for one in (True, False)]
+        raise TypeError(f"{op}: {names[0]} is a fake tensor and {names[1]} is none, expected fake tensors alone")
     if same_dtype:
         for name, t in given.items():
             check_dtype(op, name, t)
@@ -104,25 +127,17 @@ def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **te
         raise ValueError(f"{op}: {first} is on {x.device.type}; supported are cuda, and cpu under TRITON_INTERPRET=1")
 
 
-def check_number(op: str, name: str, value: float) -> float:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} is {value!r}, expected a number")
+def integers_of(op: str, name: str, values: torch.Tensor | Sequence[int]) -> list[int]:
+    if isinstance(values, torch.Tensor):
+        check_numbers(op, name, values)
+        if values.dim() != 1 or not integers(values):
+            has = f"shape {tuple(values.shape)} and dtype {values.dtype}"
+            raise ValueError(f"{op}: {name} has {has}, expected one dimension of integers")
+        return values.tolist()
     try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{op}: {name} is an integer of {len(str(value))} digits, expected a number") from None
-
-
-def check_flag(op: str, name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {value!r}, expected True or False")
-    return value
-
-
-def check_integer(op: str, name: str, value: int, expected: str = "an integer") -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"{op}: {name} is {value!r}, expected {expected}")
-    return value
+        return [index(v) for v in values]
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{op}: {name} is {shown(values)}, expected a sequence of integers") from None
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
@@ -144,7 +159,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def integers(t: torch.Tensor) -> bool:
-    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+    return t.dtype in INTEGERS
 
 
 def can_wait(t: torch.Tensor) -> bool:
@@ -243,7 +258,15 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
         return opaque(*args)
     call = differentiable if trains else launch
     device = tensors[0].get_device()  # −1 for a CPU
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device
-            return call(*args)
-    return call(*args)
+    try:
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current device
+                return call(*args)
+        return call(*args)
+    except RuntimeError as error:
+        if "Inference tensors cannot be saved" not in str(error):
+            raise
+        raise TypeError(
+            "bi_kernels: an op was called with tensors made in inference_mode where a gradient is wanted, expected "
+            "their clones"
+        ) from None

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import triton
 
-from bi_kernels.checks import check_number
 from bi_kernels.contract import VERSION
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 from bi_kernels.parallel.tree import GroupTree, agree
-from bi_kernels.parameters import NUMBERS, OWNERS, trained
+from bi_kernels.parameters import NUMBERS, OWNERS, masters_of, tied_among, trained
+from bi_kernels.scalars import check_flag, check_integer, check_number, shown
 
 
 class MainGrads:
@@ -62,12 +62,9 @@ class MainGrads:
         sharded: bool = False,
     ):
         self.names, self.parameters = trained(parameters)
-        self.tied = list(tied)
-        if any(not t.requires_grad for t in self.tied):
-            raise ValueError("MainGrads: tied holds a parameter that requires no gradient, expected one that does")
-        if any(all(t is not p for p in self.parameters) for t in self.tied):
-            raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
-        self.tree, self.sharded = self._tree(groups, world), sharded
+        self.tied = tied_among(self.parameters, tied)
+        self.sharded = check_flag("MainGrads", "sharded", sharded)
+        self.tree = self._tree(groups, world)
         if sharded and self.tree is None:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
         OWNERS[number := next(NUMBERS)] = self
@@ -79,9 +76,11 @@ class MainGrads:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
 
     def _tree(self, groups: int, world: dist.ProcessGroup | None) -> GroupTree | None:
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-            raise ValueError(f"MainGrads: groups is {groups!r}, expected a positive integer")
+        if isinstance(groups, bool) or not isinstance(groups, int) or not 0 < groups < 2**31:
+            raise ValueError(f"MainGrads: groups is {shown(groups)}, expected a positive integer")
         if world is not None:
+            if not isinstance(world, dist.ProcessGroup):
+                raise TypeError(f"MainGrads: world is {shown(world)}, expected a process group, or None")
             shapes = [(tuple(p.shape), str(p.dtype), any(p is t for t in self.tied)) for p in self.parameters]
             versions = {"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
             agree("MainGrads", world, {"groups": groups, "parameters": shapes} | versions)
@@ -114,9 +113,10 @@ class MainGrads:
     def close(self, group: int) -> None:
         """Ends a group's fold, after its last backward: it takes its place in the tree, and the next begins at zero.
         Raises ValueError for another group than the next of `mine`."""
+        check_integer("MainGrads", "group", group)
         if self.tree is None:  # a single group ends with the step
             if group != 0:
-                raise ValueError(f"MainGrads: close was called for group {group!r}, expected 0, the only one")
+                raise ValueError(f"MainGrads: close was called for group {shown(group)}, expected 0, the only one")
             return
         self._join_tied()
         self.collect()
@@ -221,8 +221,9 @@ class MainGrads:
         step; returns the norm, fp32, before that. Its sum is one tree over all numbers, the same however the step is
         cut or shared. Raises ValueError for a norm that is not above 0, for weights that are cut over ranks, and for a
         norm that is not finite if asked to."""
+        check_flag("MainGrads", "error_if_nonfinite", error_if_nonfinite)
         if not (limit := check_number("MainGrads", "max_norm", max_norm)) > 0:
-            raise ValueError(f"MainGrads: max_norm is {max_norm!r}, expected a number above 0")
+            raise ValueError(f"MainGrads: max_norm is {shown(max_norm)}, expected a number above 0")
         if cut := [name for name, p in zip(self.names, self.parameters) if hasattr(p, "cut")]:
             raise ValueError(f"MainGrads: {cut[0]} is cut over ranks, expected whole weights where they are clipped")
         if self.tree and self.tree.begun:
@@ -260,11 +261,7 @@ class MainGrads:
         """Takes over the masters of a `state_dict`, and rounds them into the parameters; a step that was begun is
         dropped. Raises ValueError, before anything is changed, for those of other parameters, of another version of the
         contract, or of another rank."""
-        for name, mine in self._said().items():
-            theirs = state.get(name) if isinstance(state, dict) else None
-            if theirs != mine:
-                raise ValueError(f"MainGrads: the state's {name} is {theirs!r:.100}, expected {mine!r:.100}")
-        for master, theirs in zip(self.masters, state["masters"], strict=True):
+        for master, theirs in zip(self.masters, masters_of(state, self._said(), self.masters)):
             master.copy_(theirs)
         self._join_tied()
         self.collect()

@@ -114,7 +114,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) 
 
 def looked_up(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """weight[ids]; without columns, of which torch's backward reads address 0 on a GPU (pytorch#189668), too."""
-    return _embedding(ids, weight, padding_id) if weight.shape[1] else weight[:1].expand(*ids.shape, 0)
+    return _embedding(ids, weight, padding_id) if weight.shape[1] else weight.sum(0).expand(*ids.shape, 0)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Pair:

@@ -18,17 +18,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import lru_cache
-from operator import index
 
 import torch
 import triton
 import triton.language as tl
 
 from bi_kernels import checks
+from bi_kernels.checks import integers_of
 from bi_kernels.launch import jit
+from bi_kernels.scalars import check_flag, integer_of, shown
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
+OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
 _current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
 _outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
 
@@ -41,20 +43,6 @@ def _gather_kernel(x, slots, y, count, columns, stride, ROWS: tl.constexpr, BLOC
     inside = (slot < count)[:, None] & (col < columns)[None, :]
     value = tl.load(x + row[:, None] * stride + col[None, :], mask=inside & (row >= 0)[:, None], other=0.0)
     tl.store(y + slot.to(tl.int64)[:, None] * columns + col[None, :], value, mask=inside)
-
-
-def _integers(name: str, values: torch.Tensor | Sequence[int]) -> list[int]:
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise ValueError(
-                f"TokenLayout: {name} has shape {tuple(values.shape)} and dtype {values.dtype}, expected one "
-                "dimension of integers"
-            )
-        return values.tolist()
-    try:
-        return [index(v) for v in values]
-    except TypeError:
-        raise TypeError(f"TokenLayout: {name} is {values!r:.80}, expected a sequence of integers") from None
 
 
 class TokenLayout(ContextDecorator):
@@ -70,23 +58,25 @@ class TokenLayout(ContextDecorator):
     assumed = False  # whether it has folded a parameter's gradient by shapes alone
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
-        starts, lengths = _integers("starts", starts), _integers("lengths", lengths)
+        starts, lengths = integers_of(OP, "starts", starts), integers_of(OP, "lengths", lengths)
+        rows = integer_of(OP, "rows", rows)
         count = len(starts)
         if len(lengths) != count:
-            raise ValueError(
-                f"TokenLayout: starts is {starts} and lengths is {lengths}, expected one of each a sequence"
-            )
+            said = f"starts is {shown(starts)} and lengths is {shown(lengths)}"
+            raise ValueError(f"TokenLayout: {said}, expected one of each a sequence")
         if not count:
             raise ValueError("TokenLayout: lengths is empty, expected at least one sequence")
-        order = list(range(count)) if order is None else _integers("order", order)
+        order = list(range(count)) if order is None else integers_of(OP, "order", order)
         if len(set(order)) != count or len(order) != count:
-            raise ValueError(f"TokenLayout: order is {order}, expected {count} different numbers, one a sequence")
+            raise ValueError(
+                f"TokenLayout: order is {shown(order)}, expected {count} different numbers, one a sequence"
+            )
         spans = sorted(zip(starts, lengths))
         ends, following = [0, *(s + n for s, n in spans)], [*(s for s, _ in spans), rows]
-        if min(lengths) < 0 or any(end > start for end, start in zip(ends, following)):
+        if min(lengths) < 0 or any(end > start for end, start in zip(ends, following)) or rows >= 2**31:
             raise ValueError(
-                f"TokenLayout: sequences start at {starts} with lengths {lengths}, expected them "
-                f"to lie in {rows} rows and not to overlap"
+                f"TokenLayout: sequences start at {shown(starts)} with lengths {shown(lengths)}, expected them "
+                f"to lie in {shown(rows)} rows, fewer than 2**31, and not to overlap"
             )
         self.spans = [span for span in spans if span[1]]  # where each sequence starts, and its length
         slots: list[int] = []
@@ -94,26 +84,40 @@ class TokenLayout(ContextDecorator):
             slots += range(start, start + length)
             slots += [-1] * (-length % SLAB)
         self.rows, self.tokens = rows, sum(lengths)
-        self.slots = torch.tensor(slots, dtype=torch.int32)
-        self.identity = slots == [*range(rows), *[-1] * (-rows % SLAB)]
+        self.slots = torch.tensor(slots, dtype=torch.int32, device="cpu")
+        self.identity = self.tokens == rows and slots == [*range(rows), *[-1] * (-rows % SLAB)]
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @classmethod
     def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
         """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
-        ends = _integers("cu_seqlens", cu_seqlens)
-        if not ends or ends[0] != 0 or ends != sorted(ends):
-            raise ValueError(f"TokenLayout: cu_seqlens is {ends}, expected it to start at 0 and never decrease")
+        ends = integers_of(OP, "cu_seqlens", cu_seqlens)
+        if len(ends) < 2 or ends[0] != 0 or ends != sorted(ends):
+            raise ValueError(
+                f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0 and never decrease, to an end"
+            )
+        if ends[-1] >= 2**31:
+            raise ValueError(f"{OP}: cu_seqlens ends at {shown(ends[-1])}, expected fewer than 2**31 rows")
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
 
     @classmethod
     def padded(
-        cls, lengths: torch.Tensor | Sequence[int], width: int, left: bool = False, order: Sequence[int] | None = None
+        cls,
+        lengths: torch.Tensor | Sequence[int],
+        width: int,
+        left: bool = False,
+        order: Sequence[int] | None = None,
+        *,
+        left_padded: bool = False,
     ) -> "TokenLayout":
-        """Returns a (sequences, width) batch, each sequence at the start of its row, or at the end of it."""
-        lengths = _integers("lengths", lengths)
+        """Returns a (sequences, width) batch, each sequence at the start of its row, or with `left`, which attention
+        calls `left_padded`, at the end of it."""
+        lengths, width = integers_of(OP, "lengths", lengths), integer_of(OP, "width", width)
+        left = check_flag(OP, "left", left) | check_flag(OP, "left_padded", left_padded)
         if lengths and max(lengths) > width:
-            raise ValueError(f"TokenLayout: lengths holds {max(lengths)}, expected at most the width {width}")
+            raise ValueError(
+                f"TokenLayout: lengths holds {shown(max(lengths))}, expected at most the width {shown(width)}"
+            )
         starts = [i * width + (width - n if left else 0) for i, n in enumerate(lengths)]
         return cls(starts, lengths, width * len(lengths), order)
 
@@ -203,6 +207,8 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     *outer, length = lead or (1,)
     sequences = torch.Size(outer).numel()
     tokens = sequences * length
+    if tokens >= 2**31:
+        raise ValueError(f"{op}: {X.get(op, 'x')} has {tokens} tokens, expected fewer than 2**31")
     layout = _current.get() if trains else None
     if layout is not None and layout.rows == tokens:
         return layout
@@ -210,7 +216,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
         return _Unset(op)
     if layout is not None:
         raise ValueError(
-            f"{op}: x has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
+            f"{op}: {X.get(op, 'x')} has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
             f"{layout.rows} rows; enter the layout of this very call"
             + "; for (…, heads, D) use qk_norm"
             * (op.endswith("rms_norm") and tokens == layout.rows * length)
@@ -275,7 +281,8 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
-    if buffer.shape != weight.shape or buffer.device != weight.device or not buffer.is_contiguous():
+    plain = buffer.layout == torch.strided and buffer.is_contiguous() and not buffer.is_neg()
+    if buffer.shape != weight.shape or buffer.device != weight.device or not plain:
         raise ValueError(
             f"{op}: {name}.{attribute} has shape {tuple(buffer.shape)} on {buffer.device}, expected it "
             f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}"

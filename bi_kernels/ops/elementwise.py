@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number, check_shape, once
+from bi_kernels.checks import apply, check, check_shape, once
 from bi_kernels.contract import DTYPES
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.ops.gemm.gemm import fold_bias
+from bi_kernels.scalars import check_number, shown
 from bi_kernels.tokens import layout_for, main_grad
 
 BLOCK, WARPS = 1024, 4  # eight elements a thread: one 16-byte access in bf16
@@ -190,8 +191,8 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
     latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
     _checked("gelu", x)
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"gelu: approximate is {approximate!r}, expected 'none' or 'tanh'")
+    if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu: approximate is {shown(approximate)}, expected 'none' or 'tanh'")
     return _apply("gelu" if approximate == "none" else "gelu_tanh", x)
 
 
@@ -238,6 +239,6 @@ def mask_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in another dtype of the contract: one rounding to nearest even on the way down, exact on the way up."""
     check("cast", x=x)
-    if dtype not in DTYPES.values():
-        raise TypeError(f"cast: dtype is {dtype}; supported are {', '.join(DTYPES)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise TypeError(f"cast: dtype is {shown(dtype)}; supported are {', '.join(DTYPES)}")
     return _apply("cast", x, dtype=dtype)

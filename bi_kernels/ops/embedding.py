@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_integer, integers, once, seen, unseen, widened
+from bi_kernels.checks import apply, check, integers, once, seen, unseen, widened
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.ops.fold import add_rows
+from bi_kernels.scalars import check_integer, shown
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 2048, 4  # that one program copies
@@ -208,7 +209,7 @@ def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None) ->
         padding_id is not None
         and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]
     ):
-        raise ValueError(f"embedding: padding_id is {padding_id}, expected {allowed}")
+        raise ValueError(f"embedding: padding_id is {shown(padding_id)}, expected {allowed}")
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:

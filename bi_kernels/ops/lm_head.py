@@ -9,10 +9,11 @@ import torch
 import triton
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_number, widened
+from bi_kernels.checks import apply, check, widened
 from bi_kernels.ops.gemm.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
+from bi_kernels.scalars import check_number
 from bi_kernels.tokens import begins, layout_for, main_grad
 
 SCRATCH = 2**28  # logits computed at a time where they are not kept
@@ -143,12 +144,12 @@ def checked(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    vocab: int,
+    vocab: int | None,
     temperature: float,
     ignore_index: int,
     keep_bytes: float,
 ) -> float:
-    """Returns 1 / temperature, once the arguments are known to be right, of a vocabulary that weight has rows of."""
+    """Returns 1 / temperature, once the arguments are known to be right. vocab: None where weight has all its rows."""
     op = "lm_head_logprob"
     check(op, hidden=hidden, weight=weight)
     check(op, same_dtype=False, hidden=hidden, targets=targets)
@@ -160,6 +161,7 @@ def checked(
     trains = hidden.requires_grad or weight.requires_grad
     if not check_number(op, "keep_bytes", keep_bytes) >= 0:
         raise ValueError(f"{op}: keep_bytes is {keep_bytes}, expected at least 0")
+    vocab = len(weight) if vocab is None else vocab
     return checked_targets(op, targets, hidden.shape[:-1], vocab, temperature, ignore_index, trains)
 
 
@@ -178,8 +180,9 @@ def lm_head_logprob(
     ValueError for a target outside the vocabulary (NaN where nobody can tell, see `embedding`), and where a gradient is
     wanted of nothing but ignored ones.
     """
-    op, lead = "lm_head_logprob", hidden.shape[:-1]
-    inv_temperature = checked(hidden, weight, targets, len(weight), temperature, ignore_index, keep_bytes)
+    op = "lm_head_logprob"
+    inv_temperature = checked(hidden, weight, targets, None, temperature, ignore_index, keep_bytes)
+    lead = hidden.shape[:-1]
     differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead, weight.requires_grad), keep_bytes, *args)
     logprob, entropy, *_ = apply(
         _lm_head,

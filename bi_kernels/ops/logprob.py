@@ -7,10 +7,11 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, can_wait, check, check_integer, check_number, check_shape, widened
+from bi_kernels.checks import aligned, apply, can_wait, check, check_shape, widened
 from bi_kernels.launch import jit
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
+from bi_kernels.scalars import check_fp32, check_integer, check_number, shown
 
 
 @jit(do_not_specialize=["rows"])
@@ -148,14 +149,16 @@ def checked_targets(
     check_shape(op, "targets", targets, lead, "one a token")
     if not targets.numel():
         raise ValueError(f"{op}: targets has shape {tuple(targets.shape)}, expected at least one token")
-    check_ids(op, "targets", targets, vocab, check_integer(op, "ignore_index", ignore_index))
+    if not -(2**63) <= check_integer(op, "ignore_index", ignore_index) < 2**63:
+        raise ValueError(f"{op}: ignore_index is {shown(ignore_index)}, expected an integer of 64 bits")
+    check_ids(op, "targets", targets, vocab, ignore_index)
     if trains and torch.is_grad_enabled() and can_wait(targets) and bool((targets == ignore_index).all()):
         raise ValueError(
             f"{op}: targets holds nothing but ignore_index {ignore_index}, expected at least one token to train on"
         )
     if not check_number(op, "temperature", temperature) > 0:
         raise ValueError(f"{op}: temperature is {temperature}, expected a positive number")
-    return 1.0 / temperature
+    return check_fp32(op, "1 / temperature", 1.0 / float(temperature))
 
 
 def token_logprob(

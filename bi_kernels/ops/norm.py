@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply, check, check_number, check_shape, once
+from bi_kernels.checks import aligned, apply, check, check_shape, once
 from bi_kernels.launch import Launch, jit, remembered
 from bi_kernels.ops.fold import fold_partials
+from bi_kernels.scalars import check_fp32, check_number
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
@@ -172,6 +173,7 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
 
     slots: the token of each place in the slabs, −1 for none; None: the tokens of x as they are."""
     width = x.shape[-1]
+    slabs *= heads > 0
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     shape = _blocks(width)
     if slabs and width:
@@ -260,7 +262,7 @@ def _checked(op: str, x, residual, weight, eps, heads: bool) -> float:
         raise ValueError(f"{op}: the last dimension of x is {x.shape[-1]}, expected 1 to {WIDEST}")
     if not 0 <= check_number(op, "eps", eps) < float("inf"):
         raise ValueError(f"{op}: eps is {eps}, expected a number from 0 on")
-    return float(eps)
+    return check_fp32(op, "eps", float(eps))
 
 
 def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):

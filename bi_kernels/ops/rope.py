@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, check_flag, check_shape, integers, once
+from bi_kernels.checks import apply, can_wait, check, check_numbers, check_shape, integers, once, widened
 from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.scalars import check_flag, check_integer, check_number, shown
 
 BLOCK_R, WARPS = 16, 4
 
@@ -136,32 +137,46 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
 
     Computed on the CPU whatever `device` is, so that every device holds the same table.
     """
-    if head_dim <= 0 or head_dim % 2:
-        raise ValueError(f"rope_table: head_dim is {head_dim}, expected a positive even number")
-    if positions <= 0:
-        raise ValueError(f"rope_table: positions is {positions}, expected at least 1")
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+    op, whole = "rope_table", {"dtype": torch.float64, "device": "cpu"}
+    if not 0 < check_integer(op, "head_dim", head_dim) <= 2**16 or head_dim % 2:
+        raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number, at most 2**16")
+    if not 0 < check_integer(op, "positions", positions) < 2**31:
+        raise ValueError(f"{op}: positions is {shown(positions)}, expected at least 1, and below 2**31")
+    if not 0 < check_number(op, "theta", theta) < float("inf"):
+        raise ValueError(f"{op}: theta is {theta}, expected a positive number")
+    try:
+        device = torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{op}: device is {shown(device)}, expected one of torch's") from None
+    frequency = theta ** (-torch.arange(0, head_dim, 2, **whole) / head_dim)
+    angle = torch.arange(positions, **whole)[:, None] * frequency
     return RopeTable(angle.cos().float().to(device), angle.sin().float().to(device))
 
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Returns the position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int."""
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"rope: cu_seqlens is a {type(cu_seqlens).__name__}, expected a torch.Tensor")
+    """Returns the position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int.
+
+    Raises TypeError and ValueError."""
+    op = "packed_positions"
+    check_numbers(op, "cu_seqlens", cu_seqlens)
+    if check_integer(op, "tokens", tokens) < 0:
+        raise ValueError(f"{op}: tokens is {shown(tokens)}, expected at least 0")
+    return positions_of(op, cu_seqlens, tokens)
+
+
+def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     if cu_seqlens.dim() != 1 or not integers(cu_seqlens) or not len(cu_seqlens):
         raise ValueError(
-            f"rope: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
+            f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
             "one dimension of integers, one more than there are sequences"
         )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and can_wait(cu_seqlens):
         # elsewhere the check would wait for the device; a position that comes out wrong there gives NaN
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
-            raise ValueError(
-                f"rope: cu_seqlens is {ends}, expected it to start at 0, never decrease and end at {tokens}"
-            )
-    at = torch.arange(tokens, device=cu_seqlens.device)
+            said = f"expected it to start at 0, never decrease and end at {shown(tokens)}"
+            raise ValueError(f"{op}: cu_seqlens is {shown(ends)}, {said}")
+    at, cu_seqlens = torch.arange(tokens, device=cu_seqlens.device), widened(cu_seqlens)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 
@@ -209,7 +224,7 @@ def rope(
     check_flag("rope", "interleaved", interleaved)
     _checked(x, table.cos, table.sin, positions, cu_seqlens)
     if positions is None:
-        positions = packed_positions(cu_seqlens, x.shape[0])
+        positions = positions_of("rope", cu_seqlens, x.shape[0])
     if positions.shape != x.shape[:-2]:
         try:
             positions = positions.expand(x.shape[:-2])

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.checks import check, check_integer, check_number, check_shape, integers
+from bi_kernels.checks import check, check_shape, integers
 from bi_kernels.launch import jit
+from bi_kernels.scalars import check_fp32, check_integer, check_number, shown
 
 BLOCK, WARPS = 4096, 8  # of the vocabulary
 
@@ -64,14 +65,14 @@ def sample(
         if not integers(t):
             raise TypeError(f"{op}: {name} has dtype {t.dtype}, expected integers")
     if not 0 <= check_integer(op, "seed", seed) < 2**63:
-        raise ValueError(f"{op}: seed is {seed}, expected 0 to 2**63 - 1")
+        raise ValueError(f"{op}: seed is {shown(seed)}, expected 0 to 2**63 - 1")
     if not 0 <= check_number(op, "temperature", temperature) < float("inf"):
         raise ValueError(f"{op}: temperature is {temperature}, expected a number of at least 0")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, columns = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        inv_temperature = 1.0 / temperature if temperature else 0.0
+        inv_temperature = check_fp32(op, "1 / temperature", 1.0 / temperature) if temperature else 0.0
         given = logits, samples.long().contiguous(), positions.long().contiguous(), out
         _sample_kernel[(rows,)](
             *given,

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import triton
 from torch import Tensor, nn
 
-from bi_kernels.contract import EPS, VERSION
+from bi_kernels.checks import check_plain
+from bi_kernels.contract import EPS, VERSION, check_dtype
 from bi_kernels.ops import elementwise, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
@@ -28,6 +29,7 @@ from bi_kernels.parallel.exchange import Part, Whole, merge, own, shares
 from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
 from bi_kernels.parallel.sequence import Own, OwnTokens, all_tokens, normed, own_tokens, plan_of
 from bi_kernels.parallel.tree import agree
+from bi_kernels.scalars import check_flag, check_integer, shown
 from bi_kernels.tokens import layout_for
 
 
@@ -75,11 +77,11 @@ class TensorParallel:
     def __init__(self, group: dist.ProcessGroup, sequence: bool = False):
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ValueError(
-                f"TensorParallel: group is {group!r:.100}, expected a process group that this rank is in, as "
+                f"TensorParallel: group is {shown(group)}, expected a process group that this rank is in, as "
                 "mesh.get_group() or torch.distributed.group.WORLD"
             )
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.sequence = sequence
+        self.sequence = check_flag("TensorParallel", "sequence", sequence)
         self.agree(
             {"sequence": sequence, "torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
         )
@@ -95,6 +97,9 @@ class TensorParallel:
         """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
         those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
         numbers; keys: heads that may be fewer than the ranks. Raises ValueError where the ranks cannot share it."""
+        if together is not None and check_integer("TensorParallel", "together", together) < 1:
+            raise ValueError(f"TensorParallel: together is {shown(together)}, expected at least 1, or None")
+        check_flag("TensorParallel", "keys", keys)
         rows, sums = shape[0], shape[1] if len(shape) > 1 else 0
         heads, ranks = rows // (together or 1), self.ranks
         for name, size in (("columns", sums), ("rows", rows if together else 0)):
@@ -113,6 +118,9 @@ class TensorParallel:
 
     def share(self, weight: Tensor, together: int | None = 1, keys: bool = False) -> Shared:
         """Returns this rank's rows of a weight or a bias; see `cut`."""
+        if check_plain("TensorParallel", "weight", weight) or not weight.dim():
+            raise ValueError(f"TensorParallel: weight is {shown(weight)} of {weight.dim()} dimensions, expected rows")
+        check_dtype("TensorParallel", "weight", weight)
         cut = self.cut(weight.shape, together, keys)
         shared = Shared(weight[cut.first : cut.end].detach().clone())
         shared.cut = cut
@@ -176,11 +184,12 @@ class TensorParallel:
         """Returns this rank's columns of y where every rank has x (…, K) whole, and y whole where x has this rank's
         columns; of a weight that was not shared, what one rank does."""
         part, cuts, x = (x.part, x.cuts, x.whole) if isinstance(x, Entered) else (None, None, x)
+        if self.ranks == 1 or not hasattr(weight, "cut"):
+            return linear(x, weight, bias)
         (rows, K), lead, given = weight.shape, x.shape[:-1], x.shape[-1]
         of_weight = any(t is not None and t.requires_grad for t in (weight, bias))
         trains = torch.is_grad_enabled() and (of_weight or x.requires_grad or part is not None)
-        shared = self.ranks > 1 and hasattr(weight, "cut")
-        if not shared or given == K and not trains or given not in (K, K // self.ranks):
+        if given == K and not trains or given not in (K, K // self.ranks):
             return linear(x, weight, bias)
         flat = x.reshape(-1, given)
         if given == K:

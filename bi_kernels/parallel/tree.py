@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bi_kernels.ops.square_sum import BLOCK
 from bi_kernels.parallel.exchange import all_gather
 from bi_kernels.parallel.peers import Move, peers_for
+from bi_kernels.scalars import shown
 
 BUCKET = 2**25  # fp32 numbers that are exchanged at a time
 Node = tuple[int, int]  # groups: the first, and the one after the last
@@ -51,7 +52,7 @@ class GroupTree:
     def __init__(self, numbers: int, groups: int, world: dist.ProcessGroup | None, device: torch.device):
         self.groups, self.world = groups, world
         self.rank, self.ranks = (dist.get_rank(world), dist.get_world_size(world)) if world else (0, 1)
-        self.size = -(-numbers // (self.ranks * BLOCK)) * self.ranks * BLOCK
+        self.size = -(-max(numbers, 1) // (self.ranks * BLOCK)) * self.ranks * BLOCK
         self.flat = torch.zeros(self.size, device=device)
         self.mine = self.of(self.rank)
         self.waiting: list[tuple[Node, torch.Tensor]] = []
@@ -67,7 +68,7 @@ class GroupTree:
         if group != self.next or group not in self.mine:
             due = f"group {self.next}" if self.next in self.mine else "none, for all are closed"
             mine = f"rank {self.rank} has {_said(self.mine)}"
-            raise ValueError(f"MainGrads: close was called for group {group!r}, expected {due}; {mine}")
+            raise ValueError(f"MainGrads: close was called for group {shown(group)}, expected {due}; {mine}")
         self.next += 1
         node, held = (group, group + 1), None
         while self.waiting and self._halves(self.waiting[-1][0], node):

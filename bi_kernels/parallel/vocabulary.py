@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import widened
+from bi_kernels.checks import check_plain, widened
 from bi_kernels.ops import embedding as embeddings
 from bi_kernels.ops.gemm.gemm import check_linear, product
 from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
@@ -37,6 +37,7 @@ def cut_of(op: str, weight: Tensor) -> tuple[int, int, int]:
     ValueError for one that was not shared."""
     cut = getattr(weight, "cut", None)
     if cut is None:
+        check_plain(op, "weight", weight)
         raise ValueError(
             f"{op}: weight of shape {tuple(weight.shape)} is not shared over ranks, expected what TensorParallel.share "
             "returned"
@@ -247,9 +248,10 @@ def lm_head_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Returns what `bi_kernels.lm_head_logprob` does, of a shared weight; the logits are computed again for the
     backward."""
-    op, lead = "lm_head_logprob", hidden.shape[:-1]
+    op = "lm_head_logprob"
     *_, vocab = cut_of(op, weight)
     inv_temperature = checked(hidden, weight, targets, vocab, temperature, ignore_index, keep_bytes)
+    lead = hidden.shape[:-1]
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     head = Head(group, weight, inv_temperature, ignore_index)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), widened(targets).reshape(-1).contiguous()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 
 import torch
 from rich.progress import track
@@ -41,7 +41,9 @@ from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.source import source
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
+from bi_kernels.checks import check_numbers
 from bi_kernels.contract import SWEEP
+from bi_kernels.scalars import check_integer, check_number, check_type, shown, strings_of
 
 RECOMPILES = 256
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
@@ -89,7 +91,21 @@ def audit(
     afterwards. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
-        raise TypeError(f"fn is {fn!r:.80}, expected a callable")
+        raise TypeError(f"fn is {shown(fn)}, expected a callable")
+    outputs, shared, names = (
+        strings_of("audit", name, values)
+        for name, values in (("outputs", outputs), ("shared", shared), ("names", names))
+    )
+    for i, given in enumerate(inputs):
+        if isinstance(given, torch.Tensor):
+            check_numbers("audit", f"inputs[{i}]", given)
+    check_number("audit", "seconds", seconds)
+    check_integer("audit", "seed", seed)
+    for label, text in (("name", name), ("candidate", candidate), ("imports", imports)):
+        check_type("audit", label, text, str, "a string")
+    check_type("audit", "backward", backward, (bool, NoneType), "True, False or None")
+    check_type("audit", "folder", folder, (str, Path, NoneType), "a path")
+    check_type("audit", "reference", reference, (Callable, NoneType), "a callable")
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.step import Run, freeze, step
+from bi_kernels.checks import check_plain
+from bi_kernels.scalars import check_flag, check_integer, check_type, shown, strings_of
 
 ROUNDS = 6
 
@@ -48,6 +51,18 @@ def locate(
     Raises ValueError: a layout that the model does not support, a batch that it does not take, a model on two devices.
     """
     layouts = _checked(model, layouts)
+    if isinstance(batch, torch.Tensor):
+        check_plain("locate", "batch", batch)
+        if not batch.dim() or batch.grad_fn is not None:
+            said = f"shape {tuple(batch.shape)} and grad_fn {batch.grad_fn}"
+            raise ValueError(f"locate: batch has {said}, expected samples along a dimension, and batch.detach()")
+    check_flag("locate", "backward", backward)
+    check_flag("locate", "measure", measure)
+    check_integer("locate", "seed", seed)
+    check_integer("locate", "rounds", rounds)
+    check_type("locate", "folder", folder, (str, Path, NoneType), "a path")
+    for label, given in (("loss", loss), ("calls", calls)):
+        check_type("locate", label, given, (Callable, NoneType), "a callable")
     plans = {name: partial(plan, model, batch, name, calls) for name in dict.fromkeys(layouts)}
     made = {name: make() for name, make in plans.items()}
     backward = backward and all(p.trains for p in made.values())
@@ -72,8 +87,8 @@ def locate(
 def _checked(model, layouts: Sequence[str]) -> list[str]:
     if not callable(model):
         raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module or a function")
-    if isinstance(layouts, str) or len(dict.fromkeys(layouts)) < 2:
-        raise ValueError(f"layouts is {layouts!r}, expected two or more different layouts")
+    if isinstance(layouts, str) or len(dict.fromkeys(strings_of("locate", "layouts", layouts))) < 2:
+        raise ValueError(f"layouts is {shown(layouts)}, expected two or more different layouts")
     one_device(model)
     return list(dict.fromkeys(layouts))
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bi_kernels.checks import can_wait, check, check_flag, check_integer, check_number, integers, once, seen, unseen
+from bi_kernels.checks import can_wait, check, integers, once, seen, unseen, widened
 from bi_kernels.ops.attention.forward import rows
 from bi_kernels.ops.attention.padded import check_values
 from bi_kernels.ops.attention.schedule import Batch, Sequences
+from bi_kernels.scalars import check_flag, check_fp32, check_integer, check_number, shown
 
 WIDEST = 2**30  # keys; a wider window is none
 MOST_HEADS = 128  # that models have; more of them are tokens, most likely
@@ -27,7 +28,7 @@ def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Te
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != rows or ends != sorted(ends):
             raise ValueError(
-                f"{op}: {name} is {ends}, expected it to start at 0, never decrease, and end at {rows}, "
+                f"{op}: {name} is {shown(ends)}, expected it to start at 0, never decrease, and end at {rows}, "
                 "the number of rows"
             )
         seen(("ends", rows), cu_seqlens)
@@ -90,10 +91,10 @@ def _checked(
             "widths and a multiple of k's heads"
         )
     if not 1 <= width <= 256:
-        raise ValueError(f"{op}: the heads have width {width}, expected 1 to 256")
+        raise ValueError(f"{op}: q has heads of width {width}, expected 1 to 256")
     if window is not None and (check_integer(op, "window", window) < 1 or not causal):
-        raise ValueError(f"{op}: window is {window} and causal is {causal}, expected at least 1, and causal")
-    if scale is not None and not 0 < check_number(op, "scale", scale) < float("inf"):
+        raise ValueError(f"{op}: window is {shown(window)} and causal is {causal}, expected at least 1, and causal")
+    if scale is not None and not check_fp32(op, "scale", check_number(op, "scale", scale)) > 0:
         raise ValueError(f"{op}: scale is {scale}, expected a positive number")
     if packed and (lengths_q is not None or left_padded or lengths_k is not None and block_table is None):
         raise ValueError(
@@ -139,11 +140,11 @@ def _checked(
 def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
     question = "pages", k.shape[:2]
     if unseen(question, block_table, lengths):
-        used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < lengths[:, None]
-        if bool((used & ((block_table < 0) | (block_table >= len(k)))).any()):
+        used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < widened(lengths)[:, None]
+        pages = widened(block_table)
+        if bool((used & ((pages < 0) | (pages >= len(k)))).any()):
             raise ValueError(
-                f"attention: block_table holds {int(block_table.min())} to {int(block_table.max())}, "
-                f"expected 0 to {len(k) - 1}"
+                f"attention: block_table holds {int(pages.min())} to {int(pages.max())}, expected 0 to {len(k) - 1}"
             )
         seen(question, block_table, lengths)
 
@@ -197,7 +198,7 @@ def arguments(
         first_k, length_k = None, None if lengths_k is None else lengths_k.contiguous()
     if paged:
         _check_pages(block_table, lengths_k, k)
-        block_table = block_table.contiguous()
+        block_table = widened(block_table).contiguous()
     full_q = can_wait(q) if packed else lengths_q is None
     full_k = packed and can_wait(q) if packed or paged else lengths_k is None
     sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k, batch)

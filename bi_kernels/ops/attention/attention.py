@@ -90,6 +90,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     lengths_q: Tensor | None = None,
@@ -103,17 +104,23 @@ def attention(
     """Returns softmax(q kᵀ · scale) v and its LSE: (out like q, lse (…, query heads) fp32, natural logarithm).
 
     Packed: q (tokens, query heads, D) with cu_seqlens_q (sequences + 1,), k and v (rows, key heads, D) with
-    cu_seqlens_k, the same unless given. A batch: q (B, L, query heads, D), k and v (B, capacity, key heads, D), of
-    which lengths_q and lengths_k (B,) count, at the start of each row or, left_padded, at its end; so with a cache in
-    k and v, its new keys included. Paged: k and v (pages, page size, key heads, D) and block_table (B, pages of the
-    longest) integers; needs lengths_k; has no backward. Query heads are a multiple of key heads (GQA); D is at most
-    256; scale is D ** -0.5 unless given.
+    cu_seqlens_k, the same unless given; cu_seqlens stands for both. A batch: q (B, L, query heads, D), k and v (B,
+    capacity, key heads, D), of which lengths_q and lengths_k (B,) count, at the start of each row or, left_padded, at
+    its end; so with a cache in k and v, its new keys included. Paged: k and v (pages, page size, key heads, D) and
+    block_table (B, pages of the longest) integers; needs lengths_k; has no backward. Query heads are a multiple of key
+    heads (GQA); D is at most 256; scale is D ** -0.5 unless given.
 
     causal: the last query sees all keys, each one before it one less. window: a query sees itself and the window − 1
     keys before it. A query that sees no key gives 0 and −inf, and so does padding. Bits are promised for finite v: a
     NaN or Inf in it may reach queries of its own sequence that do not see it. Raises ValueError and TypeError with one
     sentence.
     """
+    if cu_seqlens is not None:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError(
+                "attention: cu_seqlens is given with cu_seqlens_q or cu_seqlens_k, expected it alone, for both"
+            )
+        cu_seqlens_q = cu_seqlens
     call = arguments(
         q,
         k,

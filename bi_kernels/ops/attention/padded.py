@@ -8,6 +8,7 @@ from torch import Tensor
 from bi_kernels.checks import apply, seen, unseen
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.schedule import Sequences
+from bi_kernels.scalars import shown
 
 BLOCK = 256
 
@@ -69,7 +70,7 @@ def check_values(op: str, name: str, lengths: Tensor | None, width: int) -> None
     if lengths is not None and unseen(("lengths", width), lengths):
         counts = lengths.tolist()
         if not all(0 <= n <= width for n in counts):
-            raise ValueError(f"{op}: {name} is {counts}, expected 0 to {width}")
+            raise ValueError(f"{op}: {name} is {shown(counts)}, expected 0 to {width}")
         seen(("lengths", width), lengths)
 
 

@@ -1,0 +1,112 @@
+"""Every public name under odd calls: a sample of the fuzz, and its judge on functions that are broken on purpose."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import fuzz
+import pytest
+import torch
+from fuzz_judge import Case, judge
+from fuzz_values import CALLS, OTHERWISE, TENSORS
+
+import bi_kernels as bi
+from bi_kernels.scalars import check_type
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    """One process that stands for all ranks, as TensorParallel wants it."""
+    before = Path.cwd()
+    fuzz.world()
+    yield
+    torch.distributed.destroy_process_group()
+    os.chdir(before)
+
+
+def test_every_public_name_is_called():
+    called = {name.partition(".")[0] for name in CALLS}
+    assert called >= {*bi.__all__} - {"RopeTable"}  # a tuple of two tensors, which rope looks at
+    assert {*OTHERWISE} <= {*TENSORS}
+
+
+def test_a_sample_of_odd_calls_is_right_or_one_sentence():
+    verdicts = Counter()
+    for number in range(150):
+        case, verdict, said = fuzz.one(number)
+        assert verdict != "wrong", f"python tests/fuzz.py --one {number}: {case.name}, {case.said}: {said}"
+        verdicts[verdict] += 1
+    assert min(verdicts["right"], verdicts["refused"]) > 25
+
+
+# The judge: what is planted, its verdict, and a word of why
+
+
+def raising(error: Exception) -> Callable:
+    def silu(x):
+        raise error
+
+    return silu
+
+
+def telling(op: str, name: str, expected: str = "another") -> Callable:
+    return lambda x: check_type(op, name, 1, str, expected)
+
+
+def returning(of: Callable) -> Callable:
+    """What only an odd tensor is given."""
+    return lambda x: bi.silu(x) if x.is_contiguous() else of(x)
+
+
+def first_other(y: torch.Tensor) -> torch.Tensor:
+    return y.index_fill(0, torch.tensor([0]), 1.0)
+
+
+PLANTED = {
+    "right": (bi.silu, "right", ""),
+    "a sentence": (telling("silu", "x"), "refused", "silu: x is 1, expected another"),
+    "no argument": (telling("silu", "it"), "wrong", "silu: it is 1"),
+    "no op": (telling("it", "x"), "wrong", "it: x is 1"),
+    "two lines": (telling("silu", "x", "another,\nor none"), "wrong", "\n"),
+    "torch's own": (lambda x: torch.ops.bi_kernels.elementwise("silu", "x", None, 0.0, None), "wrong", "elementwise"),
+    "another exception": (raising(KeyError("silu: x is odd, expected another")), "wrong", "KeyError"),
+    "raised elsewhere": (raising(ValueError("silu: x is odd, expected another")), "wrong", "ValueError"),
+    "another number": (returning(lambda x: first_other(bi.silu(x))), "wrong", "other bits"),
+    "another zero": (returning(lambda x: -bi.silu(x * 0)), "wrong", "other bits"),
+    "another dtype": (returning(lambda x: bi.silu(x).double()), "wrong", "torch.float64"),
+    "another shape": (returning(lambda x: bi.silu(x)[:1]), "wrong", "(1, 4)"),
+    "another function": (bi.gelu, "wrong", "the reference"),
+    "a write": (returning(lambda x: (bi.silu(x), x.zero_())[0]), "wrong", "it wrote"),
+    "no plain call": (lambda x: check_type("silu", "x", x, int, "") if x.is_contiguous() else x, "wrong", "the plain"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_judge_tells_what_is_planted(name):
+    function, verdict, why = PLANTED[name]
+    silu = lambda x: function(x)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).t()
+    found, said = judge(Case("silu", silu, (x,)))
+    assert found == verdict and why in said, said
+
+
+def test_a_gradient_of_other_bits_is_told():
+    double = lambda x: bi.silu(x) if x.is_contiguous() else bi.silu(x) + (x - x.detach()).transpose(0, 1).t() * 0.5
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).t().requires_grad_()
+    assert judge(Case("silu", lambda x: bi.silu(x), (x,), backward=True)) == ("right", "")
+    found, said = judge(Case("silu", lambda x: double(x), (x.detach().requires_grad_(),), backward=True))
+    assert found == "wrong" and said.startswith("result 1 has other bits"), said
+
+
+def test_a_crash_is_a_wrong_call_and_the_others_go_on(tmp_path):
+    script = tmp_path / "crash.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(Path(fuzz.__file__).parent)!r})\nimport fuzz\n"
+        "one = fuzz.one\nfuzz.one = lambda number: os.abort() if number == 1 else one(number)\n"
+        "fuzz.world()\nfuzz.child(*map(int, sys.argv[2:]))\n"
+    )
+    found = list(fuzz.in_children(0, 3, str(script)))
+    assert [number for number, *_ in found] == [0, 1, 2]
+    assert [verdict == "wrong" for _, _, verdict, _ in found] == [False, True, False]
+    assert found[1][3] == "the process ended with -6"
