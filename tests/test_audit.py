@@ -32,7 +32,7 @@ from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import settle
-from bi_kernels.audit.runner import audits
+from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, rows
 from bi_kernels.ops.gemm.kernel import tiles

@@ -18,7 +18,7 @@ from IPython.display import Markdown
 from bi_kernels.audit import profiler, start, worker
 from bi_kernels.audit.bench import attention, cases, gemm, goals, measure, rows, tables, timing
 from bi_kernels.audit.bench.session import MEASURES
-from bi_kernels.audit.runner import audits
+from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
 BENCH = CONTRACT["benchmark"]

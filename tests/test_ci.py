@@ -16,13 +16,13 @@ import pytest
 import yaml
 from conftest import wait_for
 
-from bi_kernels.audit import ci
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.digests import file as digests
 from bi_kernels.audit.digests.candidate import compute
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
-from bi_kernels.audit.runner import stopped
-from bi_kernels.audit.summary import summary
+from bi_kernels.audit.runs import ci
+from bi_kernels.audit.runs.runner import stopped
+from bi_kernels.audit.runs.summary import summary
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text())

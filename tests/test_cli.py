@@ -14,8 +14,8 @@ from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence import index
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.parameters import defaults
-from bi_kernels.audit.runner import Board, audits
 from bi_kernels.audit.runs import folder
+from bi_kernels.audit.runs.runner import Board, audits
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,7 +87,7 @@ def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monk
 def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name, tmp_path, monkeypatch, bi_audit):
     written = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, parameters, out, *_: written.append(out))
+    monkeypatch.setattr("bi_kernels.audit.runs.runner.run", lambda names, parameters, out, *_: written.append(out))
     bi_audit("run", "gemm", "--device", "cpu", *narrowed)
     assert written == [Path("runs") / name]
 
@@ -116,7 +116,7 @@ def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name,
 def test_the_order_in_which_audits_start(arguments, order, tmp_path, monkeypatch, bi_audit):
     started = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bi_kernels.audit.runner.run", lambda names, *_: started.append(names))
+    monkeypatch.setattr("bi_kernels.audit.runs.runner.run", lambda names, *_: started.append(names))
     bi_audit("run", "--out", "out", *arguments)
     assert started == [order]
 

@@ -22,11 +22,10 @@ import triton.language as tl
 from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM
 
 import bi_kernels
-from bi_kernels.audit import runner
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 from bi_kernels.audit.mutants import command as mutants
-from bi_kernels.audit.runs import quick
+from bi_kernels.audit.runs import quick, runner
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)

@@ -20,7 +20,7 @@ from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, defaults
-from bi_kernels.audit.runner import audits
+from bi_kernels.audit.runs.runner import audits
 
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 name_of = lambda path: path.stem.partition("_")[2]

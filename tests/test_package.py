@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from bi_kernels.audit.runner import audits
+from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from bi_kernels.audit import audit, ci
+from bi_kernels.audit import audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.answer import answer, headline, led
@@ -22,7 +22,8 @@ from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, termina
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.parameters import command
-from bi_kernels.audit.summary import summary
+from bi_kernels.audit.runs import ci
+from bi_kernels.audit.runs.summary import summary
 
 G = torch.Generator().manual_seed(0)
 X, W = torch.randn(40, 64, generator=G), torch.randn(64, generator=G)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bi_kernels.audit import runner
-from bi_kernels.audit.runner import Audit
+from bi_kernels.audit.runs import runner
+from bi_kernels.audit.runs.runner import Audit
 from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
 
 NAMES = ["dtype", "gemm", "rms_norm"]
@@ -104,5 +104,5 @@ def test_an_interrupt_stops_what_is_loaded_and_begins_nothing(stubbed, tmp_path)
 
 def test_a_worker_that_ends_without_a_reply_says_its_last_line():
     with pytest.raises(Died, match="runner:nothing: AttributeError: .* has no attribute 'nothing'") as died:
-        Worker("bi_kernels.audit.runner:nothing").result()
+        Worker("bi_kernels.audit.runs.runner:nothing").result()
     assert died.value.status == 1

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from test_cli import ROW, by_itself
 
-from bi_kernels.audit import runner
-from bi_kernels.audit.runs import folder, quick
+from bi_kernels.audit.runs import folder, quick, runner
 
 ROOT = Path(__file__).parents[1]
 SCALE = "def scale(x, factor):\n    return x * factor\n"
@@ -95,7 +94,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path, monkeypatch, bi_audit):
 
 
 def test_without_notebooks_is_one_sentence(tmp_path, monkeypatch, bi_audit):
-    monkeypatch.setattr(runner, "__file__", str(tmp_path / "bi_kernels" / "audit" / "runner.py"))
+    monkeypatch.setattr(runner, "__file__", str(tmp_path / "bi_kernels" / "audit" / "runs" / "runner.py"))
     for command in (["list"], ["run", "gemm"]):
         done = bi_audit(*command)
         assert done.returncode == 2 and "the notebooks are missing" in done.err, done

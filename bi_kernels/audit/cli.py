@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from bi_kernels.audit import ci, runner
+from bi_kernels.audit.runs import ci, runner
 
 
 class Loaded(click.Command):

@@ -1,1 +1,1 @@
-"""A run of audits: its folder, its notebooks, how long they may take, and the quick run without notebooks"""
+"""A run of audits: processes, notebooks and their folder, the quick run, and what a terminal and a CI are told"""

@@ -12,15 +12,15 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bi_kernels.audit import ci, runner, worker
+from bi_kernels.audit import worker
 from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
 from bi_kernels.audit.parameters import accepted, choose, read
-from bi_kernels.audit.runs import folder, quick
+from bi_kernels.audit.runs import ci, folder, quick, runner
 from bi_kernels.audit.runs.given import checked, place, recorded, writable
-from bi_kernels.audit.summary import summary as job_summary
+from bi_kernels.audit.runs.summary import summary as job_summary
 
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
 FORWARD_ALONE = "gemm", "elementwise"  # audits of which `backward` judges the rest

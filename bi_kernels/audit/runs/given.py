@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from bi_kernels.audit import load, runner, worker
+from bi_kernels.audit import load, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
-from bi_kernels.audit.runs import folder
+from bi_kernels.audit.runs import folder, runner
 
 REGISTERED = "bi_kernels", ""  # candidates whose import says nothing new
 PARTS = "op", "dtype", "groups", "animals", "first"  # parameters by which a run asks less than an audit is

@@ -48,7 +48,7 @@ class Audit:
 
 def audits() -> dict[str, Audit]:
     """Returns the audits by name, in reading order: `3_gemm.ipynb` is the audit `gemm`."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     places = [d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir()]
     if not places:
         raise click.UsageError(f"the notebooks are missing beside {package.name}; install the package again")
