@@ -69,7 +69,10 @@ def check_type(op: str, name: str, value: object, kinds: type | tuple[type, ...]
 
 def strings_of(op: str, name: str, values: Iterable[str]) -> list[str]:
     """Returns a list of strings, which one string is none of."""
-    found = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
+    try:
+        found = [None] if isinstance(values, str) else list(values)
+    except TypeError:
+        found = [None]
     if not all(isinstance(value, str) for value in found):
         raise TypeError(f"{op}: {name} is {shown(values)}, expected a list of strings")
     return found

@@ -168,6 +168,17 @@ def _main_grads(d: Draw) -> dict:
     return {"parameters": p} | d.some(tied=p[:1], groups=2)
 
 
+def _shared(of: Callable[[Draw], dict]) -> Callable[[Draw], dict]:
+    """A call of a weight that is shared over the ranks."""
+
+    def shared(d: Draw) -> dict:
+        given = of(d)
+        parallel = bi.TensorParallel(torch.distributed.group.WORLD)
+        return given | {"weight": parallel.share(given["weight"], together=None)}
+
+    return shared
+
+
 CALLS: dict[str, Callable[[Draw], dict]] = {
     "silu": lambda d: {"x": d.t(*d.lead(), d.size())},
     "gelu": lambda d: {"x": d.t(*d.lead(), d.size())} | d.some(approximate="tanh"),
@@ -199,7 +210,7 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "MainGrads.load_state_dict": lambda d: {"state": d.state},
     "TensorParallel": lambda d: {"group": torch.distributed.group.WORLD} | d.some(sequence=True),
     **{f"TensorParallel.{name}": call for name, call in (("linear", _linear), ("rms_norm", _norm("x")))},
-    **{f"TensorParallel.{name}": call for name, call in (("embedding", _embedding), ("lm_head_logprob", _lm_head))},
+    **{f"TensorParallel.{n}": _shared(of) for n, of in (("embedding", _embedding), ("lm_head_logprob", _lm_head))},
     **{f"TensorParallel.{name}": call for name, call in (("qk_norm", _norm("x")), ("attention", _attention))},
     "TensorParallel.share": lambda d: {"weight": d.t(4, 6)} | d.some(together=2, keys=True),
     "audit": lambda d: {"fn": torch.relu, "inputs": d.t(2, 3), "backward": False, "seconds": 0.1},

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, can_wait, check, check_numbers, check_shape, integers, once, widened
 from bi_kernels.launch import Launch, jit, remembered
-from bi_kernels.scalars import check_flag, check_integer, check_number, shown
+from bi_kernels.scalars import check_flag, check_number, integer_of, shown
 
 BLOCK_R, WARPS = 16, 4
 
@@ -138,9 +138,10 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
     Computed on the CPU whatever `device` is, so that every device holds the same table.
     """
     op, whole = "rope_table", {"dtype": torch.float64, "device": "cpu"}
-    if not 0 < check_integer(op, "head_dim", head_dim) <= 2**16 or head_dim % 2:
+    positions, head_dim = integer_of(op, "positions", positions), integer_of(op, "head_dim", head_dim)
+    if not 0 < head_dim <= 2**16 or head_dim % 2:
         raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number, at most 2**16")
-    if not 0 < check_integer(op, "positions", positions) < 2**31:
+    if not 0 < positions < 2**31:
         raise ValueError(f"{op}: positions is {shown(positions)}, expected at least 1, and below 2**31")
     if not 0 < check_number(op, "theta", theta) < float("inf"):
         raise ValueError(f"{op}: theta is {theta}, expected a positive number")
@@ -159,7 +160,7 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     Raises TypeError and ValueError."""
     op = "packed_positions"
     check_numbers(op, "cu_seqlens", cu_seqlens)
-    if check_integer(op, "tokens", tokens) < 0:
+    if (tokens := integer_of(op, "tokens", tokens)) < 0:
         raise ValueError(f"{op}: tokens is {shown(tokens)}, expected at least 0")
     return positions_of(op, cu_seqlens, tokens)
 

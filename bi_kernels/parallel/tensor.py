@@ -29,7 +29,7 @@ from bi_kernels.parallel.exchange import Part, Whole, merge, own, shares
 from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
 from bi_kernels.parallel.sequence import Own, OwnTokens, all_tokens, normed, own_tokens, plan_of
 from bi_kernels.parallel.tree import agree
-from bi_kernels.scalars import check_flag, check_integer, shown
+from bi_kernels.scalars import check_flag, integer_of, shown
 from bi_kernels.tokens import layout_for
 
 
@@ -97,7 +97,7 @@ class TensorParallel:
         """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
         those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
         numbers; keys: heads that may be fewer than the ranks. Raises ValueError where the ranks cannot share it."""
-        if together is not None and check_integer("TensorParallel", "together", together) < 1:
+        if together is not None and integer_of("TensorParallel", "together", together) < 1:
             raise ValueError(f"TensorParallel: together is {shown(together)}, expected at least 1, or None")
         check_flag("TensorParallel", "keys", keys)
         rows, sums = shape[0], shape[1] if len(shape) > 1 else 0

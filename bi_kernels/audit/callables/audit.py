@@ -43,7 +43,7 @@ from bi_kernels.audit.static.source import source
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
 from bi_kernels.checks import check_numbers
 from bi_kernels.contract import SWEEP
-from bi_kernels.scalars import check_integer, check_number, check_type, shown, strings_of
+from bi_kernels.scalars import check_number, check_type, integer_of, shown, strings_of
 
 RECOMPILES = 256
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
@@ -100,7 +100,7 @@ def audit(
         if isinstance(given, torch.Tensor):
             check_numbers("audit", f"inputs[{i}]", given)
     check_number("audit", "seconds", seconds)
-    check_integer("audit", "seed", seed)
+    integer_of("audit", "seed", seed)
     for label, text in (("name", name), ("candidate", candidate), ("imports", imports)):
         check_type("audit", label, text, str, "a string")
     check_type("audit", "backward", backward, (bool, NoneType), "True, False or None")

@@ -16,8 +16,8 @@ from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.step import Run, freeze, step
-from bi_kernels.checks import check_plain
-from bi_kernels.scalars import check_flag, check_integer, check_type, shown, strings_of
+from bi_kernels.checks import check_numbers
+from bi_kernels.scalars import check_flag, check_type, integer_of, shown, strings_of
 
 ROUNDS = 6
 
@@ -52,14 +52,14 @@ def locate(
     """
     layouts = _checked(model, layouts)
     if isinstance(batch, torch.Tensor):
-        check_plain("locate", "batch", batch)
+        check_numbers("locate", "batch", batch)
         if not batch.dim() or batch.grad_fn is not None:
             said = f"shape {tuple(batch.shape)} and grad_fn {batch.grad_fn}"
             raise ValueError(f"locate: batch has {said}, expected samples along a dimension, and batch.detach()")
     check_flag("locate", "backward", backward)
     check_flag("locate", "measure", measure)
-    check_integer("locate", "seed", seed)
-    check_integer("locate", "rounds", rounds)
+    integer_of("locate", "seed", seed)
+    integer_of("locate", "rounds", rounds)
     check_type("locate", "folder", folder, (str, Path, NoneType), "a path")
     for label, given in (("loss", loss), ("calls", calls)):
         check_type("locate", label, given, (Callable, NoneType), "a callable")
