@@ -16,6 +16,7 @@ import pytest
 from test_cli import ROW, by_itself
 
 from bi_kernels.audit.runs import folder, quick, runner
+from bi_kernels.audit.runs.command import warn
 
 ROOT = Path(__file__).parents[1]
 SCALE = "def scale(x, factor):\n    return x * factor\n"
@@ -130,6 +131,12 @@ def test_what_is_wrong_is_one_sentence_and_in_the_junit_file(arguments, words, t
     assert done.returncode == 2 and not done.out and len(done.err.splitlines()) == 1, done
     assert all(word in done.err for word in words), done.err
     assert ET.parse("j.xml").find(".//error").get("message") in done.err
+
+
+def test_a_warning_is_one_annotation_whatever_it_says(monkeypatch, capsys):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    warn("50 %\n::error::no")
+    assert capsys.readouterr().out == "::warning title=bi-audit::50 %25%0A::error::no\n"
 
 
 # How a run ends

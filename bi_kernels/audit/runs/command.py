@@ -160,4 +160,6 @@ def _say(rows: list[dict], out: Path, warnings: Sequence[str], hurried: bool) ->
 def warn(text: str) -> None:
     """Prints a line on stderr, or an annotation of the job where GitHub runs this."""
     on_github = os.environ.get("GITHUB_ACTIONS") == "true"
+    for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")) if on_github else ():
+        text = text.replace(sign, code)  # which would end the annotation, and begin another command
     click.echo(f"::warning title=bi-audit::{text}" if on_github else f"bi-audit: warning: {text}", err=not on_github)
