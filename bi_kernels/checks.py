@@ -21,6 +21,9 @@ if INTERPRETED:
 PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
+INFERENCE = (
+    "bi_kernels: an op was called with tensors made in inference_mode where a gradient is wanted, expected their clones"
+)
 KEPT = 4096  # kinds of arguments of a check
 _UNKNOWN = object()
 _thread = threading.local()
@@ -230,6 +233,12 @@ def widened(t: torch.Tensor) -> torch.Tensor:
     return t if t.dtype in (torch.int32, torch.int64) else t.long()
 
 
+def refuse_inference(*tensors: torch.Tensor) -> None:
+    """Raises TypeError for tensors that autograd saves for no backward."""
+    if any(t.is_inference() for t in tensors):
+        raise TypeError(INFERENCE)
+
+
 def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
     """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
     torch.compile as the custom op `opaque`, or, for a gradient, in eager mode between two compiled parts.
@@ -264,9 +273,6 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
                 return call(*args)
         return call(*args)
     except RuntimeError as error:
-        if "Inference tensors cannot be saved" not in str(error):
-            raise
-        raise TypeError(
-            "bi_kernels: an op was called with tensors made in inference_mode where a gradient is wanted, expected "
-            "their clones"
-        ) from None
+        if "Inference tensors cannot be saved" in str(error):
+            raise TypeError(INFERENCE) from None
+        raise

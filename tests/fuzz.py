@@ -3,7 +3,8 @@
     python tests/fuzz.py [COUNT] [--seed N]      # 2,000 calls unless given, in child processes
     python tests/fuzz.py --one NUMBER            # one of them, and all that is known of it
 
-What is right, and what a sentence, is said in fuzz_judge.py; what is called, and how it is made odd, in fuzz_values.py.
+What is right, and what a sentence, is said in fuzz_judge.py; what is called in fuzz_calls.py, how it is made odd in
+fuzz_values.py.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from pathlib import Path
 
 import conftest  # turns the interpreter on  # noqa: F401
 import torch
+from fuzz_calls import CALLS, Draw
 from fuzz_judge import CONTEXTS, WITHOUT_OP, Case, judge, signature_of, tensors_of
-from fuzz_values import CALLS, Draw, odd, odd_tensor
+from fuzz_values import odd, odd_tensor
 from torch import Tensor
 
 import bi_kernels as bi

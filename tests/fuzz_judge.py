@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from fuzz_calls import Draw
 from fuzz_references import inexact
-from fuzz_values import HUGE, Draw
+from fuzz_values import HUGE
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -74,7 +75,9 @@ class Case:
             d = Draw(self.number)
             upstream = [d.choice((lambda: d.t(*y.shape), lambda: d.t().expand(y.shape)))().to(y.dtype) for y in ends]
             torch.autograd.backward(ends, upstream)
-            found = [*found, *(g for t in leaves for g in (t.grad, getattr(t, "main_grad", None)) if g is not None)]
+            found += [t.grad for t in leaves if t.grad is not None]
+            buffers = [getattr(t, "main_grad", None) for t in leaves]
+            found += [b for b in buffers if isinstance(b, Tensor) and not b.is_nested and b.layout == torch.strided]
         return found
 
 

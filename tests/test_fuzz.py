@@ -8,8 +8,9 @@ from pathlib import Path
 import fuzz
 import pytest
 import torch
+from fuzz_calls import CALLS
 from fuzz_judge import Case, judge
-from fuzz_values import CALLS, OTHERWISE, TENSORS
+from fuzz_values import OTHERWISE, TENSORS
 
 import bi_kernels as bi
 from bi_kernels.scalars import check_type
@@ -38,6 +39,21 @@ def test_a_sample_of_odd_calls_is_right_or_one_sentence():
         assert verdict != "wrong", f"python tests/fuzz.py --one {number}: {case.name}, {case.said}: {said}"
         verdicts[verdict] += 1
     assert min(verdicts["right"], verdicts["refused"]) > 25
+
+
+def test_an_embedding_that_is_shared_knows_its_padding_and_asks_for_tensors_that_can_be_saved():
+    parallel = bi.TensorParallel(torch.distributed.group.WORLD)
+    weight, ids = parallel.share(torch.ones(5, 2), together=None), torch.arange(3)
+    with pytest.raises(ValueError, match="^embedding: padding_id is -100, expected None or 0 to 4$"):
+        parallel.embedding(ids, weight, -100)
+    with pytest.raises(TypeError, match="^bi_kernels: an op was called with tensors made in inference_mode where"):
+        parallel.embedding(torch.inference_mode()(ids.clone)(), weight)
+    with pytest.raises(TypeError, match="^TensorParallel: sequence is 'no', expected True or False$"):
+        bi.TensorParallel(torch.distributed.group.WORLD, sequence="no")
+    with pytest.raises(TypeError, match="^TensorParallel: weight is a list, expected a torch.Tensor$"):
+        parallel.share([1.0])
+    with pytest.raises(TypeError, match="^linear: x is a list, expected a torch.Tensor$"):
+        parallel.linear([1.0], torch.ones(2, 2))
 
 
 # The judge: what is planted, its verdict, and a word of why

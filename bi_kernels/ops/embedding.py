@@ -199,16 +199,15 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
 
 
 @once
-def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None) -> None:
+def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None, vocab: int | None = None) -> None:
+    """vocab: None where weight has all its rows."""
     check("embedding", weight=weight)
     check("embedding", same_dtype=False, ids=ids, weight=weight)
     if weight.dim() != 2:
         raise ValueError(f"embedding: weight has shape {tuple(weight.shape)}, expected two dimensions (vocab, hidden)")
-    allowed = f"None or 0 to {weight.shape[0] - 1}"
-    if (
-        padding_id is not None
-        and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < weight.shape[0]
-    ):
+    vocab = weight.shape[0] if vocab is None else vocab
+    allowed = f"None or 0 to {vocab - 1}"
+    if padding_id is not None and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < vocab:
         raise ValueError(f"embedding: padding_id is {shown(padding_id)}, expected {allowed}")
 
 

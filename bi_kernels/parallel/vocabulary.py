@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import check_plain, widened
+from bi_kernels.checks import check_plain, refuse_inference, widened
 from bi_kernels.ops import embedding as embeddings
 from bi_kernels.ops.gemm.gemm import check_linear, product
 from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
@@ -79,10 +79,11 @@ class _Embedding(torch.autograd.Function):
 def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """Returns weight[ids] of a shared weight, as `bi_kernels.embedding` does."""
     *_, vocab = cut_of("embedding", weight)
-    embeddings._checked(ids, weight, None)
+    embeddings._checked(ids, weight, padding_id, vocab)
     embeddings.check_ids("embedding", "ids", ids, vocab)
     ids = widened(ids)
     if torch.is_grad_enabled() and weight.requires_grad:
+        refuse_inference(ids, weight)
         return _Embedding.apply(group, layout_for("embedding", ids.shape), padding_id, ids, weight)
     return _rows(group, ids, weight)
 
@@ -256,6 +257,7 @@ def lm_head_logprob(
     head = Head(group, weight, inv_temperature, ignore_index)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), widened(targets).reshape(-1).contiguous()
     if trains:
+        refuse_inference(flat, weight, wanted)
         layout = layout_for(op, lead, weight.requires_grad)
         logprob, entropy = _LMHeadLogprob.apply(head, layout, flat, weight, wanted)
     else:
