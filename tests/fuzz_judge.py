@@ -95,7 +95,9 @@ def plain(value: object, made: dict[int, object]) -> object:
         return type(value)(plain(v, made) for v in value)
     if isinstance(value, np.generic):
         return value.item()
-    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided or value.is_meta:
+    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
+        return value
+    if value.is_meta or value.is_quantized:
         return value
     if id(value) not in made:
         made[id(value)] = _plain(value)
