@@ -78,8 +78,6 @@ def test_the_first_hour(clone):
     assert took <= DEMO_SECONDS
 
     (clone / "mine.py").write_text(MINE)
-    with (clone / ".git" / "info" / "exclude").open("a") as file:
-        file.write("/mine.py\n")  # theirs
     (audit, script, mended, quick) = TRY
     said, _ = shell(audit, clone)
     assert said.endswith("status 1\n") and "stopped" not in said, said
