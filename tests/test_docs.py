@@ -238,9 +238,7 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
 
 
 def test_papermill_runs_a_notebook_as_the_readme_says():
-    notebook, parameter = re.search(
-        r"`papermill (\S+) \S+ -p (\w+) bf16`", (ROOT / "README.md").read_text()
-    ).groups()
+    notebook, parameter = re.search(r"`papermill (\S+) \S+ -p (\w+) bf16`", (ROOT / "README.md").read_text()).groups()
     assert parameter in papermill.inspect_notebook(str(ROOT / notebook))
 
 

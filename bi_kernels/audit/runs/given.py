@@ -12,7 +12,7 @@ from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
 from bi_kernels.audit.runs import folder, runner
 
-REGISTERED = "bi_kernels", ""  # candidates whose import says nothing new
+OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
 PARTS = "op", "dtype", "groups", "animals", "first"  # parameters by which a run asks less than an audit is
 
 
@@ -49,10 +49,11 @@ def checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict)
 
 def _importable(of_each: dict[str, dict]) -> None:
     """Raises ValueError where a candidate cannot be loaded: in a process of its own, which may crash."""
-    mine = {k: v for k, v in of_each.items() if v.get("candidate", "") not in REGISTERED}
-    ops = {k: v for k, v in of_each.items() if k not in mine and v.get("op")}
-    for name, given in ops.items():  # to load a session takes as long as torch itself, and only these can go wrong
-        load(name, given)
+    mine = {k: v for k, v in of_each.items() if ":" in v.get("candidate", "")}
+    for name, given in of_each.items():
+        # to load a session takes as long as torch itself, and of ours nothing but the name of an op can go wrong
+        if name not in mine and (given.get("op") or given.get("candidate", "") not in OURS):
+            load(name, given)
     if not mine:
         return
     try:

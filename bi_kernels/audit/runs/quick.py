@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.parameters import OTHERS, command
+from bi_kernels.audit.runs.runner import stopped
 
 DTYPE = "bf16"
 LAYOUTS = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
@@ -27,20 +29,25 @@ def audited(names: list[str]) -> list[str]:
 
 
 def run(parameters: dict[str, dict], jobs: int, done: Callable[[str, list[Row]], object]) -> dict[str, list[dict]]:
-    """Judges every op of some audits, and a control of each; returns the rows by audit.
+    """Judges every op of some audits, and a control of each; returns the rows by audit, with one that says so where a
+    process died.
 
     parameters: of each audit; done: is called with the name of an op and its rows, as they come.
     """
+    found: dict[str, list[dict]] = {name: [] for name in parameters}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
         parts = [part for several in pool.map(_parts, *zip(*parameters.items())) for part in several]
         parts.sort(key=lambda part: part[0] != SLOW)
         waiting = {pool.submit(_judge, part): part for part in parts}
-        found = {}
         for future in as_completed(waiting):
-            part = waiting[future]
-            found[part[0], part[2]] = future.result()
-            done(part[2] or f"a control of {part[0]}", found[part[0], part[2]])
-    return {name: [r.json() for part in parts if part[0] == name for r in found[name, part[2]]] for name in parameters}
+            audit, _, op, _ = waiting[future]
+            if isinstance(future.exception(), BrokenProcessPool):
+                found[audit].append(stopped(audit, f"{op or 'a control'}: its process, or one beside it, died"))
+            else:
+                rows = future.result()
+                found[audit] += [r.json() for r in rows]
+                done(op or f"a control of {audit}", rows)
+    return found
 
 
 def _begin() -> None:
