@@ -480,3 +480,9 @@ def test_a_control_is_missed_where_its_question_is_not_asked(monkeypatch):
     session.judge()
     monkeypatch.setattr("bi_kernels.audit.callables.modes._wanted", lambda t: t.call(t.every))
     assert [r.candidate for r in session.controls() if not r.caught] == ["another result where a gradient is wanted"]
+
+
+def test_a_default_device_is_its_users():
+    x = torch.randn(9, 8)
+    with torch.device("meta"):
+        assert audit(lambda x: 2.0 * x, x).passed

@@ -25,9 +25,9 @@ UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
 def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
     """Returns {layout: (calls, what fills a place without a sample)} over `count` samples."""
     every = list(range(count))
-    some = torch.linspace(0, count - 1, min(count, SINGLES), dtype=torch.float64).round().int().tolist()
+    some = torch.linspace(0, count - 1, min(count, SINGLES), dtype=torch.float64, device="cpu").round().int().tolist()
     third, pad = max(1, count // 3), -count % 16 or 16
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     order = order if order != every else every[::-1]
     beside = [[i if i % 2 == parity else -1 for i in every] for parity in (0, 1)]
     layouts = {  # those that tell most come first, should the time run out
