@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from test_docs import COMMANDS, DEMO, MINE, ROOT
 
-DEMO_SECONDS, QUICK_SECONDS = 10, 60  # on two cores; of a process, as others run beside this test
+DEMO_SECONDS, QUICK_SECONDS = 10, 2 * 60  # of CPU; a minute on two cores
+SLACK = 2  # for what runs beside this test, and for slower machines; what it took is printed
 OF_MINE = "mine.py:my_scores", "python runs/", "mine.py:mended", "run --quick"
 TRY = [c for c in COMMANDS if any(part in c for part in OF_MINE)]
 
@@ -75,7 +76,7 @@ def test_the_first_hour(clone):
     torch_, ours = (int(n) for n in re.findall(r": (\d+) of 192 elements", said))
     assert torch_ > 0 and ours == 0, said
     assert "my_scores" in said and "needs-fix" in said and said.endswith("status 0\n")
-    assert took <= DEMO_SECONDS
+    assert took <= SLACK * DEMO_SECONDS
 
     (clone / "mine.py").write_text(MINE)
     (audit, script, mended, quick) = TRY
@@ -90,7 +91,7 @@ def test_the_first_hour(clone):
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
     said, took = shell(quick, clone)
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
-    assert took <= 2 * QUICK_SECONDS, "on two cores"
+    assert took <= SLACK * QUICK_SECONDS
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 
