@@ -281,7 +281,7 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
-    checks.check_numbers(op, f"{name}.{attribute}", buffer)
+    buffer.device != weight.device or checks.check_numbers(op, f"{name}.{attribute}", buffer)
     plain = buffer.is_contiguous() and not buffer.is_inference()
     if buffer.shape != weight.shape or buffer.device != weight.device or not plain:
         raise ValueError(
