@@ -93,9 +93,7 @@ class TokenLayout(ContextDecorator):
         """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
         ends = integers_of(OP, "cu_seqlens", cu_seqlens)
         if len(ends) < 2 or ends[0] != 0 or ends != sorted(ends):
-            raise ValueError(
-                f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0 and never decrease, to an end"
-            )
+            raise ValueError(f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0, never decrease, and end")
         if ends[-1] >= 2**31:
             raise ValueError(f"{OP}: cu_seqlens ends at {shown(ends[-1])}, expected fewer than 2**31 rows")
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
@@ -281,7 +279,8 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
-    buffer.device != weight.device or checks.check_numbers(op, f"{name}.{attribute}", buffer)
+    if buffer.device == weight.device:
+        checks.check_numbers(op, f"{name}.{attribute}", buffer)
     plain = buffer.is_contiguous() and not buffer.is_inference()
     if buffer.shape != weight.shape or buffer.device != weight.device or not plain:
         raise ValueError(
