@@ -183,6 +183,7 @@ def failed(**said) -> Row:
         ([failed(mismatches=None, detail="not reached")], "not reached"),
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
+        ([ROW, replace(ROW, relation="weights after training")], "every bit agrees in 2 checks of 128 elements"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

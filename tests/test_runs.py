@@ -61,12 +61,20 @@ def test_a_file_that_no_audit_wrote_is_one_sentence_and_no_verdict(command, text
         assert ET.parse("j.xml").find(".//error").get("message") in done.err
 
 
-def test_a_broken_record_beside_good_verdicts_is_one_sentence(tmp_path, bi_audit):
-    for file in ("provenance.json", "mutants.json"):
-        place = document(tmp_path / file)
-        (place / file).write_text("{")
-        done = bi_audit("report", tmp_path / file)
-        assert done.returncode == 2 and f"gemm/{file} is not what an audit wrote" in done.err, done
+@pytest.mark.parametrize("file", ["provenance.json", "mutants.json"])
+@pytest.mark.parametrize(
+    "command", [["report"], ["run", "dtype", "--out", "audits"], ["run", "dtype", "--publish"]], ids=len
+)
+def test_a_broken_record_beside_good_verdicts_is_one_sentence_before_anything_runs(
+    command, file, tmp_path, monkeypatch, bi_audit
+):
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    monkeypatch.setattr(runner, "run", lambda *given: ran.append(given))
+    (document(tmp_path / "audits") / file).write_text("{")
+    done = bi_audit(*command.split())
+    assert done.returncode == 2 and f"gemm/{file} is not what an audit wrote" in done.err, done
+    assert len(done.err.splitlines()) == 1 and not ran
 
 
 @pytest.mark.parametrize("name", ["README.md", "dtype/notes.txt", "dtype"])

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.kinds import INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
+from bi_kernels.audit.evidence.kinds import BITS, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
 
 NAMED = 3  # layouts, or row counts, in a sentence
@@ -187,7 +187,7 @@ def _passed(every: list[dict]) -> str:
     if not good:
         why = next((r["detail"] for r in refused if r["detail"]), "nothing was asked")
         return f"it could not be judged: {escape.line(why)[:LONGEST]}"
-    compared = [r for r in good if r["relation"] in (*INVARIANCES, "determinism")]
+    compared = [r for r in good if r["relation"] in BITS]
     sides = Counter(map(side, compared))
     listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
     said = f"every bit agrees in {len(compared):,} checks of {sum(r['elements'] or 0 for r in compared):,} elements"

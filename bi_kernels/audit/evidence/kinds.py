@@ -57,6 +57,7 @@ LAYOUTS = {  # a pattern of names: the kind of what differs there, the first tha
 MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere
 RELATIONS = {"accuracy": Kind.ACCURACY, "gradient accuracy": Kind.ACCURACY, "atomics-free": Kind.ATOMICS}
 INVARIANCES = "invariance", "gradient invariance", "parity"
+BITS = *INVARIANCES, "determinism", "weights after training"  # relations that compare bits
 
 
 def fields(row: Row | dict) -> dict:

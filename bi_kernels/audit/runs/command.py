@@ -46,6 +46,9 @@ def run(
             whole, narrowed = place(names[0], told, out, publish, hurried)
             out = whole if out or not hurried else whole.with_name(f"{whole.name}-quick")
             folder.refuse_foreign(out, [] if hurried else names)
+            indexed = () if hurried else (out, out.parent) if publish and not narrowed else (out,)
+            for place_ in indexed:
+                index(place_)  # as it stands: what it cannot read is found before anything runs
             expected = recorded(digests) if digests else None
             held.enter_context(folder.locked(out))
         candidate, of_each = told.get("candidate", names[0]), {name: accepted(name, parameters) for name in names}
@@ -62,7 +65,7 @@ def run(
                     said.print(f"{len(todo)} audit{'s' * (len(todo) > 1)} into {out}: {time}", highlight=False)
                 runner.run(todo, of_each, out, jobs, said, seconds, (cell_timeout, timeout))
                 folder.collect(out)
-                for place_ in (out, out.parent) if publish and not narrowed else (out,):
+                for place_ in indexed:
                     (place_ / "README.md").write_text(index(place_), encoding="utf-8")
                 if publish and narrowed:
                     said.print(f"{out.parent}/README.md stays as it is: this run asked {narrowed} alone")

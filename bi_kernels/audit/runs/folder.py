@@ -49,8 +49,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def refuse_foreign(out: Path, names: list[str], option: str = "--out") -> None:
-    """Raises ValueError where something that no run wrote stands where a run would write, or where verdicts that its
-    index is to hold cannot be read."""
+    """Raises ValueError where something that no run wrote stands where a run would write."""
     index = out / "README.md"
     if index.is_file() and not index.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
         raise ValueError(f"{option} is {str(out)!r}, whose README.md no run of audits wrote; name another folder")
@@ -58,8 +57,6 @@ def refuse_foreign(out: Path, names: list[str], option: str = "--out") -> None:
         folder = out / name
         if not folder.is_dir() and folder.exists() or folder.is_dir() and any(folder.iterdir()) and not _ours(folder):
             raise ValueError(f"{option} is {str(out)!r}, where {name} is something that no audit wrote; name another")
-    for path in sorted(out.glob("[!.]*/verdicts.json")):
-        checked_rows(path)
 
 
 def _ours(folder: Path) -> bool:
