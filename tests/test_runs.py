@@ -62,9 +62,7 @@ def test_a_file_that_no_audit_wrote_is_one_sentence_and_no_verdict(command, text
 
 
 @pytest.mark.parametrize("file", ["provenance.json", "mutants.json"])
-@pytest.mark.parametrize(
-    "command", [["report"], ["run", "dtype", "--out", "audits"], ["run", "dtype", "--publish"]], ids=len
-)
+@pytest.mark.parametrize("command", ["report", "run dtype --out audits", "run dtype --publish"])
 def test_a_broken_record_beside_good_verdicts_is_one_sentence_before_anything_runs(
     command, file, tmp_path, monkeypatch, bi_audit
 ):
