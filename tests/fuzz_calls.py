@@ -65,7 +65,7 @@ def _two(x: str, other: str) -> Callable[[Draw], dict]:
 def _norm(*names: str) -> Callable[[Draw], dict]:
     def of(d: Draw) -> dict:
         shape = *d.lead(), d.size(), d.size()
-        return {name: d.t(*shape) for name in names} | {"weight": d.t(shape[-1])} | d.some(eps=1e-5)
+        return {name: d.t(*shape) for name in names} | {"weight": d.t(shape[-1])} | d.some(eps=2.0**-17)
 
     return of
 

@@ -375,37 +375,37 @@ def test_an_unknown_group_is_one_sentence(bi_audit):
 
 
 @pytest.mark.parametrize(
-    "groups, folder", [((), "fake-gpu-qwen3-8b"), (("rows", "calls"), "fake-gpu-qwen3-8b-bench-rows-calls")]
+    "groups, folder", [((), "fake-gpu-qwen3-8b"), (("rows", "calls"), "fake-gpu-qwen3-8b-rows-calls")]
 )
 def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypatch):
     from bi_kernels.audit import commands
+    from bi_kernels.audit.runs import given
 
     ran = []
-    monkeypatch.setattr(commands, "choose", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(commands, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(
-        commands, "run", lambda names, out, extra, *rest, **options: ran.append((names, out, extra, options))
-    )
-    commands.bench(groups, "auto", 5, False, None)
-    ((names, out, extra, options),) = ran
-    assert names == ("bench",) and out == Path("audits", folder) and options["seed"] == 5
-    assert extra == ([("groups", "rows;calls")] if groups else [])
+    for module in (commands, given):
+        monkeypatch.setattr(module, "choose", lambda device, shapes="": torch.device("cuda"))
+    monkeypatch.setattr(given, "device_name", lambda device: "Fake GPU")
+    monkeypatch.setattr(given, "writable", lambda option, file: None)
+    monkeypatch.setattr(commands, "run", lambda **told: ran.append(told))
+    commands.bench(groups, "auto", seed=5, tiny=False, out=None, publish=True)
+    (told,) = ran
+    assert (told["names"], told["out"], told["seed"], told["publish"]) == (("bench",), None, 5, True)
+    assert told["extra"] == ([("groups", "rows;calls")] if groups else [])
+    read = {"groups": "", "shapes": told["shapes"], "device": "auto"} | dict(told["extra"])
+    place, narrowed = given.place("bench", read, None, publish=True, quick=False)
+    assert place == Path("audits", folder) and bool(narrowed) == bool(groups)
 
 
-def test_the_goals_that_are_missed_are_said_when_the_command_ends(tmp_path, monkeypatch, capsys):
-    from bi_kernels.audit import commands
+def test_the_goals_that_are_missed_are_said_when_the_command_ends(tmp_path, capsys):
+    from bi_kernels.audit.runs.command import say_goals
 
-    def run(names, out, *rest, **options):
-        (out / "bench").mkdir()
-        (out / "bench" / goals.FILE).write_text(json.dumps([{"met": True}, {"met": False}]))
-        raise SystemExit(0)
-
-    monkeypatch.setattr(commands, "choose", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(commands, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(commands, "run", run)
-    with pytest.raises(SystemExit) as end:
-        commands.bench((), "auto", 0, True, tmp_path)
-    assert end.value.code == 0, "a goal that is missed fails nothing"
+    say_goals(["bench"], tmp_path)
+    assert capsys.readouterr().out == "", "its notebook stopped before"
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / goals.FILE).write_text(json.dumps([{"met": True}, {"met": False}]))
+    say_goals(["gemm"], tmp_path)
+    assert capsys.readouterr().out == "", "that of an earlier run"
+    say_goals(["bench"], tmp_path)
     assert capsys.readouterr().out == "✔ 1 of 2 goals met, ✘ **1 missed**.\n"
 
 

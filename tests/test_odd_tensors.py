@@ -111,7 +111,7 @@ REFUSED = {
     "rms_norm: eps is nan, expected a number from 0 on": lambda: bi.rms_norm(X, V, float("nan")),
     "rms_norm: eps is -1.0, expected a number from 0 on": lambda: bi.rms_norm(X, V, -1.0),
     "rms_norm: eps is an integer of 401 digits, expected a number": lambda: bi.rms_norm(X, V, 10**400),
-    f"rms_norm: eps is 1e-300, {FP32}": lambda: bi.rms_norm(X, V, 1e-300),
+    f"rms_norm: eps is {2.0**-1000}, {FP32}": lambda: bi.rms_norm(X, V, 2.0**-1000),
     "rms_norm: eps is True, expected a number": lambda: bi.rms_norm(X, V, True),
     "attention: scale is an integer of 401 digits, expected a number": lambda: bi.attention(Q, Q, Q, scale=10**400),
     f"attention: scale is 1e+300, {FP32}": lambda: bi.attention(Q, Q, Q, scale=1e300),
@@ -127,7 +127,7 @@ REFUSED = {
     "token_logprob: temperature is nan, expected a positive number": lambda: bi.token_logprob(
         X, torch.arange(4), temperature=float("nan")
     ),
-    f"token_logprob: 1 / temperature is inf, {FP32}": lambda: bi.token_logprob(X, torch.arange(4), 5e-324),
+    f"token_logprob: 1 / temperature is inf, {FP32}": lambda: bi.token_logprob(X, torch.arange(4), 2.0**-1074),
     "token_logprob: ignore_index is 9223372036854775808, expected an integer of 64 bits": lambda: bi.token_logprob(
         X, torch.arange(4), ignore_index=2**63
     ),

@@ -56,7 +56,9 @@ def installed(built, tmp_path_factory) -> Path:
 def files(folder: str) -> set[str]:
     """The files of a folder of the checkout, but for what running it leaves."""
     kept = [
-        p for p in (ROOT / folder).rglob("*") if p.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}
+        p
+        for p in (ROOT / folder).rglob("*")
+        if p.is_file() and not {"__pycache__", ".ipynb_checkpoints", ".hypothesis"} & {*p.parts}
     ]
     return {p.relative_to(ROOT).as_posix() for p in kept}
 

@@ -84,8 +84,7 @@ def run(
                 with summary.open("a", encoding="utf-8") as file:
                     file.write(job_summary(rows, out, summary, names, warnings or [], level))
     _say(rows, out, warnings or [], hurried)
-    if (file := out / "bench" / goals.FILE).is_file() and "bench" in names:  # not if the notebook stopped before
-        click.echo(goals.sentence(json.loads(file.read_text(encoding="utf-8"))))
+    say_goals(names, out)
     if alone := [name for name in names if name in FORWARD_ALONE and "backward" not in names and not hurried]:
         op = f" -p op {told['op']}" if told.get("op") else ""
         other = f" --candidate {shlex.quote(candidate)}" if candidate != "bi_kernels" else ""
@@ -158,6 +157,12 @@ def _say(rows: list[dict], out: Path, warnings: Sequence[str], hurried: bool) ->
         f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; "
         + (f"verdicts in {out / 'verdicts.json'}" if hurried else f"documents in {out}")
     )
+
+
+def say_goals(names: Sequence[str], out: Path) -> None:
+    """Prints how many goals of the benchmark are met, where its notebook came so far."""
+    if (file := out / "bench" / goals.FILE).is_file() and "bench" in names:
+        click.echo(goals.sentence(json.loads(file.read_text(encoding="utf-8"))))
 
 
 def warn(text: str) -> None:

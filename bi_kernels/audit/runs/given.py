@@ -82,7 +82,7 @@ def place(name: str, told: dict, out: Path | None, publish: bool, quick: bool) -
         raise click.UsageError(f"--publish is given with --{'out' if out else 'quick'}; give one of them")
     usual, parts = defaults(name), [re.sub(r"[^a-z0-9]+", "-", device_name(choose(told["device"])).lower())]
     parts.append(told.get("shapes", "any"))
-    candidate = told.get("candidate", name)
+    candidate = told.get("candidate", "bi_kernels" if "shapes" in told else name)
     narrowed = {k: str(told[k]) for k in PARTS if k in told and told[k] != usual[k] and not (quick and k == "dtype")}
     parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
     parts += [re.sub(r"\W+", "-", v) for v in narrowed.values()]
