@@ -1,5 +1,6 @@
 """The committed notebooks, papermill's parameters, and nbval: what it checks, and that it can fail."""
 
+import ast
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, defaults
 from bi_kernels.audit.runs.runner import audits
 
+ROOT = Path(__file__).parents[1]
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
 name_of = lambda path: path.stem.partition("_")[2]
 
@@ -251,3 +253,12 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     assert "gemm: what it had recorded is in out/.gemm.interrupted" in said and read_rows(
         tmp_path / "out" / ".gemm.interrupted"
     )
+
+
+def test_the_workbench_holds_what_the_debuggers_tool_looks_for():
+    tool = ast.parse((ROOT / "tools" / "lab_debugger.py").read_text())  # it imports what is not installed here
+    said = {ast.unparse(n.targets[0]): n.value for n in tool.body if isinstance(n, ast.Assign)}
+    name, kernel = ast.literal_eval(said["(NOTEBOOK, KERNEL)"])
+    cells = [c.source for c in nbformat.read(ROOT / "notebooks" / name, as_version=4).cells if c.cell_type == "code"]
+    for text in (f"def {kernel}(", *ast.literal_eval(said["(LINE, STEP)"])):
+        assert any(text in cell for cell in cells), text

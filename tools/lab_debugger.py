@@ -27,8 +27,8 @@ import numpy as np
 from playwright.sync_api import Error, Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK, KERNEL, LINE = "workbench.ipynb", "_by_program_kernel", "total += upstream * normed"
-STEP = f"{KERNEL}[(2, )]"  # the cell that launches it
+NOTEBOOK, KERNEL = "workbench.ipynb", "_by_program_kernel"
+LINE, STEP = "total += upstream * normed", "_by_program_kernel[(2,)]"  # in the kernel; in the cell that launches it
 PROGRAMS, ROWS = 2, 3  # as that cell does
 TILE = "upstream"
 NUMBER = re.compile(r"[-+]?\d+\.\d*(?:e[-+]?\d+)?")
