@@ -43,6 +43,7 @@ class Flow:
         self.parameters = parameters
         self.of = {f.fn: f for f in functions}
         self.known = defaultdict(set)  # by (function, name), by field, and by function: its result
+        self.called = {}  # of a call's node: the name, and the functions here that it may reach
         self.calls = {(f,): Specialised(f, self) for f in functions}
         size = -1
         while size != (size := len(self.calls) + sum(map(len, self.known.values()))):
@@ -141,23 +142,13 @@ class Specialised(Function):
         return self.labels(e) & {DEVICES} | ({ROWS} if rows else set())
 
     def call(self, e: ast.Call) -> set:
-        name, inputs, owner = self.called(e.func), self.union(*e.args, *e.keywords), getattr(e.func, "value", None)
-        method, known = getattr(e.func, "attr", ""), self.flow.of
-        callees = [
-            (o.__init__, 1) if isinstance(o, type) else (o, 0)
-            for o in self.objects(owner if isinstance(e.func, ast.Subscript) else e.func)
-        ]
-        if method in ("run", "warmup", "apply"):  # of a kernel, or of an autograd function with its ctx
-            callees = [
-                (getattr(o, "forward", o), int(method == "apply" and "setup_context" not in vars(o)))
-                for o in self.objects(owner)
-            ]
-        elif method and not callees:
-            callees = [(fn, 1) for fn in known if fn.__qualname__.endswith(f".{method}")]
-        plain = [(unwrap(o), skip) for o, skip in callees]
-        own = [self.callee(e, known[o], skip) for o, skip in plain if isinstance(o, FunctionType) and o in known]
+        if e not in self.flow.called:  # the same whatever the arguments are
+            self.flow.called[e] = self.called(e.func), self.callees(e)
+        name, callees = self.flow.called[e]
+        inputs, owner = self.union(*e.args, *e.keywords), getattr(e.func, "value", None)
+        own = [self.callee(e, f, skip) for f, skip in callees]
         results = set().union(*(self.known[f] for f in own))
-        if own and not method:
+        if own and not isinstance(e.func, ast.Attribute):
             return results
         if name in (PID, PROGRAMS):
             return {name}
@@ -172,6 +163,23 @@ class Specialised(Function):
             size = self.size(e.args[0] if name == "len" and e.args else owner or e.func)
             return size - _later(e.args[0]) if name == "size" and e.args else size
         return results | self.labels(e.func) | (inputs if name in COUNTS else _chosen(inputs))
+
+    def callees(self, e: ast.Call) -> list[tuple[Function, int]]:
+        """Returns the functions here that a call may reach, and how many of their first parameters it does not give."""
+        known, owner, method = self.flow.of, getattr(e.func, "value", None), getattr(e.func, "attr", "")
+        reached = [
+            (o.__init__, 1) if isinstance(o, type) else (o, 0)
+            for o in self.objects(owner if isinstance(e.func, ast.Subscript) else e.func)
+        ]
+        if method in ("run", "warmup", "apply"):  # of a kernel, or of an autograd function with its ctx
+            reached = [
+                (getattr(o, "forward", o), int(method == "apply" and "setup_context" not in vars(o)))
+                for o in self.objects(owner)
+            ]
+        elif method and not reached:
+            reached = [(fn, 1) for fn in known if fn.__qualname__.endswith(f".{method}")]
+        plain = [(unwrap(o), skip) for o, skip in reached]
+        return [(known[o], skip) for o, skip in plain if isinstance(o, FunctionType) and o in known]
 
     def callee(self, e: ast.Call, f: Function, skip: int) -> "Specialised":
         """Returns the callee for arguments like these. Starred ones fill the parameters that the others leave."""
