@@ -1,11 +1,11 @@
-# make audit | documents | test | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+# make audit | documents | test | test-all | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
 # Another Python beside it: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: audit documents test lab notebooks clean
+.PHONY: audit documents test test-all lab notebooks clean
 
 # Into runs/, which git ignores.
 audit: $(VENV)/installed
@@ -16,9 +16,14 @@ documents: $(VENV)/installed
 	$(BIN)/bi-audit run --publish --jobs $(JOBS)
 
 # On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
+PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+	--no-loadscope-reorder --nbval-lax
 test: $(VENV)/installed
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		--nbval-lax tests notebooks
+	$(PYTEST) --without-slow tests notebooks
+
+# Besides, what is marked slow, and every notebook: before documents are published, and once a week.
+test-all: $(VENV)/installed
+	$(PYTEST) tests notebooks
 
 lab: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'

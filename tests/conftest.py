@@ -57,7 +57,46 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# What `make test` leaves to `make test-all`: tests marked slow, but for the cases that the mark names, and these.
+SLOW_NOTEBOOKS = (
+    "2_elementwise.ipynb",
+    "3_gemm.ipynb",
+    "5_vocabulary.ipynb",
+    "6_backward.ipynb",
+    "8_zoo.ipynb",
+    "9_attention.ipynb",
+    "10_chain.ipynb",
+    "11_training.ipynb",
+    "12_transformers.ipynb",
+    "13_random.ipynb",
+    "15_world.ipynb",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-slow", action="store_true", help="leaves out what is marked slow")
+
+
+def kept(item: pytest.Item) -> tuple[str, ...] | None:
+    """The texts of which a case that is kept has one in its id; None where nothing is marked slow."""
+    mark = item.get_closest_marker("slow")
+    return mark and tuple(mark.kwargs.get("but", ()))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    texts = kept(item)
+    return item.path.name in SLOW_NOTEBOOKS or texts is not None and not any(text in item.name for text in texts)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("without_slow"):
+        slow = [item for item in items if is_slow(item)]
+        cases = {(i.location[0], i.originalname, text) for i in items for text in kept(i) or ()}
+        cases -= {(i.location[0], i.originalname, text) for i in items for text in kept(i) or () if text in i.name}
+        if cases:
+            raise pytest.UsageError(f"marked slow, but for cases that are not there: {sorted(cases)}")
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not is_slow(item)]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

@@ -180,6 +180,7 @@ PLACES = {  # dtype, heads, width, lengths, options, schedules
 }
 
 
+@pytest.mark.slow(but=["GQA"])
 @pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
 def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
@@ -212,6 +213,7 @@ def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads
         assert_same(results(given, calls, "qkv", schedule=WHOLE, **options), expected, layout)
 
 
+@pytest.mark.slow(but=["splits", "whole"])
 @EITHER_SCHEDULE
 def test_nan_in_another_sequence_is_nobodys_business(schedule):
     given, every = arguments(205, heads=(2, 1)), sequences((70, 130, 5))
@@ -257,6 +259,7 @@ TILINGS_APART = [  # keys and run of the scores, columns of v, blocks of a round
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys, run, columns, together", TILINGS_APART)
 def test_the_tiling_of_decode_apart_changes_no_bit(keys, run, columns, together):
     given, calls = arguments(sum(SHORT), heads=(3, 1)), [packed(*map(span, sequences(SHORT)))]
@@ -351,6 +354,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow(but=["splits"])
 @EITHER_SCHEDULE
 def test_a_view_gives_the_bits_of_its_copy(schedule):
     given, calls = arguments(140, heads=(2, 1)), [padded(*map(span, sequences((130, 10))))]

@@ -79,6 +79,7 @@ def test_stale_padding_is_what_an_op_must_not_read():
 # Controls
 
 
+@pytest.mark.slow(but=["multiprocessors"])
 @pytest.mark.parametrize(
     "control", [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu], ids=lambda c: c.name
 )
@@ -201,6 +202,7 @@ def test_prefill_is_asked_for_from_inside_a_block_of_keys():
 # A generation
 
 
+@pytest.mark.slow
 def test_generation_against_a_long_cache_finds_a_schedule_that_depends_on_the_call():
     session = start("attention", {"dtype": "bf16"})
     rows = sum(attention.run(session, ["generation", "uneven"]).values(), [])

@@ -401,6 +401,7 @@ def twice(*tensors, **named):
 """
 
 
+@pytest.mark.slow(but=["linear", "norm", "softmax", "silu", "embedding", "rope"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_a_reproducer(op, tmp_path):
     """It gives in this process what the rows say; that a script does in one of its own is tested of one op."""

@@ -108,6 +108,7 @@ def test_decode_has_the_whole_grid_but_for_caches_that_are_too_large():
     assert all(cell.keys % BENCH["decode"]["page"] == 0 for cell in every)
 
 
+@pytest.mark.slow
 def test_every_goal_is_of_something_that_is_measured():
     """Run with a clock that gives every call a millisecond, each goal but those of large cells finds measurements."""
     made = bench(clock=Clock())
@@ -421,6 +422,7 @@ def test_the_session_says_the_command_that_repeats_it():
 # The notebook's tables and figures, which only a GPU fills
 
 
+@pytest.mark.slow(but=["calls"])
 @pytest.mark.parametrize("groups", ["", *cases.GROUPS])
 def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
     """Its cells run with a clock that makes times up, for all groups and for one alone; titles say what was found."""

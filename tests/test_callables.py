@@ -112,6 +112,7 @@ def test_what_is_invariant_passes(name):
     assert {r.layout for r in report.rows if r.relation == "invariance"} >= {*plan(len(INVARIANT[name][1])), *MODES}
 
 
+@pytest.mark.slow(but=["neighbour", "embedding"])
 @pytest.mark.parametrize("name", DRIFTING)
 def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch):
     (function, *inputs), relation = DRIFTING[name]
@@ -224,6 +225,7 @@ def test_what_it_writes_into_shared_tensors_stays_there():
     assert report.passed and "changes its input state in place" in " ".join(report.notes) and not state.any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_function_is_not_left_compiled_anew():
     """Watched by the static audit it is compiled otherwise; neither a verdict nor its user may meet that."""
@@ -232,6 +234,7 @@ def test_a_compiled_function_is_not_left_compiled_anew():
     assert audit(fn, X, backward=False).passed and torch.equal(fn(X), before)
 
 
+@pytest.mark.slow
 def test_what_a_user_has_in_grad_stays(tmp_path):
     module = torch.nn.Linear(WIDTH, WIDTH)
     module.weight.grad, module.weight.main_grad = torch.ones(WIDTH, WIDTH), torch.full((WIDTH, WIDTH), 2.0)
@@ -270,6 +273,7 @@ def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor, tmp_path):
     assert bool((a != b).any()) == (factor != 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn, make",
     [
@@ -285,6 +289,7 @@ def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
     assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_inputs_that_no_draw_gives_are_loaded(tmp_path):
     x = torch.randn(200, 512, generator=G)
     x[3, 5] = 1e6  # no drawn input is as large
@@ -307,6 +312,7 @@ class Module(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda mine: mine.drifts, lambda mine: mine.Module()], ids=["function", "module"])
 def test_a_script_finds_its_users_file(make, tmp_path, monkeypatch):
     """Wherever it is run from."""
@@ -382,6 +388,7 @@ def inputs():
 """
 
 
+@pytest.mark.slow
 def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_audit):
     (tmp_path / "mine.py").write_text(CANDIDATE)
     monkeypatch.chdir(tmp_path)
@@ -394,6 +401,7 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_au
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
 
 
+@pytest.mark.slow(but=["dtype 'foo'"])
 @pytest.mark.parametrize(
     "arguments, words",
     [

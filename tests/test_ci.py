@@ -230,6 +230,7 @@ def stale(folder: Path) -> None:
     write_rows(folder / "out" / "dtype" / "verdicts.json", rows(replace(PASS, audit="dtype")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "whose, why",
     [("os.getpid()", "the notebook stopped: "), ("os.getppid()", "status -9")],
@@ -423,6 +424,7 @@ def scale(x, factor):
 """
 
 
+@pytest.mark.slow
 def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
@@ -523,6 +525,14 @@ def test_the_workflow_reads_every_input_and_runs_no_input_as_a_script():
     assert not job_context, "GitHub knows the job context in steps only"
 
 
+def test_the_workflow_of_tests_makes_what_the_makefile_has():
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["make"]
+    made = re.findall(r'\["audit", "([\w-]+)"\]', job["strategy"]["matrix"]["target"])
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert made == ["test-all", "test"] and {"audit", *made} <= {*targets}
+    assert (ROOT / ".ci" / "run").read_text().endswith("make test\n")
+
+
 @pytest.mark.parametrize("name", [title for kind, title, _ in BLOCKS if kind == "yaml"])
 def test_the_documented_callers_fit_the_workflow(name):
     caller = yaml.safe_load(next(text for _, title, text in BLOCKS if title == name))
@@ -533,6 +543,7 @@ def test_the_documented_callers_fit_the_workflow(name):
     assert caller["permissions"] == WORKFLOW["permissions"], "a called workflow has no more than its caller"
 
 
+@pytest.mark.slow
 def test_the_document_is_true(tmp_path):
     repository = tmp_path / "repository"
     scripts = [text for kind, _, text in BLOCKS if kind == "bash"]

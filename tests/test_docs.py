@@ -36,6 +36,7 @@ def blocks(name: str) -> list[tuple[str, str, str, str]]:
     return FENCE.findall((ROOT / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_an_op_is_added_as_the_document_says(tmp_path):
     """In a copy of the package, by nothing but the document's blocks."""
     for folder in ("bi_kernels", "notebooks"):
@@ -186,6 +187,7 @@ class OnlyTokens(torch.nn.Module):
         return bi_kernels.embedding(input_ids, self.table)
 
 
+@pytest.mark.slow
 def test_the_readme_audits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = []
@@ -204,12 +206,14 @@ def test_the_readme_audits(tmp_path, monkeypatch):
     assert {r.tensor for r in op.rows if r.verdict == NEEDS_FIX} == {"dweight"}, "torch adds that up by the split"
 
 
+@pytest.mark.slow
 def test_the_readme_locates():
     said = []
     exec(re.sub(r"^locate\((.*)\)(\s+#.*)$", r"said.append(locate(\1))", LOCATE, flags=re.M), {"said": said})
     assert len(said) == 2 and all(report.passed for report in said)
 
 
+@pytest.mark.slow(but=["gemm"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     """What they would run is looked at; the tests run the same elsewhere."""

@@ -74,6 +74,7 @@ def test_what_is_broken_for_two_equal_samples_is_found():
     assert any("twins" in r.detail and r.verdict == NEEDS_FIX and r.relation == "gradient invariance" for r in rows)
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_another_is_found_and_what_raises_says_so():
     def rolls_out_otherwise(q, k, v, **told):
         out, lse = bi_kernels.attention(q, k, v, **told)

@@ -115,6 +115,7 @@ def test_a_gradient_of_other_bits_is_told():
     assert found == "wrong" and said.startswith("result 1 has other bits"), said
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_wrong_call_and_the_others_go_on(tmp_path):
     script = tmp_path / "crash.py"
     script.write_text(

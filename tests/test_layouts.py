@@ -113,6 +113,7 @@ def test_every_token_is_given_its_own_position(name):
     assert_same_bits(subject("rope", position).layout(name), expected, name)
 
 
+@pytest.mark.slow(but=["linear-o-dtype0"])
 @settings(max_examples=15)
 @given(random_layout(LENGTHS))
 @pytest.mark.parametrize(

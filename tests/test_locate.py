@@ -27,6 +27,7 @@ def shows(script) -> bool:
     return done.returncode == 1 and "elements differ" in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_named_on_our_chain():
     report = locate(decoder("cpu", ops=bi_kernels, dtype=torch.bfloat16), ids(), ("packed", "singles", "left_padded"))
     assert report.passed and report.compared > 500 and report.events > 100, report
@@ -51,6 +52,7 @@ ONE_EACH = (
 )
 
 
+@pytest.mark.slow(but=["linear whose dW"])
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_a_fault_is_named_and_its_script_shows_it_alone(name, tmp_path):
     (line,) = judge_faults("cpu", [name], tmp_path)
@@ -68,6 +70,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.slow(but=["autocast", "user's module", "tile follows", "q_proj"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_fault_is_named(name):
     if "Transformers" in name:
@@ -144,6 +147,7 @@ record(decoder("cpu"), ids(), "singles", sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_two_runs_in_two_processes(tmp_path):
     folder = tmp_path / "run"
     subprocess.run([sys.executable, "-c", RECORD, folder], check=True, timeout=120)

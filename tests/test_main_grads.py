@@ -26,6 +26,7 @@ def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Par
 # Saved and resumed
 
 
+@pytest.mark.slow(but=["given0"])
 @pytest.mark.parametrize("given", [{}, {"groups": 3}])
 def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
     whole, states = Run(**given), []
@@ -42,6 +43,7 @@ def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
         assert resumed.digest() == whole.digest(), state["done"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_within_a_step_goes_on_from_the_one_before(tmp_path):
     def run(name: str, kill: int = -1) -> subprocess.CompletedProcess:
         command = [sys.executable, str(SCRIPT), str(tmp_path / name), str(kill)]

@@ -184,6 +184,7 @@ def planted(m: operators.Mutant) -> str:
     return "[[equivalent]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in said.items())
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_and_a_planted_entry_that_is_killed_fails(every, tmp_path):
     few = plan.sampled(plan.of_audits([m for m in every if not on_hopper(m.file)], ["rms_norm"]), 1, 0)
     known = tmp_path / "equivalents.toml"
@@ -197,6 +198,7 @@ def test_a_mutant_is_killed_and_a_planted_entry_that_is_killed_fails(every, tmp_
     assert "1 killed" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
     known = tmp_path / "equivalents.toml"
     known.write_text(
@@ -240,6 +242,7 @@ def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
     assert waits_for(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in status(pid), 30)
 
 
+@pytest.mark.slow
 def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
     body = lambda text: operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=text)
     server = Server("cpu")

@@ -124,6 +124,7 @@ def failed(tmp_path_factory) -> dict[str, bool]:
     return nbval(*paths)
 
 
+@pytest.mark.slow
 def test_nbval_passes_an_untouched_notebook(failed):
     assert failed["untouched"] is False
 
@@ -133,6 +134,7 @@ def test_nbval_fails_a_tampered_notebook(tamper, failed):
     assert failed[tamper.__name__]
 
 
+@pytest.mark.slow
 def test_a_variant_of_the_parameters_runs_and_repeats(tmp_path):
     path, failed = tmp_path / "variant.ipynb", False
     try:

@@ -286,6 +286,7 @@ def op(x):
 """
 
 
+@pytest.mark.slow
 def test_printed_commands_work_when_pasted(tmp_path, monkeypatch, bi_audit):
     (tmp_path / ODD).write_text(MINE)
     monkeypatch.chdir(tmp_path)

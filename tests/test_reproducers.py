@@ -193,6 +193,7 @@ def ops(tmp_path, monkeypatch):
     return importlib.import_module("drifting_ops")
 
 
+@pytest.mark.slow(but=["unwritten_element"])
 @pytest.mark.parametrize("name", LIBRARY)
 def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
     report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)
@@ -200,12 +201,14 @@ def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
     checked(told(drifting)[-1:], tmp_path)
 
 
+@pytest.mark.slow
 def test_scripts_of_a_gradient_print_what_was_reported(ops, tmp_path):
     report = audit(ops.weighted, X, X[0].clone(), folder=tmp_path / "repro")
     drifting = [r for r in report.rows if r.mismatches and r.relation == "gradient invariance"]
     checked(told(drifting)[-1:], tmp_path)
 
 
+@pytest.mark.slow
 def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
     candidate = resolve(f"{ops.__file__}:linear", "gemm")
     problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
@@ -218,6 +221,7 @@ def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
     checked(drifting, tmp_path, every=len(drifting) - 1)
 
 
+@pytest.mark.slow
 def test_scripts_of_a_way_of_use_print_what_was_reported(ops, tmp_path):
     candidate = resolve(f"{ops.__file__}:kept_once", "gemm")
     problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
@@ -229,6 +233,7 @@ def test_scripts_of_a_way_of_use_print_what_was_reported(ops, tmp_path):
     checked(drifting, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_reproduced_says_why(tmp_path):
     here = os.getpid()
     only_here = lambda x: x + (len(x) < 9 and os.getpid() == here)

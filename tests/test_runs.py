@@ -173,6 +173,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_its_place(tmp_path):
         assert [p.name for p in (tmp_path / "out").iterdir()] == [".lock"]
 
 
+@pytest.mark.slow(but=["--timeout"])
 @pytest.mark.parametrize("option", ["--timeout", "--cell-timeout"])
 def test_an_audit_that_takes_too_long_keeps_what_it_had(option, tmp_path):
     (tmp_path / "mine.py").write_text(WAITS)

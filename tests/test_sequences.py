@@ -65,6 +65,7 @@ WIDER = {"right_padded", "right_padded far", LEFT, LEFT_FAR}
 LAYOUTS = WIDER | {"unpadded", "packed", "decode", "decode, 3 tokens a call", TOGETHER}
 
 
+@pytest.mark.slow(but=["width", "decode"])
 @pytest.mark.parametrize(
     "fault, broken",
     [

@@ -68,6 +68,7 @@ def given(op: str, rows: int, seed: int) -> tuple:
     return drawn(rows, *((64, 16) if op == "attention" else (64,))), *(drawn(*shape) for shape in own)
 
 
+@pytest.mark.slow(but=["split-K", "block size"])
 @pytest.mark.parametrize("order", [order for order in ORDERS if order])
 @pytest.mark.parametrize("op", ["linear", "rms_norm", "softmax", "attention"])
 def test_another_order_is_found_with_every_seed(op, order):

@@ -46,6 +46,7 @@ def applied(tmp_path_factory) -> dict[str, dict]:
     return of_all(TRANSFORMERS, tmp_path_factory.mktemp("transformers"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     "variant",
@@ -64,6 +65,7 @@ def test_two_ranks_have_the_bits_of_one(variant, rank, found):
     assert one.keys() == two.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("model", ["qwen3, tied", "qwen3, one key head", "llama, biases", "trained"])
 def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, rank, applied):
@@ -154,6 +156,7 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
     assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.slow(but=["DIES"])
 @pytest.mark.parametrize(
     ("way", "seconds", "expected"),
     [

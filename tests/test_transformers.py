@@ -179,6 +179,7 @@ def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torc
     return list(logits.split([len(s) for s in sequences]))
 
 
+@pytest.mark.slow(but=["qwen3-static", "llama-dynamic"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral"])
 def test_what_is_generated_is_rescored_to_the_bit(name, cache):
@@ -201,6 +202,7 @@ def what_is_generated(model, cache: str, sequences: list[int]) -> None:
         assert_same_bits(told, logits[LENGTHS[i] - 1 : -1].float(), f"row {row}")
 
 
+@pytest.mark.slow(but=["qwen3"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_continuous_batching_is_rescored_to_the_bit(name):
     model = applied(name).eval()
@@ -508,6 +510,7 @@ def test_restore_gives_the_original_back(tmp_path, whole):
 LONG = torch.randint(1, 160, (61,), generator=torch.Generator().manual_seed(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_window_that_slides_over_a_block_of_keys_is_rescored_to_the_bit(cache):
     model = applied("mistral").eval()

@@ -1,5 +1,6 @@
 """The zoo on the CPU: what is known is found, and every drift is shown by a script of its own."""
 
+import pytest
 import torch
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
@@ -22,6 +23,7 @@ def test_the_zoo_is_large():
     assert len(set(names)) == len(names) >= 35 and {*zoo.INVARIANT, *zoo.DRIFTING, *SOME} <= set(names)
 
 
+@pytest.mark.slow
 def test_the_auditor_is_right_about_what_is_known(tmp_path):
     lines = {line["callable"]: line for line in zoo.judge(torch.device("cpu"), animals.SMALL, tmp_path, only=SOME)}
     assert set(lines) == set(SOME)
