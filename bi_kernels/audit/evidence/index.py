@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence import escape, sources
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, TITLE, UNSUPPORTED, checked_rows, grouped, worst_of
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
@@ -83,6 +83,7 @@ def report(folder: Path) -> str:
     for path in documents:
         rows, known = checked_rows(path / "verdicts.json"), path / "provenance.json"
         made = _record(known) if known.exists() else {}  # not there if the notebook stopped before it
+        judged = _record(path / sources.FILE) if (path / sources.FILE).exists() else {}
         mine = [r for r in rows if not r["control"]]
         controls = [r for r in rows if r["control"]]
         caught = [r for r in controls if r["caught"]]
@@ -101,6 +102,7 @@ def report(folder: Path) -> str:
                     escape.link(name, f"{where}/{file}")
                     for name, file in (("verdicts", "verdicts.json"), ("notebook", "notebook.ipynb"))
                 ),
+                "sources": sources.status(judged, made.get("commit", "")),
                 "commit": made.get("commit", "–"),
                 "command": made.get("command", "–"),
             }

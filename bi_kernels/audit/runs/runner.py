@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence import escape, sources
 from bi_kernels.audit.evidence.answer import led
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.runs import folder
@@ -191,6 +191,7 @@ def run(
             if name not in loaded and not over.is_set():
                 audit, built = every[name], folder.building(out, name)
                 built.mkdir(parents=True)
+                sources.record(built, audit.notebook)  # before anything of them is loaded
                 gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
                 loaded[name] = Worker("bi_kernels.audit.runs.documents:execute", *given, gate.name), gate
 

@@ -1,0 +1,89 @@
+"""The sources of a document: what judged and was judged, folder by folder, and whether it is still what it was.
+
+All of the package, not what one audit loads of it: controls and ranks load each other's kernels, and a document that is
+called older than it is costs a run, one that is called current and is not costs its reader.
+"""
+
+import hashlib
+import json
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+FILE = "sources.json"
+PACKAGE = Path(__file__).parents[2]
+NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, of a checkout
+KINDS = ".py", ".toml", ".json"
+KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
+NAMED = 2  # folders that a sentence names
+
+
+def blob(content: bytes) -> str:
+    """Returns git's name of a file's content, by which a commit can be asked for it."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def folders(blobs: dict[str, str]) -> dict[str, str]:
+    """Returns {folder: digest of its files' names and contents} of {path: content's name}."""
+    found = defaultdict(list)
+    for path in sorted(path for path in blobs if path.endswith(KINDS)):
+        found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
+    return {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
+
+
+def package() -> dict[str, str]:
+    """Returns the folders of the package as it stands."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not path.is_relative_to(NOTEBOOKS[0])]
+    return folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
+
+
+def code(notebook: Path) -> str:
+    """Returns a digest of a notebook's cells without their outputs."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return blob(json.dumps([(cell["cell_type"], "".join(cell["source"])) for cell in cells]).encode())
+
+
+def record(folder: Path, notebook: Path) -> None:
+    """Writes of what sources a document is, beside what they found."""
+    known = package() | {notebook.name: code(notebook)}
+    (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
+    """Returns the folders that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
+    NOTEBOOK."""
+    books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
+    now = package() | {path.name: code(path) for path in books}
+    found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
+    for name in sorted({*now, *recorded}):
+        kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
+        if now.get(name) != recorded.get(name):
+            found[kind].append(name)
+    return found
+
+
+def others(recorded: dict[str, str], commit: str) -> list[str]:
+    """Returns the recorded folders of which a commit holds another content; none where no git knows the commit."""
+    command = ["git", "-C", str(PACKAGE.parent), "ls-tree", "-r", commit.removesuffix("+changes"), "--", PACKAGE.name]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    held = folders({path: about.split()[2] for about, path in (line.split("\t", 1) for line in listed)})
+    return [name for name, known in recorded.items() if not name.endswith(".ipynb") and held.get(name) != known]
+
+
+def status(recorded: dict[str, str], commit: str) -> str:
+    """Says in a few words whether a document is of the sources that are here, and of the commit that it names."""
+    if not recorded:
+        return "not recorded"
+    said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded).items() if names]
+    if lies := others(recorded, commit):
+        said.append(f"not of its commit ({_some(lies)})")
+    return "; ".join(said) or "current"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    short = [name.removeprefix(f"{PACKAGE.name}/") for name in names[:NAMED]]
+    return ", ".join(short) + (f" and {more} more" if more > 0 else "")

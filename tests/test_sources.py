@@ -1,0 +1,95 @@
+"""Of what sources a document is: recorded before a run, compared when the index is written, and asked of its commit."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bi_kernels.audit.evidence import sources
+from bi_kernels.contract import CONTRACT
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted((ROOT / "audits").rglob(sources.FILE))
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A repository with a package of kernels and an auditor, and a document of it that is recorded and committed."""
+    place = tmp_path / "bi_kernels"
+    for name in ("ops/norm.py", "ops/more/rope.py", "audit/judge.py", "contract.toml", "notes.txt"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(name)
+    (tmp_path / "notebooks").mkdir()
+    book(tmp_path, "x", [])
+    monkeypatch.setattr(sources, "PACKAGE", place)
+    monkeypatch.setattr(sources, "NOTEBOOKS", (place / "notebooks", tmp_path / "notebooks"))
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "first")
+    (tmp_path / "document").mkdir()
+    sources.record(tmp_path / "document", tmp_path / "notebooks" / "1_norm.ipynb")
+    return place
+
+
+def git(place: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", place, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def book(place: Path, source: str, outputs: list) -> None:
+    cell = {"cell_type": "code", "source": [source], "outputs": outputs}
+    (place / "notebooks" / "1_norm.ipynb").write_text(json.dumps({"cells": [cell]}))
+
+
+def said(package: Path, commit: str = "HEAD") -> str:
+    return sources.status(json.loads((package.parent / "document" / sources.FILE).read_text()), commit)
+
+
+def test_what_has_not_changed_is_current(package):
+    assert said(package) == "current"
+    (package / "notes.txt").write_text("other")
+    book(package.parent, "x", [{"text": "other"}])
+    assert said(package) == "current", "neither notes nor outputs judge anything"
+    assert sources.status({}, "HEAD") == "not recorded"
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("ops/norm.py", "other kernels since (ops)"),
+        ("ops/more/rope.py", "other kernels since (ops/more)"),
+        ("contract.toml", "other kernels since (bi_kernels)"),
+        ("audit/judge.py", "another auditor since (audit)"),
+        ("new/op.py", "other kernels since (new)"),
+    ],
+)
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_has_changed_is_named(package, name, expected, gone):
+    (package / name).parent.mkdir(exist_ok=True)
+    before = said(package)
+    (package / name).write_text("other")
+    if gone and name != "new/op.py":
+        (package / name).unlink()
+    assert before == "current" and said(package) == expected
+
+
+def test_a_notebook_of_other_cells_is_another(package):
+    book(package.parent, "y", [])
+    assert said(package) == "another notebook since (1_norm.ipynb)"
+
+
+def test_a_commit_that_holds_something_else_is_told(package):
+    (package / "ops" / "norm.py").write_text("changed, and not committed")
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    commit = git(package.parent, "rev-parse", "--short=12", "HEAD")
+    for name in (commit, f"{commit}+changes"):
+        assert said(package, name) == "not of its commit (ops)"
+    assert said(package, "0123456789ab") == "current", "of a commit that nobody knows, nothing is said"
+
+
+def test_a_document_of_the_promised_device_is_of_these_kernels():
+    for path in DOCUMENTS:
+        made = json.loads(path.with_name("provenance.json").read_text())
+        stale = sources.changed(json.loads(path.read_text()))[sources.KERNELS]
+        promised = made["architecture"] in CONTRACT["architectures"]["promised"]
+        assert not (promised and stale), f"{path.parent.relative_to(ROOT)}: other kernels since, in {stale}"
