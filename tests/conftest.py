@@ -61,6 +61,7 @@ LONGEST = (
 SLOW_NOTEBOOKS = (
     "2_elementwise.ipynb",
     "3_gemm.ipynb",
+    "4_rms_norm.ipynb",
     "5_vocabulary.ipynb",
     "6_backward.ipynb",
     "8_zoo.ipynb",

@@ -353,6 +353,7 @@ def linear(x, weight, bias=None):
 """
 
 
+@pytest.mark.slow(but=["kernels"])
 @pytest.mark.parametrize(
     "source, drifting, steady", [(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], ids=["torch", "kernels"]
 )

@@ -105,6 +105,7 @@ DRIFTING = {
 }
 
 
+@pytest.mark.slow(but=["over sequences"])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_what_is_invariant_passes(name):
     report = audit(*INVARIANT[name])
@@ -112,7 +113,7 @@ def test_what_is_invariant_passes(name):
     assert {r.layout for r in report.rows if r.relation == "invariance"} >= {*plan(len(INVARIANT[name][1])), *MODES}
 
 
-@pytest.mark.slow(but=["neighbour", "embedding"])
+@pytest.mark.slow(but=["neighbour"])
 @pytest.mark.parametrize("name", DRIFTING)
 def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch):
     (function, *inputs), relation = DRIFTING[name]

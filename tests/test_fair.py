@@ -227,6 +227,7 @@ CALLABLES = {
 }
 
 
+@pytest.mark.slow(but=["torch.compile", "fp64", "views", "attention"])
 @pytest.mark.parametrize("name", CALLABLES)
 def test_a_correct_callable_needs_no_fix(name):
     function, *inputs = CALLABLES[name]

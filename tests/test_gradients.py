@@ -81,6 +81,7 @@ def in_need(found: list[Row]) -> list[Row]:
 # Controls
 
 
+@pytest.mark.slow(but=["backward"])
 @pytest.mark.parametrize("audit", AUDITS)
 def test_every_control_is_caught_by_its_relation(audit, fewer):
     found = start(audit, {}).controls()
@@ -101,6 +102,7 @@ def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(contro
     assert [(r.candidate, r.verdict, r.caught) for r in found] == [(control.name, PASS, False)], report(found)
 
 
+@pytest.mark.slow(but=["linear-o"])
 @pytest.mark.parametrize("op, case", [("linear", "o"), ("rms_norm", ""), ("embedding", "")])
 def test_a_control_that_replaces_nothing_is_the_op_itself(op, case, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
@@ -132,6 +134,7 @@ def empty(level: str, monkeypatch) -> None:
         )
 
 
+@pytest.mark.slow(but=["rms_norm"])
 @pytest.mark.parametrize(
     "audit, level", [("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"), ("vocabulary", "torch")]
 )

@@ -109,7 +109,7 @@ def test_a_linear_that_adds_otherwise_for_few_rows_is_seen(whole):
         assert bool((logprob != whole["logprob"][at]).any()) == (len(at) <= 16), len(at)
 
 
-@pytest.mark.slow(but=["1-"])
+@pytest.mark.slow(but=["7-biases"])
 @pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
 @pytest.mark.parametrize("chunk", [1, 7])
 @torch.no_grad()

@@ -129,6 +129,7 @@ def test_nbval_passes_an_untouched_notebook(failed):
     assert failed["untouched"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tamper", TAMPERED, ids=lambda f: f.__name__)
 def test_nbval_fails_a_tampered_notebook(tamper, failed):
     assert failed[tamper.__name__]

@@ -169,6 +169,7 @@ def test_triton_is_not_imported_before_the_device_is_chosen():
     assert subprocess.run([sys.executable, "-c", light], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.slow
 def test_kernels_that_are_compiled_for_a_gpu_load_no_numba():
     told = "import sys, bi_kernels.ops.gemm, bi_kernels.audit.session; print('numba' in sys.modules)"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -203,6 +203,7 @@ def test_a_full_disk_is_one_sentence_and_no_verdict(tmp_path):
 # What is not made again
 
 
+@pytest.mark.slow
 def test_a_finished_audit_of_unchanged_sources_stands(tmp_path, monkeypatch, bi_audit):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from bi_kernels import scale\n")
@@ -269,6 +270,7 @@ def test_a_run_leaves_a_clone_clean_and_publishes_when_told(tmp_path, monkeypatc
 # The quick run
 
 
+@pytest.mark.slow
 def test_the_quick_run_judges_each_op_and_a_control(tmp_path):
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef scale(x, factor):\n    return x * factor * len(x)\n")
     done = by_itself("run", "--quick", "rms_norm", "--junit", str(tmp_path / "j.xml"), "--out", str(tmp_path / "out"))

@@ -116,6 +116,7 @@ class Unplaced(torch.nn.Module):
         return self.inner(input_ids, attention_mask)["logits"]
 
 
+@pytest.mark.slow
 def test_what_a_model_needs_it_is_given_and_what_it_cannot_know_is_no_drift():
     assert audit(Strict(), IDS, MASK, backward=False).passed
     report = audit(Unplaced(), IDS, MASK, backward=False)

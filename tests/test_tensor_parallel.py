@@ -74,18 +74,21 @@ def test_a_transformers_model_over_two_ranks_has_the_bits_of_one(model, rank, ap
     assert [name for name in one if one[name] != two[name]] == []
 
 
+@pytest.mark.slow
 def test_a_transformers_model_that_cannot_be_cut_is_left_as_it_was(applied):
     said = applied["1"]["refused"]
     assert said["heads"] == "TensorParallel: 1 heads, expected a multiple of 2 ranks"
     assert said["rows"] == "TensorParallel: a weight of shape (47, 32) has 47 rows, expected a multiple of 2 ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_what_ranks_exchange_arrives(rank, found):
     moved = found[rank]["moved"]
     assert len(moved) == 5 * 8 + 1 and [name for name in moved if not moved[name]] == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_or_computed_is_one_sentence(found):
     said = found["1"]["refused"]
     assert said["odd"] == "TensorParallel: a weight of shape (95, 64) has 95 rows, expected a multiple of 2 ranks"

@@ -308,6 +308,7 @@ def test_trainer_gives_one_hash_for_every_split(tmp_path):
     assert len(stock) == 4
 
 
+@pytest.mark.slow
 def test_trainer_under_autocast(tmp_path):
     fp32 = {trained(applied("small", torch.float32), tmp_path, size, bf16=True) for size in (1, 4)}
     assert len(fp32) == 1

@@ -1,13 +1,9 @@
-"""Tables, figures and the verdict bundle of the notebooks."""
+"""Tables and the verdict bundle of the notebooks."""
 
 from collections.abc import Sequence
-from itertools import cycle
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from IPython.display import Markdown
-from matplotlib.colors import LogNorm, Normalize
 
 from bi_kernels.audit.evidence import escape, index
 from bi_kernels.audit.evidence.answer import headline, steps
@@ -18,19 +14,6 @@ MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
 RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training"
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in index.MARK.items()}
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "savefig.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "image.cmap": "viridis",
-    }
-)
 
 
 class Bundle:
@@ -186,59 +169,3 @@ def verdict(session) -> Bundle:
         + index.table([{"op": escape.text(op)} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()])
     )
     return Bundle(text, data)
-
-
-def _short(v: float) -> str:
-    """Three digits: 8, 1.02k, 5.1M."""
-    power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= p or p == 1)
-    return f"{v / power:.3g}{unit}"
-
-
-def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
-    """Rows × columns of non-negative numbers, zeros pale: on a logarithmic scale, or a linear one from 0 to `top`."""
-    frame = pd.DataFrame(values).T
-    data = frame.to_numpy(dtype=float)
-    height, width = data.shape
-    beside, below = (0.06 * max(len(str(name)) for name in names) for names in (frame.index, frame.columns))  # labels
-    figure, ax = plt.subplots(figsize=(max(5.0, 1.8 + 0.42 * width + beside), 0.9 + below + 0.3 * height))
-    positive = np.ma.masked_where(~(data > 0), data)
-    ax.set_facecolor("#eef2f4")
-    if positive.count():
-        norm = Normalize(0, top) if top else LogNorm(min(1.0, float(positive.min())), max(10.0, float(positive.max())))
-        mesh = ax.pcolormesh(positive, norm=norm, edgecolor="white", linewidth=1, cmap="viridis_r")
-        figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
-    for (i, j), v in np.ndenumerate(data):
-        text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
-        color = "white" if v > 0 and norm(v) > 0.45 else "#333333"
-        ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color=color)
-    ax.set_xticks(np.arange(width) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
-    ax.set_yticks(np.arange(height) + 0.5, frame.index)
-    ax.set(xlim=(0, width), ylim=(height, 0), title=title)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    figure.tight_layout()
-    return figure
-
-
-def lines(
-    series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits: dict[str, float], log: bool = False
-) -> plt.Figure:
-    """One line a series over categories, with the limits drawn in; a series named "fixed…" is grey."""
-    figure, ax = plt.subplots(figsize=(8.5, 4.2))
-    styles = cycle([("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v")])
-    for name, points in series.items():
-        fixed = name.startswith("fixed")
-        color, marker = ("#888888", "x") if fixed else next(styles)
-        width, style = (1, ":") if fixed else (1.6, "-")
-        how = {"marker": marker, "color": color, "linewidth": width, "linestyle": style, "markersize": 5}
-        ax.plot([str(x) for x in points], list(points.values()), label=name, **how)
-    for text, y in limits.items():
-        ax.axhline(y, color="#D55E00" if len(limits) == 1 or y != 1 else "black", linewidth=0.9, linestyle="--")
-        at = {"xycoords": ("axes fraction", "data"), "xytext": (3, 0), "textcoords": "offset points"}
-        ax.annotate(text, (1, y), **at, va="center", fontsize=8)
-    if log:
-        ax.set_yscale("log")
-    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    ax.legend(edgecolor="none", ncols=3, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14))
-    figure.tight_layout()
-    return figure
