@@ -474,6 +474,7 @@ def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():
     assert [r.layout for r in in_need(report)] == [MODES[1]] and "no inference mode" in in_need(report)[0].detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "candidate, inputs, count",
     [("torch:relu", "x:fp32[40,8]", 8), ("bi_kernels:embedding", "ids:int64[40]<50 weight:bf16[50,16]", 6)],

@@ -318,6 +318,7 @@ def kernel_of(folder, module: str, source: str, name: str, factor: float = 1.0):
     return importlib.import_module(module)
 
 
+@pytest.mark.slow
 def test_scripts_tell_kernels_of_one_name_apart_and_no_name_costs_the_report(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     x = torch.randn(3, 5, 33)

@@ -85,6 +85,7 @@ def test_what_an_operator_makes_of_results_stands_in_the_last_return():
     assert returned and {m.before for m in returned} == {"return dy"}
 
 
+@pytest.mark.slow
 def test_an_entry_of_one_device_explains_nothing_on_another():
     mine = [e for e in plan.equivalents() if e.device == "cpu"]
     mutant = next(m for m in plan.every(hopper=False) if any(e.holds(m) for e in mine))

@@ -193,7 +193,7 @@ def ops(tmp_path, monkeypatch):
     return importlib.import_module("drifting_ops")
 
 
-@pytest.mark.slow(but=["unwritten_element"])
+@pytest.mark.slow(but=["in_training"])
 @pytest.mark.parametrize("name", LIBRARY)
 def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
     report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)

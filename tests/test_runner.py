@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -74,7 +73,8 @@ def stubbed(tmp_path, monkeypatch):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's processes ignore
         monkeypatch.setenv("BI_AUDIT_JOBS", "1")
         monkeypatch.setattr(runner, "Worker", Stub(said, fails))
-        monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, Path(__file__), n, ()) for n in NAMES})
+        (notebook := tmp_path / "notebook.ipynb").write_text('{"cells": []}')
+        monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, notebook, n, ()) for n in NAMES})
         try:
             runner.run(NAMES, dict.fromkeys(NAMES, {}), tmp_path / "out", 1, Console(quiet=True), {})
         except KeyboardInterrupt:

@@ -287,6 +287,7 @@ def test_the_quick_run_judges_each_op_and_a_control(tmp_path):
     assert done.returncode == 1 and "needs-fix  scale" in done.stdout, done
 
 
+@pytest.mark.slow
 def test_the_quick_run_says_that_a_process_died(tmp_path):
     (tmp_path / "mine.py").write_text("import os\n\n\ndef scale(x, factor):\n    os._exit(5)\n")
     mine = ["--candidate", f"{tmp_path}/mine.py:scale", "-p", "op", "scale", "--out", str(tmp_path / "out")]

@@ -202,7 +202,7 @@ def what_is_generated(model, cache: str, sequences: list[int]) -> None:
         assert_same_bits(told, logits[LENGTHS[i] - 1 : -1].float(), f"row {row}")
 
 
-@pytest.mark.slow(but=["qwen3"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_continuous_batching_is_rescored_to_the_bit(name):
     model = applied(name).eval()
