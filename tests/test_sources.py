@@ -87,6 +87,14 @@ def test_a_commit_that_holds_something_else_is_told(package):
     assert said(package, "0123456789ab") == "current", "of a commit that nobody knows, nothing is said"
 
 
+def test_a_package_that_is_installed_in_a_repository_is_not_its_own(package, monkeypatch):
+    place = package.parent / "site-packages" / "bi_kernels"
+    place.parent.mkdir()
+    package.rename(place)
+    monkeypatch.setattr(sources, "PACKAGE", place)
+    assert said(place.parent, "HEAD") == "current"
+
+
 def test_a_document_of_the_promised_device_is_of_these_kernels():
     for path in DOCUMENTS:
         made = json.loads(path.with_name("provenance.json").read_text())

@@ -70,6 +70,8 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         return []
     held = folders({path: about.split()[2] for about, path in (line.split("\t", 1) for line in listed)})
+    if not held:  # installed into a folder of somebody's repository
+        return []
     return [name for name, known in recorded.items() if not name.endswith(".ipynb") and held.get(name) != known]
 
 
