@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.evidence import index
+from bi_kernels.audit.evidence import markdown
 from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.parameters import defaults
 from bi_kernels.audit.runs import folder
@@ -196,12 +196,18 @@ def write(folder: Path, *rows: Row) -> None:
     )
 
 
-def table(lines: list[str], first: str) -> list[dict[str, str]]:
-    """The rows of the first Markdown table whose first column is `first`."""
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
-    start = next(i for i, row in enumerate(rows) if row[0] == first)
-    end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
-    return [dict(zip(rows[start], row)) for row in rows[start + 2 : end]]
+def table(lines: list[str], *names: str) -> list[dict[str, str]]:
+    """The rows of every Markdown table whose first columns have these names."""
+    found, head = [], None
+    for line in lines:
+        row = [cell.strip() for cell in line.strip("| ").split("|")]
+        if not line.startswith("|"):
+            head = None
+        elif head is None:
+            head = row
+        elif tuple(head[: len(names)]) == names and not line.startswith("|:"):
+            found.append(dict(zip(head, row)))
+    return found
 
 
 def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
@@ -228,20 +234,22 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
     done = bi_audit("report", tmp_path)
     assert done.returncode == 0, done.err
     lines = (tmp_path / "README.md").read_text().splitlines()
-    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document")}
-    assert {link: row["verdict"] for link, row in documents.items()} == {
-        "cpu/gemm/README.md)": "✅ pass",
-        "gpu/gemm/README.md)": "❌ needs-fix",
-        "gpu/elementwise/README.md)": "❌ needs-fix",
+    found = {row["document"].split("](")[-1]: row for row in table(lines, "document", "what was asked")}
+    assert {link: row["what was found"][0] for link, row in found.items()} == {
+        "cpu/gemm/README.md)": "✅",
+        "gpu/gemm/README.md)": "❌",
+        "gpu/elementwise/README.md)": "❌",
     }, "an uncaught control fails its document"
+    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document", "checks")}
     assert documents["gpu/gemm/README.md)"]["controls caught"] == "1 of 1"
     assert documents["gpu/elementwise/README.md)"]["controls caught"] == "0 of 1"
-    matrix = {row["op"]: row for row in table(lines[lines.index("### gpu") :], "op")}
+    gpu, cpu = (next(i for i, line in enumerate(lines) if f"{name}: op × relation" in line) for name in ("gpu", "cpu"))
+    assert gpu < cpu, "the folder with more documents comes first"
+    matrix = {row["op"]: row for row in table(lines[gpu:cpu], "op")}
     assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
     assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
     assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
-    cpu = table(lines[lines.index("### cpu") :], "op")
-    assert [row["op"] for row in cpu] == ["linear"], "a control is no op of the matrix"
+    assert [row["op"] for row in table(lines[cpu:], "op")] == ["linear"], "a control is no op of the matrix"
     assert "unfinished" not in "\n".join(lines)
 
 
@@ -258,5 +266,5 @@ def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
 
 
 def test_a_bar_in_a_table_is_no_column():
-    head, rule, line = index.table([{"max |x|": "|y| < 3", "n": 1, "share": 0.5}]).splitlines()
+    head, rule, line = markdown.table([{"max |x|": "|y| < 3", "n": 1, "share": 0.5}]).splitlines()
     assert head.count("|") - head.count(r"\|") == rule.count("|") == line.count("|") - line.count(r"\|") == 4

@@ -153,7 +153,7 @@ def test_ruff_refuses_what_the_oldest_python_cannot_read(newer):
 
 def test_pythons_and_what_builds_are_said_alike():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "README.md").read_text()
+    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "docs" / "limits.md").read_text()
     assert not [v for v in PINNED.values() if "+" in v], "2.13.0 is also the CPU index's 2.13.0+cpu"
     assert PINNED["hatchling"] == TOML["build-system"]["requires"][0].split("==")[1]
 
@@ -171,7 +171,7 @@ def test_versions_of_triton_are_said_alike():
     assert told.specifier == SpecifierSet(f">={compiled[0]},<{after(compiled[-1])}")
     assert PINNED["triton"] in TRITON["interpreter"]
     assert all(told.specifier.contains(version) for version in TRITON["interpreter"])
-    promised = (ROOT / "README.md").read_text().split("## What is promised")[1].split("\n## ")[0]
+    promised = (ROOT / "docs" / "limits.md").read_text().split("## Versions")[1].split("\n## ")[0]
     assert f"Triton {' and '.join(compiled)}" in promised.replace("\n", " ")
     assert f"Triton {' or '.join(TRITON['interpreter'])}" in promised.replace("\n", " ")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bi_kernels.audit.evidence import sources
+from bi_kernels.audit.index import sources
 from bi_kernels.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ import click
 
 from bi_kernels.audit import worker
 from bi_kernels.audit.digests import file as digest_file
-from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import write_rows
+from bi_kernels.audit.index import page
 from bi_kernels.audit.parameters import choose, device_name, groups_of
 from bi_kernels.audit.runs import command, folder
 from bi_kernels.audit.runs.given import checked, recorded, writable
@@ -103,8 +103,7 @@ def report(place: Path) -> None:
         raise click.UsageError(f"DIR is {str(place)!r}, which is not a folder")
     try:
         folder.refuse_foreign(place, [], "DIR")
-        text = index(place)
+        page.write(place)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    (place / "README.md").write_text(text, encoding="utf-8")
-    click.echo(f"wrote {place / 'README.md'}")
+    click.echo(f"wrote {place / page.PAGE}")

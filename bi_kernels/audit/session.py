@@ -13,7 +13,7 @@ import bi_kernels
 from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style of all that is drawn)
 from bi_kernels.audit.evidence.provenance import provenance
-from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, write_rows
+from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import Problem, problems
@@ -132,8 +132,7 @@ class Session:
     @property
     def passed(self) -> bool:
         """Tells whether something was judged, nothing needs a fix, and there were controls, all caught."""
-        judged = any(r.verdict == PASS and not r.control for r in self.rows)
-        return judged and any(r.control for r in self.rows) and not self.failures
+        return verdict_of(self.rows) == PASS
 
     def verdict(self):
         """Returns the verdict bundle: a table for people, JSON for programs, the same on every run."""

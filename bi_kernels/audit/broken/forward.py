@@ -61,6 +61,12 @@ def bf16_accumulation(x: Tensor, weight: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
+def half_of_k_in_bf16(x: Tensor, weight: Tensor) -> Tensor:
+    a, w = x.float(), weight.float()
+    first, second = map(bi_kernels.linear, a.chunk(2, -1), w.chunk(2, -1))
+    return (first.bfloat16() + second).to(x.dtype)
+
+
 def tf32_inputs(x: Tensor, weight: Tensor) -> Tensor:
     shorten = lambda t: ((raw(t) + 0x1000) & ~0x1FFF).view(torch.float32)
     return bi_kernels.linear(shorten(x), shorten(weight))
@@ -129,6 +135,7 @@ def rope_by_row(x, table, positions=None, cu_seqlens=None) -> Tensor:
 
 CONTROLS = (
     Control("GEMM that accumulates in bf16", "dtype", "linear", "accuracy", bf16_accumulation, case="o"),
+    Control("GEMM that rounds one of two halves to bf16", "dtype", "linear", "accuracy", half_of_k_in_bf16, case="o"),
     Control("fp32 GEMM on TF32 inputs", "dtype", "linear", "accuracy", tf32_inputs, "fp32", "o"),
     Control("cast that truncates", "dtype", "cast", "accuracy", truncating_cast),
     Control("activation that returns fp32 for bf16", "dtype", "silu", "accuracy", wrong_output_dtype),

@@ -13,6 +13,7 @@ from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.drawn import questions
 from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
+from bi_kernels.audit.problem.inputs import EXACT
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient, uses
 from bi_kernels.audit.relations.step import Step
@@ -53,6 +54,10 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
     return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
 
 
+def _accurate(s: Subject) -> tuple[str, ...]:
+    return (*ACCURATE, EXACT) if s.problem.op.exact else ACCURATE
+
+
 def _first(found: list[Row]) -> list[Row]:
     """Returns the row that flags the control, or the first."""
     return (needs_fix(found) or found)[:1]
@@ -86,7 +91,7 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     "invariance": _invariance,
     "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
     "determinism": lambda s, _: [forward.determinism(s)],
-    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in ACCURATE]),
+    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in _accurate(s)]),
     gradient.INVARIANCE: lambda s, _: _first(
         up_to_a_drift(r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE)
     ),

@@ -195,13 +195,18 @@ def _passed(every: list[dict]) -> str:
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
     parts += [f"{len(good):,} checks pass"] if not parts else []
-    what = ", ".join(dict.fromkeys(r["relation"] if r["relation"] == "atomics-free" else r["layout"] for r in refused))
+    what = ", ".join(
+        dict.fromkeys(
+            r["relation"] if r["relation"] == "atomics-free" else r["layout"] or f"{r['relation']} of {r['op']}"
+            for r in refused
+        )
+    )
     return "; ".join([*parts, *[f"not judged: {escape.line(what)[:LONGEST]}"] * bool(refused)])
 
 
 def names(rows: Sequence[dict]) -> str:
     """Names the layouts of some rows, a few of them."""
-    found = list(dict.fromkeys(r["layout"] or r["relation"] for r in rows))
+    found = list(dict.fromkeys(escape.line(r["layout"]) or r["relation"] for r in rows))
     return ", ".join(found[:NAMED]) + f" and {len(found) - NAMED} more" * (len(found) > NAMED)
 
 
@@ -211,9 +216,11 @@ def number(rows: Iterable[dict], name: str) -> float | None:
 
 
 def share_of(rows: Collection[dict]) -> str:
-    """Returns the largest share of the bound in three digits, '' where nothing was held against one."""
+    """Returns the largest share of the bound in three digits, in more where they would make it 1; '' where nothing was
+    held against one."""
     share = number(rows, "threshold_share")
-    return "" if share is None else f"{share:.3g}"
+    within = share is not None and share < 1
+    return "" if share is None else next(s for n in range(3, 18) if (s := f"{share:.{n}g}") != "1" or not within)
 
 
 def steps(rows: Collection[dict]) -> str:

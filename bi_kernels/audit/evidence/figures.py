@@ -57,7 +57,8 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
 def lines(
     series: dict[str, dict], title: str, xlabel: str, ylabel: str, limits: dict[str, float], log: bool = False
 ) -> plt.Figure:
-    """One line a series over categories, with the limits drawn in; a series named "fixed…" is grey."""
+    """One line a series over categories, with the limits drawn in; a series named "fixed…" is grey. log: a logarithmic
+    scale, linear below 1 where something is 0."""
     figure, ax = plt.subplots(figsize=(8.5, 4.2))
     styles = cycle([("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v")])
     for name, points in series.items():
@@ -70,7 +71,10 @@ def lines(
         ax.axhline(y, color="#D55E00" if len(limits) == 1 or y != 1 else "black", linewidth=0.9, linestyle="--")
         at = {"xycoords": ("axes fraction", "data"), "xytext": (3, 0), "textcoords": "offset points"}
         ax.annotate(text, (1, y), **at, va="center", fontsize=8)
-    if log:
+    if log and any(v == 0 for points in series.values() for v in points.values()):
+        ax.set_yscale("symlog", linthresh=1)
+        ax.set_ylim(bottom=0)
+    elif log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     ax.legend(edgecolor="none", ncols=3, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14))

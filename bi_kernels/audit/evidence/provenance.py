@@ -1,8 +1,9 @@
-"""What a document must name: commit, device, driver, versions, parameters, command. No path, no host."""
+"""What a document must name: date, commit, device, driver, versions, parameters, command. No path, no host."""
 
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
     arch = architecture(device)
     promised = contract.CONTRACT["architectures"]["promised"]
     return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": commit(),
         "device": device_name(device),
         "architecture": arch + ("" if arch in promised else f" (bits are promised on {', '.join(promised)} only)"),

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import pandas as pd
 from IPython.display import Markdown
 
-from bi_kernels.audit.evidence import escape, index
+from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, worst_of
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped, verdict_of, worst_of
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
 RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training"
-MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in index.MARK.items()}
+MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in markdown.MARK.items()}
 
 
 class Bundle:
@@ -27,7 +27,7 @@ class Bundle:
 
 
 def table(lines: pd.DataFrame | Sequence[dict]) -> Markdown:
-    return Markdown(index.table(lines))
+    return Markdown(markdown.table(lines))
 
 
 def facts(fields: dict[str, str]) -> Markdown:
@@ -111,7 +111,7 @@ def drifts(rows: Sequence[Row]) -> Markdown:
     sizes, and the first row's index, reproducer and detail."""
     mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
     if not mine:
-        return Markdown(f"No drift: {sum(r.elements or 0 for r in rows if not r.control):,} elements compared.")
+        return Markdown(f"No drift: {headline(rows)}.")
     lines = [
         {
             "op": escape.text(f"{x['row']['op']} {x['row']['case']}"),
@@ -131,7 +131,7 @@ def drifts(rows: Sequence[Row]) -> Markdown:
         }
         for x in condensed(rows)
     ]
-    return Markdown(f"{index.table(lines)}\n\n{len(mine):,} checks need a fix{remaining()}.")
+    return Markdown(f"{markdown.table(lines)}\n\n{len(mine):,} checks need a fix{remaining()}.")
 
 
 def _number(x: float | str | None) -> str:
@@ -149,8 +149,7 @@ def verdict(session) -> Bundle:
     }
     missed = [r.candidate for r in shown if not r.caught]
     caught = len(shown) - len(missed)
-    refused = {r.verdict for r in rows} == {UNSUPPORTED} and not missed
-    word = PASS if session.passed else UNSUPPORTED if refused else NEEDS_FIX
+    word = verdict_of(session.rows)
     data = {
         "audit": session.audit,
         "candidate": session.candidate.spec,
@@ -166,6 +165,8 @@ def verdict(session) -> Bundle:
     said = "" if word == PASS else f"{escape.text(headline(rows))}.\n\n"
     text = (
         f"### Verdict: {MARK[word]}\n\n{said}{subject}. Controls caught: {caught} of {len(shown)}.\n\n"
-        + index.table([{"op": escape.text(op)} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()])
+        + markdown.table(
+            [{"op": escape.text(op)} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()]
+        )
     )
     return Bundle(text, data)

@@ -80,14 +80,25 @@ def sentence(error: BaseException) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
+def _said(row: Row | dict) -> dict:
+    return row if isinstance(row, dict) else vars(row)
+
+
 def needs_fix(rows: Iterable[Row | dict]) -> list:
     """Returns the rows that need a fix, and the controls that were missed."""
+    wrong = lambda said: not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
+    return [row for row in rows if wrong(_said(row))]
 
-    def wrong(row: Row | dict) -> bool:
-        said = row if isinstance(row, dict) else vars(row)
-        return not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
 
-    return [row for row in rows if wrong(row)]
+def verdict_of(rows: Collection[Row | dict]) -> str:
+    """Returns the one word of an audit: pass if something was judged, nothing needs a fix, and there were controls, all
+    caught; unsupported if all that was asked was refused, and no control missed."""
+    judged = {said["verdict"] for said in map(_said, rows) if not said["control"]}
+    if needs_fix(rows):
+        return NEEDS_FIX
+    if judged == {UNSUPPORTED}:
+        return UNSUPPORTED
+    return PASS if PASS in judged and any(_said(row)["control"] for row in rows) else NEEDS_FIX
 
 
 def worst_of(verdicts: Collection[str]) -> str:

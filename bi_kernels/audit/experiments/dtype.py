@@ -1,5 +1,6 @@
 """The experiments of the dtype-contract audit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
@@ -8,15 +9,17 @@ import torch
 import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit import parallel
-from bi_kernels.audit.broken.forward import bf16_accumulation
+from bi_kernels.audit.broken.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found
-from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.problem.inputs import draw_exact, generator
 from bi_kernels.audit.relations import forward
-from bi_kernels.contract import CONTRACT, DTYPES, dtype_name
+from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
+
+HALF = "one of two halves rounded to bf16"
 
 
 def bounds() -> list[dict]:
@@ -66,7 +69,7 @@ def accuracy(session) -> list[Row]:
 
 def _accuracy(session, number: int) -> list[Row]:
     subject = session.make()[number]
-    return [forward.accuracy(subject, kind) for kind in KINDS]
+    return [forward.accuracy(subject, kind) for kind in subject.problem.accurate_on]
 
 
 def begin(session) -> None:
@@ -75,26 +78,37 @@ def begin(session) -> None:
 
 
 def accumulation(session) -> dict[str, dict[int, float]]:
-    """{variant: {K: largest error as a share of the bound}} of a bf16 GEMM, ours and two that accumulate otherwise."""
-
-    def in_halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        first, second = map(bi_kernels.linear, x.chunk(2, -1), w.chunk(2, -1))
-        return first + second
-
+    """{who, dtype: {K: largest error as a share of the bound}} of a GEMM at every K of the shape sets, on inputs whose
+    sums are exact: the candidate, and GEMMs that round on the way."""
+    candidate = session.candidate.functions.get("linear", bi_kernels.linear)
     variants = {
-        "candidate": session.candidate.functions.get("linear", bi_kernels.linear),
-        "partial sums rounded to bf16": in_halves,
-        "every step rounded to bf16": bf16_accumulation,
+        ("candidate", "bf16"): candidate,
+        ("candidate", "fp32"): candidate,
+        (HALF, "bf16"): half_of_k_in_bf16,
+        ("every slab of 16 rounded to bf16", "bf16"): bf16_accumulation,
+        ("inputs rounded to TF32", "fp32"): tf32_inputs,
     }
-    out: dict[str, dict[int, float]] = {name: {} for name in variants}
-    g = torch.Generator().manual_seed(session.parameters["seed"])
-    for k in (64, 256, 1024, 4096) if session.on_gpu else (64, 128, 256, 512):
-        x, w = (torch.randn(32, k, generator=g).bfloat16().to(session.device) for _ in range(2))
-        exact, magnitude = reference.linear(x, w)
-        limit = contract.bound("linear", torch.bfloat16, exact, magnitude, k)
-        for name, fn in variants.items():
-            out[name][k] = float(((fn(x, w).double() - exact).abs() / limit).max())
-    return out
+    every = sorted({k for shapes in SHAPES for _, k in contract.linears(shapes).values()})
+    return {", ".join(who): {k: _exact_share(session, fn, who[1], k) for k in every} for who, fn in variants.items()}
+
+
+def _exact_share(session, function: Callable, dtype: str, k: int) -> float:
+    g = generator(session.device, session.parameters["seed"], "exact", dtype, k)
+    x, w = (draw_exact((16, k), DTYPES[dtype], g, shared) for shared in (False, True))
+    exact, magnitude = reference.linear(x, w)
+    limit = contract.bound("linear", DTYPES[dtype], exact, torch.zeros_like(magnitude), k)
+    return float(((function(x, w).double() - exact).abs() / limit).max())
+
+
+def rounding_said(errors: dict[str, dict[int, float]]) -> str:
+    """Says how far the candidate, and those that round on the way, are from the bound."""
+    of = lambda ours: [v for who, line in errors.items() if who.startswith("candidate") == ours for v in line.values()]
+    worst, least = max(of(True)), min(of(False))
+    beyond = ", beyond it" if worst > 1 else ""
+    seen = "seen at every K" if least > 1 else "not seen at every K"
+    return (
+        f"Candidate: {worst:.3g} of the bound{beyond}\nRounding on the way: {seen}, {least:.3g} times the bound or more"
+    )
 
 
 def shares(rows: list[Row], dtype: str) -> Counts:

@@ -29,17 +29,17 @@ def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     return seen
 
 
-def _rope_inputs(session, tokens: int) -> tuple[torch.Tensor, bi_kernels.RopeTable]:
+def _rope_inputs(session, tokens: int, longest: int = 4096) -> tuple[torch.Tensor, bi_kernels.RopeTable]:
     heads, dim = size(session)["heads"], size(session)["head_dim"]
     g = torch.Generator().manual_seed(session.parameters["seed"])
     x = torch.randn(tokens, heads, dim, generator=g).bfloat16().to(session.device)
-    return x, bi_kernels.rope_table(4096, dim, device=session.device)
+    return x, bi_kernels.rope_table(longest, dim, device=session.device)
 
 
 def rope_positions(session) -> tuple[list[int], dict[str, list[float]]]:
     """(positions, {variant: largest error of a token at that position against fp64, relative to the token's norm})."""
     positions = [1, *(2**e + 1 for e in range(12)), 4095]  # one more than a power of two is where bf16 rounds first
-    x, table = _rope_inputs(session, len(positions))
+    x, table = _rope_inputs(session, len(positions), longest=4097)  # 4095 rounds to 4096
     at = torch.tensor(positions, device=session.device)
     exact, _ = reference.rope(x, table, at)
     rounded = bi_kernels.RopeTable(*(part.bfloat16().float() for part in table))

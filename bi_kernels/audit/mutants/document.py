@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from bi_kernels.audit.evidence import figures, tables  # noqa: F401  (figures sets the style)
-from bi_kernels.audit.evidence.index import table
+from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import package

@@ -10,7 +10,6 @@ from bi_kernels.audit.drawn import cases as drawn_cases
 from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.experiments import attention, elementwise, gemm, vocabulary
-from bi_kernels.audit.problem.inputs import KINDS
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import forward, gradient, uses
@@ -53,7 +52,7 @@ def _used(s: Subject) -> Iterator[Row]:
 def _rest(s: Subject) -> Iterator[Row]:
     yield from gradient.by_split(s)
     yield from forward.by_layout(s)
-    for kind in KINDS:
+    for kind in s.problem.accurate_on:
         yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, kind))
     for kind in gradient.ACCURATE:
         yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, kind))

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from bi_kernels.contract import SWEEP
+from bi_kernels.contract import SWEEP, dtype_name
 
 KINDS = tuple(SWEEP["inputs"])
+EXACT = SWEEP["exact"]["family"]
 POISON = (float("nan"), float("inf"), -float("inf"))
 
 
@@ -77,6 +78,29 @@ def cancel(x: torch.Tensor, shared: bool = False) -> None:
         x[..., 7::8] *= 2.0**-12
         kept = (torch.arange(2 * half, device=x.device).view(2, half) % 8 != 7).all(0)
         x[..., half : 2 * half] = torch.where(kept, -x[..., :half], x[..., half : 2 * half])
+
+
+def draw_exact(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, shared: bool = False) -> torch.Tensor:
+    """Returns integers of which every sum of products is exact: see the contract.
+
+    Tokens are as large as the dtype allows, odd, and the second half of their features negates the first; a weight
+    repeats its first half, but for one feature. Features at which a weight is 0 keep sums within what fp32 holds.
+    """
+    x = torch.randint(0, 2**30, shape, generator=g, device=g.device)
+    limits, half, n = SWEEP["exact"], shape[-1] // 2, shape[-1]
+    largest = limits["largest"][dtype_name(dtype)]
+    of_weight = 1 if dtype == torch.float32 else largest
+    if not shared:
+        x = (largest - 2 * (x % (largest // 4 + 1))) * (1 - 2 * (x // 2**20 % 2))
+        x[..., half : 2 * half] = -x[..., :half]
+        return x.to(dtype)
+    x = x % (2 * of_weight + 1) - of_weight
+    if x.dim() > 1:
+        x *= torch.arange(n, device=x.device) % half % -(-n * largest * (of_weight + 1) // limits["sums"]) == 0
+        x[..., half : 2 * half] = x[..., :half]
+        at = torch.arange(len(x), device=x.device)
+        x[at, half + at % half] += 1
+    return x.to(dtype)
 
 
 def draw_ids(kind: str, shape: tuple[int, ...], vocab: int, g: torch.Generator) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.evidence.drift import Tensors
-from bi_kernels.audit.problem.inputs import cancel, draw, draw_ids, generator
+from bi_kernels.audit.problem.inputs import EXACT, KINDS, cancel, draw, draw_exact, draw_ids, generator
 from bi_kernels.audit.problem.registry import Op, audited
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate
 
@@ -40,6 +40,11 @@ class Problem:
         return self.op.returned(self.dtype)
 
     @property
+    def accurate_on(self) -> tuple[str, ...]:
+        """Names the families of inputs on which results are held against fp64."""
+        return (*KINDS, EXACT) if self.op.exact else KINDS
+
+    @property
     def contract_row(self) -> str:
         return self.op.row or self.op.name
 
@@ -60,7 +65,10 @@ class Problem:
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
             if dims.endswith(":id"):
                 return draw_ids(kind, lead, *self._shape(dims), g)
-            x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
+            if kind == EXACT:
+                x = draw_exact(shape, self.input_dtype, g, shared=not lead)
+            else:
+                x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
             if not lead:
                 x *= evaluate(self.op.scale, **self.dims)
             return x.t().contiguous() if dims.endswith(":t") else x

@@ -28,6 +28,7 @@ class Op:
     outputs: tuple[str, ...] = ("out",)  # their names, and their dtype where it is not the op's: "lse:fp32"
     reduction: str = "1"  # the length of its sum
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}  # shape set -> {case: extra dimensions}
+    exact: bool = False  # its sum of products is all that rounds before the result does
     ieee: bool = False  # IEEE operations only, so a CPU must give the bits of a GPU
     casts: bool = False  # the input has another dtype than the output
     # values of its public arguments besides those of `constants`; names joined by ", " go together
@@ -48,7 +49,7 @@ LAYOUT_ARGUMENTS = (
 
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
-_LINEAR = {"row": "linear", "reduction": "K"}
+_LINEAR = {"row": "linear", "reduction": "K", "exact": True}
 _NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (2.0**-40, 2.0**-17, 0.5)}}
 _LOGPROB = {
     "outputs": ("out:fp32",),

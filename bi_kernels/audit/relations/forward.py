@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
-from bi_kernels.audit.problem.inputs import KINDS
+from bi_kernels.audit.problem.inputs import EXACT, KINDS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
 from bi_kernels.audit.relations.views import VIEWED, by_view
 from bi_kernels.contract import SWEEP
@@ -167,6 +167,7 @@ def against_fp64(
     parts = ((t,) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))
     rows = []
     for (name, dtype), found, exact, magnitude in zip(p.returned.items(), *parts):
+        magnitude = torch.zeros_like(magnitude) if kind == EXACT else magnitude  # no sum rounds
         limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
         detail = f"reduction length {p.reduction}"
         rows.append(against_bound(subject, "accuracy", found, exact, limit, dtype, kind, n, detail, name))
@@ -238,7 +239,7 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     subject.forget()
     rows += by_row_count(subject)
     subject.forget()
-    for kind in KINDS:
+    for kind in subject.problem.accurate_on:
         rows += subject.attempt("accuracy", "rows", lambda: accuracy(subject, kind), against="fp64", inputs=kind)
     subject.forget()
     return rows
@@ -250,7 +251,8 @@ def _required(s: Subject) -> Iterator[dict]:
     row = lambda relation, layout, **more: {"relation": relation, "layout": layout, **more}
     yield from (row("invariance", layout) for layout in (*names, "random", *VIEWED))
     yield from (row("invariance", "rows", rows=m) for m in contract.rows(s.largest))
-    yield from (row(relation, "rows", inputs=kind) for relation in ("invariance", "accuracy") for kind in KINDS)
+    yield from (row("invariance", "rows", inputs=kind) for kind in KINDS)
+    yield from (row("accuracy", "rows", inputs=kind) for kind in s.problem.accurate_on)
     yield row("determinism", "packed")
     yield from (row("parity", f"{a}={b}") for a, b in PARITIES)
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from bi_kernels.audit import worker
 from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
-from bi_kernels.audit.evidence.index import report as index
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
+from bi_kernels.audit.index import page
 from bi_kernels.audit.parameters import accepted, choose, read
 from bi_kernels.audit.runs import ci, folder, quick, runner
 from bi_kernels.audit.runs.given import checked, place, recorded, writable
@@ -48,7 +48,7 @@ def run(
             folder.refuse_foreign(out, [] if hurried else names)
             indexed = () if hurried else (out, out.parent) if publish and not narrowed else (out,)
             for place_ in indexed:
-                index(place_)  # as it stands: what it cannot read is found before anything runs
+                page.report(place_)  # as it stands: what it cannot read is found before anything runs
             expected = recorded(digests) if digests else None
             held.enter_context(folder.locked(out))
         candidate, of_each = told.get("candidate", names[0]), {name: accepted(name, parameters) for name in names}
@@ -65,8 +65,7 @@ def run(
                     said.print(f"{len(todo)} audit{'s' * (len(todo) > 1)} into {out}: {time}", highlight=False)
                 runner.run(todo, of_each, out, jobs, said, seconds, (cell_timeout, timeout))
                 folder.collect(out)
-                for place_ in indexed:
-                    (place_ / "README.md").write_text(index(place_), encoding="utf-8")
+                page.write(indexed[-1])
                 if publish and narrowed:
                     said.print(f"{out.parent}/README.md stays as it is: this run asked {narrowed} alone")
             if digests:

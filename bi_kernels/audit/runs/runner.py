@@ -13,9 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.evidence import escape, sources
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import led
+from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
+from bi_kernels.audit.index import sources
 from bi_kernels.audit.runs import folder
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
@@ -107,7 +109,8 @@ def publish(
     write_rows(built / "verdicts.json", rows)
     if error and not finished:
         body += f"\n\n**The audit stopped here:** {escape.code(error[:300])}\n"
-    (built / "README.md").write_text(led(body, rows).strip() + "\n", encoding="utf-8")
+    text = f"{led(body, rows).strip()}\n\n{promised(out / audit.name)}"
+    (built / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
     folder.place(built, out / audit.name, folder.fingerprint(audit.notebook, parameters) if whole else "", seconds)
     return not error and not needs_fix(rows)
 

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2]
 NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, of a checkout
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
+CURRENT, NOT_RECORDED = "current", "not recorded"
 NAMED = 2  # folders that a sentence names
 
 
@@ -78,11 +79,11 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
 def status(recorded: dict[str, str], commit: str) -> str:
     """Says in a few words whether a document is of the sources that are here, and of the commit that it names."""
     if not recorded:
-        return "not recorded"
+        return NOT_RECORDED
     said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded).items() if names]
     if lies := others(recorded, commit):
         said.append(f"not of its commit ({_some(lies)})")
-    return "; ".join(said) or "current"
+    return "; ".join(said) or CURRENT
 
 
 def _some(names: list[str]) -> str:

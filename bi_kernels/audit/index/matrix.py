@@ -1,0 +1,37 @@
+"""The status matrix: op × relation, and in each cell the verdict of every dtype that was judged."""
+
+from collections.abc import Iterable
+
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.markdown import MARK, table
+from bi_kernels.audit.evidence.verdicts import grouped, worst_of
+
+RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
+    name: name
+    for name in ("gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity", "contract")
+}
+
+
+def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
+    """Returns {op: {column: {dtype: the worst verdict}}}; a column without a verdict has no dtype."""
+    found = {}
+    judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values() and not r["control"])
+    for op, mine in grouped(judged, lambda r: r["op"]).items():
+        dtypes, found[op] = dict.fromkeys(r["dtype"] for r in mine), {}
+        for column, relation in RELATION.items():
+            of_dtype = grouped((r for r in mine if r["relation"] == relation), lambda r: r["dtype"])
+            found[op][column] = {d: worst_of({r["verdict"] for r in of_dtype[d]}) for d in dtypes if d in of_dtype}
+    return found
+
+
+def matrix(rows: Iterable[dict]) -> str:
+    """Returns the status matrix of some verdicts as a table: the dtypes of each mark."""
+    lines = []
+    for op, columns in cells(rows).items():
+        line = {"op": escape.text(op)}
+        for column, of_dtype in columns.items():
+            marked = grouped(of_dtype, lambda d: MARK[of_dtype[d]])
+            said = (f"{mark} {len(d)} dtypes" if len(d) > 3 else f"{mark} {' '.join(d)}" for mark, d in marked.items())
+            line[column] = " ".join(said) or MARK[""]
+        lines.append(line)
+    return table(lines) + "\n"

@@ -1,0 +1,188 @@
+"""The generated index: what every document below a folder was asked and found, and the status matrix over them."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bi_kernels.audit.bench import goals
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.answer import headline
+from bi_kernels.audit.evidence.limits import promised
+from bi_kernels.audit.evidence.markdown import MARK, folded, table
+from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
+from bi_kernels.audit.index import sources
+from bi_kernels.audit.index.matrix import RELATION, cells, matrix
+from bi_kernels.contract import CONTRACT
+
+PAGE, PICTURE = "README.md", "status.svg"
+ASKED = "Bugs planted in our own kernels: how many do the audits catch?"
+
+
+@dataclass
+class Document:
+    """What an audit, or `bi-audit mutate`, left in a folder."""
+
+    path: Path
+    rows: list[dict]  # its verdicts; of mutants, what came of each
+    made: dict  # its provenance; empty if the notebook stopped before it
+    sources: dict  # that it was made of; empty of a document that is older than their record
+
+    @property
+    def mutants(self) -> bool:
+        return not (self.path / "verdicts.json").exists()
+
+    @property
+    def verdict(self) -> str:
+        """Returns the word; '' of mutants, and of a benchmark, whose goals are no verdict."""
+        word = "" if self.mutants else verdict_of(self.rows)
+        return "" if word == PASS and self.goals.exists() else word
+
+    @property
+    def goals(self) -> Path:
+        return self.path / goals.FILE
+
+    @property
+    def title(self) -> str:
+        """Returns what was asked: the document's heading."""
+        text = self.path / PAGE
+        first = next(iter(text.read_text(encoding="utf-8").splitlines()), "") if text.exists() else ""
+        return ASKED if self.mutants else first.lstrip("# ") or self.path.name
+
+    @property
+    def found(self) -> str:
+        """Returns the sentence on its rows."""
+        if self.mutants:
+            count = Counter(r["verdict"] for r in self.rows)
+            judged = count["killed"] + count["survived"]
+            rate = f"{count['killed'] / judged:.2%} of {judged:,}" if judged else "none was judged"
+            return f"{rate}; {count['survived']} survived, {count['explained']} more are explained"
+        timed = not self.verdict and self.goals.exists()
+        return goals.sentence(_read(self.goals, list)) if timed else escape.text(headline(self.rows))
+
+
+def _read(path: Path, kind: type = dict):
+    """Returns what a document has in a file. Raises ValueError where that is something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} is not what an audit wrote there; remove its folder, or run the audit again")
+    return found
+
+
+def documents(folder: Path) -> dict[Path, list[Document]]:
+    """Returns the documents below a folder by the folder that each is in: those of GPUs that bits are promised on come
+    first, those of the interpreter last. Raises ValueError for a file that no audit wrote."""
+    found = []
+    for path in sorted([*folder.rglob("verdicts.json"), *folder.rglob("mutants.json")]):
+        place = path.parent
+        if place == folder or any(part.startswith(".") for part in place.relative_to(folder).parts):
+            continue
+        if path.name == "verdicts.json" and list(place.glob("*/verdicts.json")):
+            continue  # the rows of the documents below it once more
+        rows = checked_rows(path) if path.name == "verdicts.json" else _read(path, list)
+        told = (place / name for name in ("provenance.json", sources.FILE))
+        found.append(Document(place, rows, *(_read(file) if file.exists() else {} for file in told)))
+    places = grouped(found, lambda d: d.path.parent)
+    return dict(sorted(places.items(), key=lambda item: _rank(*item)))
+
+
+def _rank(place: Path, found: Sequence[Document]) -> tuple:
+    told = {d.made.get("architecture", "").partition(" ")[0] for d in found}
+    theirs = any(
+        d.mutants or r["candidate"] != "bi_kernels" for d in found for r in d.rows if d.mutants or not r["control"]
+    )
+    return not told & {*CONTRACT["architectures"]["promised"]}, "interpreter" in told, theirs, -len(found), place
+
+
+def _findings(folder: Path, found: Sequence[Document]) -> str:
+    """Returns a line a document: what was asked and found, when, and of which sources."""
+    return table(
+        [
+            {
+                "document": escape.link(d.path.name, f"{d.path.relative_to(folder).as_posix()}/{PAGE}"),
+                "what was asked": d.title,
+                "what was found": f"{MARK[d.verdict]} {d.found}" if d.verdict else d.found,
+                "date": d.made.get("date", MARK[""]),
+                "sources": sources.status(d.sources, d.made.get("commit", "")),
+            }
+            for d in found
+        ]
+    )
+
+
+def _sum(found: Sequence[Document]) -> str:
+    """Says how many documents of a folder pass, on which device, and how many are of the sources that stand here."""
+    judged = [d for d in found if d.verdict]
+    devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
+    good, now = (sum(map(is_so, judged)) for is_so in (lambda d: d.verdict == PASS, _is_current))
+    said = f"{good} of {len(judged)} pass, {now} of {len(judged)} are current. " if judged else ""
+    return f"{escape.text(devices)}. {said}".strip()
+
+
+def _is_current(document: Document) -> bool:
+    return sources.status(document.sources, document.made.get("commit", "")) == sources.CURRENT
+
+
+def _made(folder: Path, found: Sequence[Document]) -> str:
+    """Returns of what each document is made: checks, controls, commit and command."""
+    lines = []
+    for d in found:
+        mine, controls = ([r for r in d.rows if r["control"] is is_one] for is_one in (False, True))
+        where = d.path.relative_to(folder).as_posix()
+        lines.append(
+            {
+                "document": escape.link(where, f"{where}/{PAGE}"),
+                "checks": f"{len(mine):,}",
+                "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
+                "evidence": ", ".join(
+                    escape.link(name, f"{where}/{file}")
+                    for name, file in (("verdicts", "verdicts.json"), ("notebook", "notebook.ipynb"))
+                ),
+                "commit": d.made.get("commit", MARK[""]),
+                "command": d.made.get("command", MARK[""]),
+            }
+        )
+    return table(lines)
+
+
+def report(folder: Path) -> dict[str, str]:
+    """Returns the files of a folder's index by name, made of every document below it; the picture is of two folders and
+    more. Raises ValueError for a file there that no audit wrote."""
+    places = documents(folder)
+    named = {place: place.relative_to(folder).as_posix() if place != folder else folder.name for place in places}
+    judged = [d for found in places.values() for d in found if not d.mutants]
+    by_place = {named[place]: [r for d in found if not d.mutants for r in d.rows] for place, found in places.items()}
+    status = {name: found for name, rows in by_place.items() if (found := cells(rows))}
+    files, parts = {}, []
+    if len(status) > 1:
+        from bi_kernels.audit.index.picture import draw  # noqa: PLC0415 (the library that draws takes half a second)
+
+        title = (
+            f"{len(RELATION)} relations of every op, a panel for each device and shapes: what passes in how many dtypes"
+        )
+        files[PICTURE] = draw(status, title)
+        parts.append(f"![op × relation: what passes on which device, in how many dtypes]({PICTURE})")
+    for place, found in places.items():
+        parts.append(f"### {named[place]}\n\n{_sum(found)}\n\n{_findings(folder, found)}")
+    if judged:
+        parts.append("## In detail")
+        parts.append(folded("Checks, controls, commits and commands", _made(folder, judged)))
+    parts += [folded(f"{name}: op × relation", matrix(by_place[name])) for name in status]
+    head = (
+        f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "
+        f"the interpreter is no statement about a GPU. *Sources* are the kernels, the auditor and the notebook that a "
+        f"document was made with, held against those that stand here. {promised(folder)}"
+    )
+    body = "\n\n".join(["## Findings", *parts] if places else ["## Findings", "No document here yet."])
+    return files | {PAGE: f"{head.rstrip()}\n\n{body.rstrip()}\n"}
+
+
+def write(folder: Path) -> None:
+    """Writes the index of a folder, and of each folder of documents below it."""
+    for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
+        for name, text in report(place).items():
+            (place / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,66 @@
+"""The status matrix as a picture: a panel a folder of documents, and by colour how many of the dtypes pass."""
+
+import io
+import textwrap
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.index.matrix import RELATION
+from bi_kernels.contract import DTYPES
+
+PASSES = "#c6dbef", "#6baed6", "#08519c"  # of one dtype, of two, of all three
+WRONG, REFUSED, NOT_JUDGED, LINES = "#d55e00", "#bdbdbd", "#f2f2f2", "#999999"
+WIDE, HIGH = 0.21, 0.19  # inches of a cell
+ROOM = {"svg.hashsalt": "bi-audit", "svg.fonttype": "none", "font.size": 8, "hatch.linewidth": 0.4}
+
+
+def draw(places: dict[str, dict], title: str) -> str:
+    """Returns an SVG of `matrix.cells` of some folders, the same text for the same cells."""
+    ops = list(dict.fromkeys(op for found in places.values() for op in found))
+    width, height = len(places) * (len(RELATION) + 1) * WIDE + 2.2, len(ops) * HIGH + 2.9
+    with matplotlib.rc_context(ROOM):
+        figure = Figure(figsize=(width, height), facecolor="white")
+        panels = figure.subplots(1, len(places), squeeze=False, sharey=True)[0]
+        for panel, (name, found) in zip(panels, places.items()):
+            panel.set_facecolor(NOT_JUDGED)
+            panel.patch.set(hatch="////", edgecolor=LINES)
+            for op, columns in found.items():
+                for x, of_dtype in enumerate(columns.values()):
+                    if of_dtype:
+                        _cell(panel, x, ops.index(op), of_dtype)
+            panel.set(xlim=(0, len(RELATION)), ylim=(len(ops), 0))
+            panel.set_title("\n".join([*textwrap.wrap(name, 26), _count(found)]), fontsize=8, loc="left")
+            panel.set_xticks([x + 0.5 for x in range(len(RELATION))], RELATION, rotation=90)
+            panel.set_yticks([y + 0.5 for y in range(len(ops))], ops)
+            panel.tick_params(length=0)
+            panel.spines[:].set_visible(False)
+        shown = [Patch(facecolor=color, label=f"{n} of {len(DTYPES)} dtypes pass") for n, color in enumerate(PASSES, 1)]
+        shown += [Patch(facecolor=WRONG, label="✗ needs a fix"), Patch(facecolor=REFUSED, label="refused")]
+        shown += [Patch(facecolor=NOT_JUDGED, hatch="////", edgecolor=LINES, label="not judged")]
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        figure.legend(handles=shown, loc="lower left", ncols=len(shown), frameon=False)
+        inches = lambda bottom, top: {"bottom": bottom / height, "top": 1 - top / height}
+        figure.subplots_adjust(left=1.35 / width, right=1 - 0.15 / width, wspace=0.12, **inches(1.55, 0.95))
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def _count(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    """Says how many cells that were judged need no fix."""
+    judged = [of_dtype for columns in found.values() for of_dtype in columns.values() if of_dtype]
+    return f"{sum(NEEDS_FIX not in of_dtype.values() for of_dtype in judged)} of {len(judged)} need no fix"
+
+
+def _cell(panel, x: int, y: int, of_dtype: dict[str, str]) -> None:
+    """Draws the verdicts of the dtypes on one op and relation."""
+    asked = [d for d in of_dtype if d in DTYPES] or [*of_dtype]  # the contract's row has those that are refused besides
+    good = sum(of_dtype[d] == PASS for d in asked)
+    wrong = NEEDS_FIX in of_dtype.values()
+    color = WRONG if wrong else PASSES[min(good, len(PASSES)) - 1] if good else REFUSED
+    panel.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", clip_on=False))
+    if wrong:
+        panel.text(x + 0.5, y + 0.5, "✗", ha="center", va="center", color="white")
