@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
-LIMITS = Path(__file__).parents[3] / "docs" / "limits.md"  # of a checkout; a wheel has none
+LIMITS, OURS = Path("docs", "limits.md"), Path("bi_kernels", "contract.toml")  # of a checkout
 
 
 def promised(folder: Path) -> str:
     """Returns the link from a folder of a checkout to what is promised, and where; '' of any other folder."""
-    if not LIMITS.is_file() or not folder.resolve().is_relative_to(LIMITS.parents[1]):
-        return ""
-    target = Path(os.path.relpath(LIMITS, folder.resolve())).as_posix()
-    return f"[What is promised, and where]({target})."
+    folder = folder.resolve()
+    for root in folder.parents:
+        if (root / LIMITS).is_file() and (root / OURS).is_file():
+            return f"[What is promised, and where]({Path(os.path.relpath(root / LIMITS, folder)).as_posix()})."
+    return ""
