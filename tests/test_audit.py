@@ -18,10 +18,11 @@ import bi_kernels
 from bi_kernels.audit import load, parallel
 from bi_kernels.audit.bench.timing import Turns
 from bi_kernels.audit.broken import judge as broken
-from bi_kernels.audit.broken.forward import CONTROLS
+from bi_kernels.audit.broken.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.digests import golden
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.experiments import dtype as dtype_experiments
 from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
 from bi_kernels.audit.problem.candidates import resolve
@@ -148,6 +149,31 @@ def test_an_op_of_this_package_passes_every_relation():
     assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
     assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
     assert not judge.missing(found, [s]) and all(r.elements for r in found)
+
+
+@pytest.mark.parametrize(
+    "function, dtype",
+    [(half_of_k_in_bf16, "bf16"), (half_of_k_in_bf16, "fp16"), (bf16_accumulation, "bf16"), (tf32_inputs, "fp32")],
+)
+def test_whoever_rounds_on_the_way_is_far_beyond_the_bound_of_integers(function, dtype):
+    """And a GEMM that does not is exact."""
+    ours, wrong = (judge.accuracy(subject("linear", fn, dtype, "o"), "integers") for fn in (None, function))
+    assert (ours.verdict, ours.mismatches, ours.threshold_share) == (PASS, 0, 0.0), report([ours])
+    assert wrong.verdict == NEEDS_FIX and float(wrong.threshold_share) >= 4, report([wrong])
+
+
+def test_a_control_of_what_rounds_is_caught_on_integers():
+    session = load("dtype", {"shapes": "tiny", "device": "cpu"})
+    found = [i for i, c in enumerate(broken.EVERY) if c.audit == "dtype" and c.op == "linear"]
+    rows = [row for i in found for row in broken.judge_control(session, [i])]
+    assert len(rows) == 3 and all(r.caught and r.inputs == "integers" for r in rows), report(rows)
+
+
+def test_the_figure_of_what_rounds_has_a_title_for_either_outcome():
+    good = dtype_experiments.rounding_said({"candidate, bf16": {64: 0.5}, "wrong, bf16": {64: 8.0, 96: 5.0}})
+    assert good == "Candidate: 0.5 of the bound\nRounding on the way: seen at every K, 5 times the bound or more"
+    bad = dtype_experiments.rounding_said({"candidate, bf16": {64: 3.0}, "wrong, bf16": {64: 8.0, 96: 0.5}})
+    assert "3 of the bound, beyond it" in bad and "not seen at every K, 0.5 times" in bad
 
 
 REQUIRED = {

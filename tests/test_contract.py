@@ -17,7 +17,7 @@ import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.inputs import KINDS, draw, draw_exact, generator
+from bi_kernels.audit.problem.inputs import KINDS, draw, draw_integers, generator
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
 from bi_kernels.ops.attention.schedule import SCHEDULE
@@ -178,17 +178,17 @@ def test_an_exact_product_rounded_once_is_within_the_bound(m, n, k, seed, dtype,
     assert_within("linear", exact.to(dtype), (exact, magnitude), k)
 
 
-EXACT_K = sorted({k for shapes in SHAPES for _, k in contract.linears(shapes).values()})
+EVERY_K = sorted({k for shapes in SHAPES for _, k in contract.linears(shapes).values()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", EXACT_K)
-def test_no_sum_of_exact_inputs_rounds_and_every_rounding_on_the_way_is_four_times_the_bound(k, dtype):
+@pytest.mark.parametrize("k", EVERY_K)
+def test_no_sum_of_integers_rounds_and_every_rounding_on_the_way_is_four_times_the_bound(k, dtype):
     """Whatever the order: all magnitudes together are held by fp32."""
     g = generator("cpu", k, dtype)
-    x, w = (draw_exact((16, k), DTYPES[dtype], g, shared) for shared in (False, True))
+    x, w = (draw_integers((16, k), DTYPES[dtype], g, shared) for shared in (False, True))
     exact, magnitude = reference.linear(x, w)
-    assert magnitude.max() <= SWEEP["exact"]["sums"] <= 2**24
+    assert magnitude.max() <= SWEEP["integers"]["sums"] <= 2**24
     assert_within("linear", exact.to(x.dtype), (exact, 0 * magnitude), k)
     limit = contract.bound("linear", x.dtype, exact, 0 * magnitude, k)
     first, second = (F.linear(a.double(), b.double()) for a, b in zip(x.chunk(2, -1), w.chunk(2, -1)))

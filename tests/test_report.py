@@ -228,6 +228,7 @@ ROWS = st.builds(
 
 @given(st.lists(ROWS, min_size=1, max_size=20), TEXT)
 @example([failed(layout="rows", mismatches=None, max_abs=None), failed(layout="\n", mismatches=None, max_abs=None)], "")
+@example([failed(rows=10**6, mismatches=None, max_abs=None)], "")
 def test_any_rows_have_a_sentence_and_a_report_of_few_plain_lines(rows, name):
     report = Report(name, rows, "read")
     text, sentence = repr(report), report.answer

@@ -13,7 +13,7 @@ from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.drawn import questions
 from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
-from bi_kernels.audit.problem.inputs import EXACT
+from bi_kernels.audit.problem.inputs import INTEGERS
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient, uses
 from bi_kernels.audit.relations.step import Step
@@ -55,7 +55,7 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
 
 
 def _accurate(s: Subject) -> tuple[str, ...]:
-    return (*ACCURATE, EXACT) if s.problem.op.exact else ACCURATE
+    return (INTEGERS, *ACCURATE) if s.problem.op.integers else ACCURATE  # by those first whose bound is the tightest
 
 
 def _first(found: list[Row]) -> list[Row]:

@@ -18,10 +18,10 @@ COLUMNS = {"": 16, "where": 38, "checks": 9, "inputs": 13, "differ": 16, "max re
 
 def counts(numbers: Iterable[int]) -> str:
     """Names row counts: all of a few, else the first ones, the last one and how many they are."""
-    found = sorted(set(numbers))
+    found = [f"{n:,}" for n in sorted(set(numbers))]
     if len(found) <= 2 * NAMED:
-        return ", ".join(map(str, found))
-    return f"{', '.join(map(str, found[:NAMED]))} … {found[-1]} ({len(found)} counts)"
+        return ", ".join(found)
+    return f"{', '.join(found[:NAMED])} … {found[-1]} ({len(found)} counts)"
 
 
 def where(rows: Sequence[dict], most: int = NAMED) -> str:

@@ -6,7 +6,7 @@ import pandas as pd
 from IPython.display import Markdown
 
 from bi_kernels.audit.evidence import escape, markdown
-from bi_kernels.audit.evidence.answer import headline, steps
+from bi_kernels.audit.evidence.answer import headline, share_of, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped, verdict_of, worst_of
 
@@ -48,11 +48,10 @@ def by_op(rows: Sequence[Row]) -> Markdown:
     relations = [k for k in RELATIONS if any(r.relation == k for r in rows)]
     lines = []
     for (op, dtype), mine in grouped((r for r in rows if not r.control), lambda r: (label(r), r.dtype)).items():
-        shares = [float(r.threshold_share) for r in mine if r.threshold_share is not None]
         counted = {
             "checks": len(mine),
             "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of {sum(r.elements or 0 for r in mine):,}",
-            "error / bound": f"{max(shares):.2f}" if shares else "–",
+            "error / bound": share_of([vars(r) for r in mine]) or "–",
         }
         marks = {k: MARK[worst([r for r in mine if r.relation == k])] for k in relations}
         lines.append({"op": escape.text(op), "dtype": dtype} | marks | counted)

@@ -13,7 +13,7 @@ from bi_kernels.audit.broken.forward import bf16_accumulation, half_of_k_in_bf16
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found
-from bi_kernels.audit.problem.inputs import draw_exact, generator
+from bi_kernels.audit.problem.inputs import draw_integers, generator
 from bi_kernels.audit.relations import forward
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, dtype_name
 
@@ -89,12 +89,14 @@ def accumulation(session) -> dict[str, dict[int, float]]:
         ("inputs rounded to TF32", "fp32"): tf32_inputs,
     }
     every = sorted({k for shapes in SHAPES for _, k in contract.linears(shapes).values()})
-    return {", ".join(who): {k: _exact_share(session, fn, who[1], k) for k in every} for who, fn in variants.items()}
+    return {
+        ", ".join(who): {k: _share_on_integers(session, fn, who[1], k) for k in every} for who, fn in variants.items()
+    }
 
 
-def _exact_share(session, function: Callable, dtype: str, k: int) -> float:
-    g = generator(session.device, session.parameters["seed"], "exact", dtype, k)
-    x, w = (draw_exact((16, k), DTYPES[dtype], g, shared) for shared in (False, True))
+def _share_on_integers(session, function: Callable, dtype: str, k: int) -> float:
+    g = generator(session.device, session.parameters["seed"], "integers", dtype, k)
+    x, w = (draw_integers((16, k), DTYPES[dtype], g, shared) for shared in (False, True))
     exact, magnitude = reference.linear(x, w)
     limit = contract.bound("linear", DTYPES[dtype], exact, torch.zeros_like(magnitude), k)
     return float(((function(x, w).double() - exact).abs() / limit).max())

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from bi_kernels.audit.bench import goals
@@ -38,6 +39,11 @@ class Document:
         """Returns the word; '' of mutants, and of a benchmark, whose goals are no verdict."""
         word = "" if self.mutants else verdict_of(self.rows)
         return "" if word == PASS and self.goals.exists() else word
+
+    @cached_property
+    def status(self) -> str:
+        """Says whether it is of the sources that stand here: all of the package is read for it."""
+        return sources.status(self.sources, self.made.get("commit", ""))
 
     @property
     def goals(self) -> Path:
@@ -92,9 +98,8 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
 
 def _rank(place: Path, found: Sequence[Document]) -> tuple:
     told = {d.made.get("architecture", "").partition(" ")[0] for d in found}
-    theirs = any(
-        d.mutants or r["candidate"] != "bi_kernels" for d in found for r in d.rows if d.mutants or not r["control"]
-    )
+    ours = lambda d: not d.mutants and {r["candidate"] for r in d.rows if not r["control"]} <= {"bi_kernels"}
+    theirs = not all(map(ours, found))
     return not told & {*CONTRACT["architectures"]["promised"]}, "interpreter" in told, theirs, -len(found), place
 
 
@@ -107,7 +112,7 @@ def _findings(folder: Path, found: Sequence[Document]) -> str:
                 "what was asked": d.title,
                 "what was found": f"{MARK[d.verdict]} {d.found}" if d.verdict else d.found,
                 "date": d.made.get("date", MARK[""]),
-                "sources": sources.status(d.sources, d.made.get("commit", "")),
+                "sources": d.status,
             }
             for d in found
         ]
@@ -118,13 +123,9 @@ def _sum(found: Sequence[Document]) -> str:
     """Says how many documents of a folder pass, on which device, and how many are of the sources that stand here."""
     judged = [d for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
-    good, now = (sum(map(is_so, judged)) for is_so in (lambda d: d.verdict == PASS, _is_current))
+    good, now = sum(d.verdict == PASS for d in judged), sum(d.status == sources.CURRENT for d in judged)
     said = f"{good} of {len(judged)} pass, {now} of {len(judged)} are current. " if judged else ""
     return f"{escape.text(devices)}. {said}".strip()
-
-
-def _is_current(document: Document) -> bool:
-    return sources.status(document.sources, document.made.get("commit", "")) == sources.CURRENT
 
 
 def _made(folder: Path, found: Sequence[Document]) -> str:
@@ -161,9 +162,7 @@ def report(folder: Path) -> dict[str, str]:
     if len(status) > 1:
         from bi_kernels.audit.index.picture import draw  # noqa: PLC0415 (the library that draws takes half a second)
 
-        title = (
-            f"{len(RELATION)} relations of every op, a panel for each device and shapes: what passes in how many dtypes"
-        )
+        title = f"{len(RELATION)} relations of every op, by device and shapes: what passes, in how many dtypes"
         files[PICTURE] = draw(status, title)
         parts.append(f"![op × relation: what passes on which device, in how many dtypes]({PICTURE})")
     for place, found in places.items():

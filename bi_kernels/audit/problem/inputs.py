@@ -8,7 +8,7 @@ import torch
 from bi_kernels.contract import SWEEP, dtype_name
 
 KINDS = tuple(SWEEP["inputs"])
-EXACT = SWEEP["exact"]["family"]
+INTEGERS = "integers"  # a further family, of ops whose only rounding before the result would be that of a sum
 POISON = (float("nan"), float("inf"), -float("inf"))
 
 
@@ -80,14 +80,14 @@ def cancel(x: torch.Tensor, shared: bool = False) -> None:
         x[..., half : 2 * half] = torch.where(kept, -x[..., :half], x[..., half : 2 * half])
 
 
-def draw_exact(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, shared: bool = False) -> torch.Tensor:
+def draw_integers(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator, shared: bool = False) -> torch.Tensor:
     """Returns integers of which every sum of products is exact: see the contract.
 
     Tokens are as large as the dtype allows, odd, and the second half of their features negates the first; a weight
     repeats its first half, but for one feature. Features at which a weight is 0 keep sums within what fp32 holds.
     """
     x = torch.randint(0, 2**30, shape, generator=g, device=g.device)
-    limits, half, n = SWEEP["exact"], shape[-1] // 2, shape[-1]
+    limits, half, n = SWEEP[INTEGERS], shape[-1] // 2, shape[-1]
     largest = limits["largest"][dtype_name(dtype)]
     of_weight = 1 if dtype == torch.float32 else largest
     if not shared:

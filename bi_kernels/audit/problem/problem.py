@@ -8,7 +8,7 @@ import torch
 import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.evidence.drift import Tensors
-from bi_kernels.audit.problem.inputs import EXACT, KINDS, cancel, draw, draw_exact, draw_ids, generator
+from bi_kernels.audit.problem.inputs import INTEGERS, KINDS, cancel, draw, draw_ids, draw_integers, generator
 from bi_kernels.audit.problem.registry import Op, audited
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate
 
@@ -42,7 +42,7 @@ class Problem:
     @property
     def accurate_on(self) -> tuple[str, ...]:
         """Names the families of inputs on which results are held against fp64."""
-        return (*KINDS, EXACT) if self.op.exact else KINDS
+        return (*KINDS, INTEGERS) if self.op.integers else KINDS
 
     @property
     def contract_row(self) -> str:
@@ -65,8 +65,8 @@ class Problem:
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
             if dims.endswith(":id"):
                 return draw_ids(kind, lead, *self._shape(dims), g)
-            if kind == EXACT:
-                x = draw_exact(shape, self.input_dtype, g, shared=not lead)
+            if kind == INTEGERS:
+                x = draw_integers(shape, self.input_dtype, g, shared=not lead)
             else:
                 x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
             if not lead:

@@ -28,7 +28,7 @@ class Op:
     outputs: tuple[str, ...] = ("out",)  # their names, and their dtype where it is not the op's: "lse:fp32"
     reduction: str = "1"  # the length of its sum
     cases: Callable[[str], dict[str, dict]] = lambda shapes: {"": {}}  # shape set -> {case: extra dimensions}
-    exact: bool = False  # its sum of products is all that rounds before the result does
+    integers: bool = False  # nothing but a sum of products may round before the result, so integers may not round
     ieee: bool = False  # IEEE operations only, so a CPU must give the bits of a GPU
     casts: bool = False  # the input has another dtype than the output
     # values of its public arguments besides those of `constants`; names joined by ", " go together
@@ -49,7 +49,7 @@ LAYOUT_ARGUMENTS = (
 
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
-_LINEAR = {"row": "linear", "reduction": "K", "exact": True}
+_LINEAR = {"row": "linear", "reduction": "K", "integers": True}
 _NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (2.0**-40, 2.0**-17, 0.5)}}
 _LOGPROB = {
     "outputs": ("out:fp32",),

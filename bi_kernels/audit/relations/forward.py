@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
-from bi_kernels.audit.problem.inputs import EXACT, KINDS
+from bi_kernels.audit.problem.inputs import INTEGERS, KINDS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
 from bi_kernels.audit.relations.views import VIEWED, by_view
 from bi_kernels.contract import SWEEP
@@ -167,7 +167,7 @@ def against_fp64(
     parts = ((t,) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))
     rows = []
     for (name, dtype), found, exact, magnitude in zip(p.returned.items(), *parts):
-        magnitude = torch.zeros_like(magnitude) if kind == EXACT else magnitude  # no sum rounds
+        magnitude = torch.zeros_like(magnitude) if kind == INTEGERS else magnitude  # no sum rounds
         limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
         detail = f"reduction length {p.reduction}"
         rows.append(against_bound(subject, "accuracy", found, exact, limit, dtype, kind, n, detail, name))
