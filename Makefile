@@ -1,11 +1,11 @@
-# make audit | documents | test | test-all | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+# make audit | documents | test | test-all | mutants | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
 # Another Python beside it: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: audit documents test test-all lab notebooks clean
+.PHONY: audit documents test test-all mutants lab notebooks clean
 
 # Into runs/, which git ignores.
 audit: $(VENV)/installed
@@ -24,6 +24,11 @@ test: $(VENV)/installed
 # Besides, what is marked slow, and every notebook: before documents are published, and once a week.
 test-all: $(VENV)/installed
 	$(PYTEST) tests notebooks
+
+# Bugs planted in our own kernels: how many do the audits catch?
+SEED ?= 0
+mutants: $(VENV)/installed
+	$(BIN)/bi-audit mutate --sample 100 --seed $(SEED) --device cpu --jobs $(JOBS)
 
 lab: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'

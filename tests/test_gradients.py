@@ -16,7 +16,7 @@ import bi_kernels
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.replaced_backward import with_backward
-from bi_kernels.audit.broken.uses import TRAINED, USE_CONTROLS
+from bi_kernels.audit.broken.uses import TRAINED
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
@@ -24,8 +24,8 @@ from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations import forward, long_sequences, uses
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations import uses
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, UNTRAINED
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
@@ -39,7 +39,8 @@ from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB, TokenLayout
 
 RUNS = "interpreter_gradient_runs"
-AUDITS = list(dict.fromkeys(c.audit for c in GRADIENT_CONTROLS))
+HERE = [c for c in GRADIENT_CONTROLS if not c.gpu]  # that an interpreter judges, too
+AUDITS = list(dict.fromkeys(c.audit for c in HERE))
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def in_need(found: list[Row]) -> list[Row]:
 @pytest.mark.parametrize("audit", AUDITS)
 def test_every_control_is_caught_by_its_relation(audit, fewer):
     found = start(audit, {}).controls()
-    mine = [c for c in (*GRADIENT_CONTROLS, *USE_CONTROLS) if c.audit == audit]
+    mine = [c for c in broken.EVERY if c.audit == audit and not c.gpu]
     assert [r.candidate for r in found] == [c.name for c in mine]
     for row, control in zip(found, mine):
         assert row.caught and row.control, report([row])
@@ -93,7 +94,7 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
         assert (row.relation, row.op, row.dtype) == (relation, control.op, control.dtype)
 
 
-@pytest.mark.parametrize("control", [c for c in GRADIENT_CONTROLS if c.relation != STATIC], ids=lambda c: c.name)
+@pytest.mark.parametrize("control", [c for c in HERE if c.relation != STATIC], ids=lambda c: c.name)
 def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(control, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
     mended = replace(control, function=partial(control.function, defect=False))
@@ -150,14 +151,31 @@ def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypat
 
 
 @pytest.mark.parametrize(
-    "control",
-    [c for c in GRADIENT_CONTROLS if c.relation == INVARIANCE and "own token count" not in c.name],
-    ids=lambda c: c.name,
+    "control", [c for c in HERE if c.relation == INVARIANCE and "own token count" not in c.name], ids=lambda c: c.name
 )
 def test_no_tolerance_would_show_what_invariance_shows(control):
     s = subject(control.op, control.function, control.dtype, control.case)
     found = gradients.gradient_accuracy(s, "normal")
     assert not in_need(found), report(found)
+
+
+def test_a_fold_that_depends_on_the_call_beyond_many_tokens_is_seen_where_a_sequence_is_long(monkeypatch):
+    monkeypatch.setattr(long_sequences, "LAYOUTS", ("micro_batches:each",))
+    control = next(c for c in GRADIENT_CONTROLS if c.relation == long_sequences.LONG_SEQUENCES)
+    made = lambda defect: subject(control.op, partial(control.function, defect=defect))
+    judged = lambda defect: [*long_sequences.by_layout(made(defect), [8200, 33])]
+    assert {r.tensor for r in in_need(judged(True))} == {"dweight"} and not in_need(judged(False))
+
+
+def test_what_is_asked_of_long_sequences_is_required(monkeypatch):
+    s = subject("rms_norm")
+    assert not long_sequences.judge(s) and not [*long_sequences.required(s)]  # of an interpreter
+    monkeypatch.setattr(long_sequences, "applies", lambda subject: True)
+    monkeypatch.setitem(long_sequences.LONG, "lengths", [40, 3])
+    monkeypatch.setitem(long_sequences.LONG, "accurate", [30, 2])
+    rows = long_sequences.judge(s)
+    assert not in_need(rows) and not forward.missing(rows, [s], long_sequences.required)
+    assert len(forward.missing(rows[1:], [s], long_sequences.required)) == 1
 
 
 def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_what_has_changed_is_named(package, name, expected, gone):
     if gone and name != "new/op.py":
         (package / name).unlink()
     assert before == "current" and said(package) == expected
+
+
+def test_what_writes_the_index_is_no_source_for_no_audit_loads_it():
+    loads = "import sys; from bi_kernels.audit import session, worker; from bi_kernels.audit.runs import documents"
+    script = f"{loads}; print([m for m in sys.modules if m.startswith('bi_kernels.audit.index')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert "bi_kernels/audit/index" not in sources.package() and "bi_kernels/audit/static" in sources.package()
 
 
 def test_a_notebook_of_other_cells_is_another(package):

@@ -316,3 +316,45 @@ for v in static.binaries(launches):
         "atomic_in_name_alone sm_90 True"
     ], done.stdout + done.stderr
     assert "x=*fp32 % 16, y=*fp32 % 16, BLOCK=64, num_warps=4" in lines[0]
+
+
+def test_a_whole_run_sees_what_was_compiled_of_this_package_and_nothing_else():
+    """Whoever launched it, in whichever process; an atomic among it needs a fix."""
+    script = """
+import sys, types, torch, bad_kernels as bad
+from bi_kernels import launch
+from bi_kernels.audit.static import whole_run
+from bi_kernels.audit.static.binary import without_gpu
+from bi_kernels.ops.elementwise import _elementwise_kernel as kernel
+
+without_gpu()
+session = types.SimpleNamespace(on_gpu=True, candidate=types.SimpleNamespace(spec="bi_kernels"), launched={}, audit="x",
+                                dtypes=["bf16"], device_name="sm_90", command="bi-audit run x")
+x = torch.zeros(128)
+
+def told(of_others=""):
+    (row,) = whole_run.judge(session)
+    print(row.verdict, row.mismatches, row.elements, row.first_failing_op, of_others)
+
+told("before")
+for n in (64, 128):
+    kernel.run(x, x, x, 0.5, n, 1, OP="add", BLOCK=n, grid=(1,), warmup=True, enable_fp_fusion=False)
+    bad.in_a_helper.run(x, x, BLOCK=n, grid=(1,), warmup=True)  # nobody's of this package
+told()
+part = dict(whole_run.compiled([*session.launched][:1]))
+print(len(part), sorted(part) == sorted([*session.launched][1:]))
+sys.modules["bi_kernels.audit.planted"] = types.SimpleNamespace(kernel=bad.in_a_helper)
+told("the auditor's own")
+sys.modules["bi_kernels.planted"] = types.SimpleNamespace(kernel=bad.in_a_helper)
+told()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "needs-fix 0 0 None before",
+        "pass 0 2 None ",
+        "1 True",
+        "pass 0 2 None the auditor's own",
+        "needs-fix 2 4 in_a_helper ",
+    ], done.stdout + done.stderr

@@ -6,14 +6,17 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 
 import torch
+
+from bi_kernels.audit.memory import patiently
 
 # attention's kernels compile longest, a vocabulary's tensors are largest
 PROCESSES = {"random": 12, "attention": 12, "vocabulary": 2, "backward": 2, "training": 10, "chain": 6}
 MOST = 6  # of any other audit
 _own: list = []  # the session of a process that works for another
+_seen: set[str] = set()  # what that process has told of its launches
 
 
 def begin(audit: str, parameters: dict) -> ProcessPoolExecutor:
@@ -45,7 +48,14 @@ def each(session, function: Callable, items: Iterable, *args) -> Iterator:
     if session.pool is None:
         return (function(session, item, *args) for item in items)
     ahead(session, function, [i for i in items if (function, repr(i), args) not in session.begun], *args)
-    return (session.begun.pop((function, repr(item), args)).result() for item in items)
+    return (_result(session, session.begun.pop((function, repr(item), args))) for item in items)
+
+
+def _result(session, part: Future):
+    """Returns what a part found, and notes what it launched."""
+    found, launched = part.result()
+    session.launched |= launched
+    return found
 
 
 def _begin(audit: str, parameters: dict) -> None:
@@ -56,8 +66,11 @@ def _begin(audit: str, parameters: dict) -> None:
 
 
 def _one(function: Callable, item, args: tuple):
-    """Runs one part, and gives back the memory that it took."""
+    """Runs one part, and gives back the memory that it took; returns what it found, and what was compiled for it."""
     try:
-        return function(_own[0], item, *args)
+        found = patiently(lambda: function(_own[0], item, *args))
     finally:
         torch.cuda.empty_cache()
+    launched = importlib.import_module("bi_kernels.audit.static.whole_run").compiled(_seen)
+    _seen.update(launched)
+    return found, launched

@@ -93,11 +93,14 @@ class WorldParameters(ModelParameters):
 
     kind: ClassVar[str] = "world"
     nproc: int = 4  # processes, and GPUs, at most
+    least: int = 2  # processes of the smallest world, beside one process and the controls
     seconds: int = 600  # that all worlds of as many processes may take
 
     def __post_init__(self):
         super().__post_init__()
-        _integers(self, "nproc", "seconds", least=1)
+        _integers(self, "nproc", "least", "seconds", least=1)
+        if self.least > self.nproc > 1:
+            raise ValueError(f"least is {self.least}, expected at most nproc, {self.nproc}")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import bi_kernels
 from bi_kernels.audit.broken.forward import Control, at_levels, controls, row_count
 from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
+from bi_kernels.audit.relations.long_sequences import LONG_SEQUENCES
 from bi_kernels.contract import EPS
 from bi_kernels.ops.gemm.gemm import fold_weight, product
 from bi_kernels.tokens import SLAB, TokenLayout
@@ -84,6 +85,13 @@ def partials_by_m(layout, dy, x, total, eps, defect=True):
         total += part.sum(0)
 
 
+@_weight_of(bi_kernels.rms_norm)
+def partials_by_m_of_many(layout, dy, x, total, eps, defect=True):
+    terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
+    for part in terms.split(-(-len(terms) // 8) if defect and layout.rows > 8192 else SLAB):
+        total += part.sum(0)
+
+
 @_backward_of(bi_kernels.rms_norm)
 def dx_twice(layout, dy, args, grads, eps, defect=True):
     return {0: (grads[0].float() * args[1].float()).to(grads[0].dtype)} if defect else {}
@@ -119,6 +127,11 @@ def dw_without_last_sample(layout, dy, args, grads, defect=True):
     dy, last = _rows(dy).clone(), layout.slots_on(dy.device)[-SLAB:].long()
     dy[last[last >= 0]] *= not defect
     return {1: _refolded(layout, dy, args)}
+
+
+@_backward_of(bi_kernels.linear, 1)
+def dw_beside_main_grad(layout, dy, args, grads, defect=True):
+    return {1: product(_rows(dy).t(), _rows(args[0]).t()) if defect else _refolded(layout, dy, args)}
 
 
 @_backward_of(bi_kernels.linear, 1)
@@ -190,6 +203,14 @@ GRADIENT_CONTROLS = (
     _ATOMIC,
     *at_levels(_ATOMIC),
     Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", INVARIANCE, partials_by_m),
+    Control(
+        "dweight partials by M beyond 8192 tokens",
+        "rms_norm",
+        "rms_norm",
+        LONG_SEQUENCES,
+        partials_by_m_of_many,
+        gpu=True,
+    ),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
     Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", ACCURACY, dx_twice),
     Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", ACCURACY, grad_doubled),
@@ -202,6 +223,7 @@ GRADIENT_CONTROLS = (
     Control(
         "LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", ACCURACY, lm_head_bf16_slabs
     ),
+    Control("dW left in .grad beside a main_grad", "dtype", "linear", "contract", dw_beside_main_grad, case="o"),
     *controls(
         "backward",
         "linear",

@@ -13,9 +13,11 @@ from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.drawn import questions
 from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
+from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.inputs import INTEGERS
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient, uses
+from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, uses
+from bi_kernels.audit.relations.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
@@ -48,7 +50,7 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
     problem = session.problem(first.op, first.case, first.dtype)
     s = Subject(problem, first.function, first.name, session.device_name)
     try:
-        rows = _BY_RELATION[first.relation](s, controls)
+        rows = patiently(lambda: _BY_RELATION[first.relation](s, controls))
     except Exception as error:
         rows = [s.row(first.relation, "", detail=sentence(error))] * len(controls)
     return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
@@ -99,5 +101,7 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     STATIC: _static,
     **{axis: partial(_used, axis) for axis in uses.AXES},
     DRAWN: _drawn,
+    gradient_dtypes.RELATION: lambda s, _: _first(gradient_dtypes.judge(s)),
+    LONG_SEQUENCES: lambda s, _: _first(up_to_a_drift(by_layout(s, LONG["lengths"]))),
     TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == gradient.UNTRAINED)),
 }

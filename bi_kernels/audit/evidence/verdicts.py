@@ -8,6 +8,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bi_kernels.audit.memory import give_back, patiently
+
 if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
     from bi_kernels.audit.evidence.drift import Drift
 
@@ -66,10 +68,12 @@ class Judged:
         """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that
         says so."""
         try:
-            found = thunk()
+            found = patiently(thunk)
         except Exception as error:
             detail = "; ".join(filter(None, (said.get("detail"), sentence(error))))
             return [self.row(relation, layout, None, **said | {"detail": detail})]
+        finally:
+            give_back()
         if isinstance(found, Row):
             return [found]
         return list(found) if isinstance(found, Iterable) else [self.row(relation, layout, found, **said)]

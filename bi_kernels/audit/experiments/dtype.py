@@ -11,13 +11,16 @@ from bi_kernels import contract, reference
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.audit.problem.inputs import draw_integers, generator
-from bi_kernels.audit.relations import forward
+from bi_kernels.audit.relations import forward, gradient_dtypes
+from bi_kernels.audit.relations.gradient_dtypes import WAYS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, dtype_name
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
+
+TOLD = {PASS: "✅", UNSUPPORTED: "⬜ refused"}
 
 HALF = "one of two halves rounded to bf16"
 
@@ -53,10 +56,23 @@ def acceptance(session) -> Found:
                 said = str(error)
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)
                 kept = dtype not in DTYPES.values() and isinstance(error, TypeError) and named
-            line[dtype_name(dtype)] = "✅" if kept else f"❌ {said[:60]}"
-            row = s.row("contract", "dtype", Drift(int(not kept), 1), detail=said[:200])
+            right = PASS if dtype in DTYPES.values() else UNSUPPORTED
+            line[dtype_name(dtype)] = TOLD[right] if kept else f"❌ {said[:60]}"
+            verdict = right if kept else NEEDS_FIX
+            row = s.row("contract", "dtype", Drift(int(not kept), 1), verdict=verdict, detail=said[:200])
             rows.append(replace(row, dtype=dtype_name(dtype)))
         lines.append(line)
+    return rows, lines
+
+
+def gradients(session) -> Found:
+    """Returns in which dtype a real backward leaves every gradient. Returns the rows and one line an op and dtype."""
+    rows, lines = [], []
+    for s in session.make():
+        p, made = s.problem, gradient_dtypes.judge(s)
+        told = {way: ", ".join(f"{r.tensor} {r.detail}" for r in made if r.layout == way) for way in WAYS}
+        lines.append({"op": f"{p.op.name} {p.case}".strip(), "dtype": dtype_name(p.dtype)} | told)
+        rows += made
     return rows, lines
 
 

@@ -18,7 +18,7 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.checks import is_hopper
-from bi_kernels.contract import DTYPES, SWEEP, linears
+from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm.cost import RINGS, Ring, Tile
 from bi_kernels.ops.gemm.gemm import cheapest
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
@@ -189,9 +189,31 @@ def captured(session) -> list[Row]:
     return rows
 
 
+def larger(session) -> list[Row]:
+    """Every linear layer at each M that a figure of the benchmark shows beyond the sweep's largest: its first and last
+    rows against calls of their own. On a GPU, at a model's shapes."""
+    rows = []
+    for dtype, case, m in product(session.dtypes, linears(session.parameters["shapes"]), _larger(session)):
+        s = _subject(session, case, dtype)
+        x, w = s.problem.arguments(*s.inputs(SHARPEST, m))
+        whole = bi_kernels.linear(x, w)
+        for name, part in (("the first", slice(s.largest)), ("the last", slice(m - s.largest, m))):
+            drift = compare(whole[part], bi_kernels.linear(x[part], w))
+            said = {"against": f"{name} {s.largest} rows", "inputs": SHARPEST, "rows": m}
+            rows.append(s.row("invariance", "rows", drift, **said, detail=_taken(m, *w.shape, x.dtype, x.device)))
+        del whole, s
+    return rows
+
+
+def _larger(session) -> list[int]:
+    shown = (CONTRACT["benchmark"]["gemm"]["rows"], CONTRACT["benchmark"]["gradients"]["tokens"])
+    wanted = session.on_gpu and session.parameters["shapes"] != "tiny"
+    return sorted({m for some in shown for m in some if m > max(SWEEP["rows"])}) if wanted else []
+
+
 def missing(session) -> list[Row]:
-    """Returns a row that needs a fix for every tile × M, and on a GPU every layer × M captured and compiled, that was
-    not run."""
+    """Returns a row that needs a fix for every tile × M, and on a GPU every layer × M captured and compiled, or larger,
+    that was not run."""
     found = []
     for dtype, (case, shape) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
         s = _subject(session, case, dtype)
@@ -201,6 +223,7 @@ def missing(session) -> list[Row]:
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
             taken = lambda m: _taken(m, *shape, DTYPES[dtype], session.device)
             required += [(layout, m, taken(m)) for m in contract.rows(s.largest)]
+        required += [("rows", m, _taken(m, *shape, DTYPES[dtype], session.device)) for m in _larger(session)]
         said = {"relation": "invariance", "inputs": SHARPEST}
         wanted = [said | {"layout": layout, "rows": m, "detail": way} for layout, m, way in required]
         found += coverage.missing(session.rows, s, wanted)

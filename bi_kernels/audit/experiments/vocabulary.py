@@ -1,5 +1,6 @@
 """The experiments of the embedding and LM-head audit."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -7,15 +8,21 @@ import torch
 import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Found
+from bi_kernels.audit.experiments.common import Found, size
 from bi_kernels.audit.problem.inputs import generator, on
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 
-WIDTH = 66  # of hidden: rows that no copy of 16 bytes takes whole, which are computed beside and copied
+FEW = 66, 9000  # of hidden, whose rows no copy of 16 bytes takes whole, and of the vocabulary
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
+
+
+def by_dtype(session, experiment: Callable) -> Found:
+    """Returns an experiment's rows and lines in every dtype of the session; on the interpreter, in the first."""
+    found = [experiment(session, dtype) for dtype in (session.dtypes if session.on_gpu else session.dtypes[:1])]
+    return [row for rows, _ in found for row in rows], [line for _, lines in found for line in lines]
 
 
 def gathered(session, dtype: str) -> Found:
@@ -26,20 +33,22 @@ def gathered(session, dtype: str) -> Found:
     for name in ("packed", "batch", "left_padded", "permuted", "decode", "neighbours"):
         drift = compare(s.layout(name, "normal"), shared["weight"][tokens["ids"]])
         rows.append(s.row("parity", f"{name}=table", drift, "the table's rows", "normal", count))
-        lines.append({"layout": name, "tokens": count, "different ids": len(tokens["ids"].unique())})
+        lines.append({"layout": name, "dtype": dtype, "tokens": count, "different ids": len(tokens["ids"].unique())})
         lines[-1]["against the table's rows"] = str(drift)
     return rows, lines
 
 
-def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> Found:
+def handoff(session, dtype: str, tokens: int = 33) -> Found:
     """lm_head_logprob against the ops that it fuses, and with its logits kept or not: the same bits, gradients too.
 
-    A vocabulary of several blocks, whatever the shapes are.
+    On a GPU at the model's own size; on the interpreter a vocabulary of several blocks, which tiny shapes have not.
     """
     s = session.subject("lm_head_logprob", dtype)
+    own = session.on_gpu and session.parameters["shapes"] != "tiny"
+    width, vocab = (size(session)["hidden"], size(session)["vocab"]) if own else FEW
     g = generator(session.device, session.parameters["seed"], "handoff", dtype)
     make = lambda *shape: torch.randn(shape, generator=g, device=session.device)
-    hidden, weight = (make(rows, WIDTH).to(DTYPES[dtype]) for rows in (tokens, vocab))
+    hidden, weight = (make(rows, width).to(DTYPES[dtype]) for rows in (tokens, vocab))
     targets = torch.randint(0, vocab, (tokens,), generator=g, device=session.device)
     targets[::7] = -100
     upstream = make(tokens), make(tokens)
@@ -67,7 +76,7 @@ def handoff(session, dtype: str, vocab: int = 9000, tokens: int = 33) -> Found:
     }
     rows, lines = [], []
     for name, made in ways.items():
-        line = {"against lm_head_logprob": name}
+        line = {"hidden × vocabulary": f"{width} × {vocab}", "dtype": dtype, "against lm_head_logprob": name}
         for tensor, y, expected in zip(("logprob", "entropy", "dhidden", "dweight"), made(), fused):
             drift = compare(y, expected)
             rows.append(s.row("parity", name, drift, "lm_head_logprob", "normal", tokens, tensor=tensor))
@@ -113,13 +122,14 @@ def tied(session, dtype: str = "bf16") -> Found:
 
     untied, drift = "each path untied, added once", compare(whole, apart)
     rows = [row("tied=untied", drift, untied)]
-    lines = [{"layout": untied, "two accumulators": str(drift), "one, for contrast": "–"}]
+    lines = [{"layout": untied, "dtype": dtype, "two accumulators": str(drift), "one, for contrast": "–"}]
     control = row("tied", compare(one, one))
     for name in SPLITS[1:]:
         drift = compare(gradient(name), whole)
         contrast = compare(gradient(name, two=False), one)
         rows.append(row(f"tied {name}", drift))
-        lines.append({"layout": name, "two accumulators": str(drift), "one, for contrast": str(contrast)})
+        told = {"two accumulators": str(drift), "one, for contrast": str(contrast)}
+        lines.append({"layout": name, "dtype": dtype} | told)
         if contrast.mismatches and not control.mismatches:
             control = row(f"tied {name}", contrast)
     control.candidate = "tied weight with one accumulator"

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.markdown import MARK, table
 from bi_kernels.audit.evidence.verdicts import grouped, worst_of
+from bi_kernels.contract import DTYPES
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
     name: name
@@ -17,9 +18,11 @@ def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
     found = {}
     judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values() and not r["control"])
     for op, mine in grouped(judged, lambda r: r["op"]).items():
-        dtypes, found[op] = dict.fromkeys(r["dtype"] for r in mine), {}
+        told = [(r["relation"], d, r) for r in mine for d in (DTYPES if r["dtype"] == "all" else [r["dtype"]])]
+        dtypes, found[op] = dict.fromkeys(d for _, d, _ in told), {}
         for column, relation in RELATION.items():
-            of_dtype = grouped((r for r in mine if r["relation"] == relation), lambda r: r["dtype"])
+            of = grouped((t for t in told if t[0] == relation), lambda t: t[1])
+            of_dtype = {d: [r for *_, r in of[d]] for d in of}
             found[op][column] = {d: worst_of({r["verdict"] for r in of_dtype[d]}) for d in dtypes if d in of_dtype}
     return found
 

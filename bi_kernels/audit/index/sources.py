@@ -1,7 +1,8 @@
 """The sources of a document: what judged and was judged, folder by folder, and whether it is still what it was.
 
 All of the package, not what one audit loads of it: controls and ranks load each other's kernels, and a document that is
-called older than it is costs a run, one that is called current and is not costs its reader.
+called older than it is costs a run, one that is called current and is not costs its reader. But for what stands here,
+which reads documents that are made, and which no audit loads.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ def folders(blobs: dict[str, str]) -> dict[str, str]:
 
 def package() -> dict[str, str]:
     """Returns the folders of the package as it stands."""
-    files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not path.is_relative_to(NOTEBOOKS[0])]
+    apart = NOTEBOOKS[0], Path(__file__).parent
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
     return folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
 
 
@@ -44,9 +46,9 @@ def code(notebook: Path) -> str:
     return blob(json.dumps([(cell["cell_type"], "".join(cell["source"])) for cell in cells]).encode())
 
 
-def record(folder: Path, notebook: Path) -> None:
-    """Writes of what sources a document is, beside what they found."""
-    known = package() | {notebook.name: code(notebook)}
+def record(folder: Path, notebook: Path | None = None) -> None:
+    """Writes of what sources a document is, beside what they found; notebook: none, of mutants."""
+    known = package() | ({notebook.name: code(notebook)} if notebook else {})
     (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

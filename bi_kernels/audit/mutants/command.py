@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.provenance import provenance
+from bi_kernels.audit.index import sources
 from bi_kernels.audit.mutants import document, plan
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import on_hopper
@@ -34,6 +35,7 @@ def run(
     where = choose(device)
     mutants, entries = chosen(names, sample, seed, where.type == "cuda", equivalents)
     out.mkdir(parents=True, exist_ok=True)
+    sources.record(out)  # as they are before one of them is broken
     columns = (
         TextColumn("mutants"),
         BarColumn(),

@@ -9,6 +9,7 @@ import torch
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
+from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
 from bi_kernels.audit.relations import forward, uses, views
@@ -45,7 +46,7 @@ def by_split(subject: Subject) -> Iterator[Row]:
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
         try:
-            base, rolled = step.gradients(), tuple(step.without_gradients())
+            base, rolled = patiently(lambda: (step.gradients(), tuple(step.without_gradients())))
         except Exception as error:
             said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
             yield subject.row(INVARIANCE, "packed", None, "singles", **said)
@@ -55,7 +56,7 @@ def by_split(subject: Subject) -> Iterator[Row]:
 
             def making() -> Gradients:
                 found = made()
-                trained.extend(step.outputs)
+                trained[:] = step.outputs
                 return found
 
             if name in VIEWS and (why := views.unplaced(subject, making)):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
-from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.relations import forward, gradient, long_sequences
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import settle
 from bi_kernels.audit.static.binary import examined
@@ -30,7 +30,7 @@ def judge_subject(
             rows += gradient.judge_gradients(subject)
     if not wants_backward or refused(rows):
         return rows, None
-    rows += gradient.judge_gradient_accuracy(subject)
+    rows += gradient.judge_gradient_accuracy(subject) + long_sequences.judge(subject)
     launches.variants = launches.variants | examined(launches, only_compiled=True)
     return rows, launches
 
@@ -56,6 +56,7 @@ def judge(
     if wants_backward:
         rest, session.variants = atomics_free(launched)
     rest += forward.missing(added, subjects) if wants_forward else []
-    rest += gradient.missing(added + rest, subjects) if wants_backward else []
+    if wants_backward:
+        rest += gradient.missing(added + rest, subjects) + forward.missing(added, subjects, long_sequences.required)
     session.add(rest)
     return added + rest

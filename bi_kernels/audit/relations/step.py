@@ -73,14 +73,15 @@ class Step:
         """Draws the step's upstream gradient, once the outputs' shapes are known."""
         p = self.subject.problem
         g = generator(p.device, p.seed, "upstream", self.kind)
-        kind = "normal" if self.kind == "nonfinite" else self.kind
+        kind, drawn = "normal" if self.kind == "nonfinite" else self.kind, []
         for y in outputs:
             dy = draw(kind if y.dim() > lead else "normal", (self.count, *y.shape[lead:]), y.dtype, g)
             if self.kind == SHARPEST:  # else the sum of a few bf16 numbers is exact in fp32, in any order
                 most, shape = 6 if y.dtype == torch.float16 else 12, (self.count, *[1] * (dy.dim() - 1))
                 dy *= powers(shape, -most, most + 1, g).to(dy.dtype)
             dy[self.poisoned] = 0
-            self.dy.append(dy)
+            drawn.append(dy)
+        self.dy = drawn  # all of them, or none where memory is short
 
     def gradients(
         self,

@@ -88,8 +88,15 @@ class WorldSession(Session):
 
     @property
     def worlds(self) -> list[World]:
-        """Lists the worlds of at most `nproc` ranks, one rank first."""
-        return [w for w in WORLDS if w.ranks <= self.parameters["nproc"]]
+        """Lists the worlds of `least` to `nproc` ranks, behind that of one rank."""
+        least, most = self.parameters["least"], self.parameters["nproc"]
+        return [w for w in WORLDS if w == World() or least <= w.ranks <= most]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lists how many ranks the worlds and the controls have, in the order in which they run."""
+        broken = {world.ranks for _, world, _ in CONTROLS.values()}
+        return sorted({w.ranks for w in self.worlds} | {n for n in broken if n <= self.parameters["nproc"]})
 
     @property
     def timed(self) -> bool:
@@ -105,7 +112,7 @@ class WorldSession(Session):
         """Runs every world, those of as many ranks in one go, and judges it by what one rank has; returns the rows,
         which it records as they come."""
         found = []
-        for ranks in sorted({w.ranks for w in self.worlds}):
+        for ranks in self.sizes:
             jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
             broken = [(name, w, way) for name, (way, w, _) in CONTROLS.items() if w.ranks == ranks]
             timed = [

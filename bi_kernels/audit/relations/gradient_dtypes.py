@@ -1,0 +1,29 @@
+"""In which dtype a real backward leaves every gradient, with a `main_grad` and without."""
+
+import torch
+
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import dtype_name
+
+RELATION = "contract"
+IN_GRAD, BUFFERED = WAYS = "gradients, in .grad", "gradients, with main_grad"
+
+
+def judge(subject: Subject) -> list[Row]:
+    """Judges a token's gradient to be of the token's dtype, a parameter's of its own in `.grad`, or, where it has a
+    `main_grad`, in that fp32 buffer alone."""
+    ways = WAYS if subject.problem.op.shared else WAYS[:1]
+    return [row for way in ways for row in subject.attempt(RELATION, way, lambda: _left(subject, way))]
+
+
+def _left(subject: Subject, way: str) -> list[Row]:
+    p, rows = subject.problem, []
+    for k, y in Step(subject, "normal", [5, 3]).gradients(main_grad=way == BUFFERED).items():
+        wanted = torch.float32 if way == BUFFERED and k in p.op.shared else p.input_dtype
+        other = y.dtype != wanted
+        said = dtype_name(y.dtype) + f", expected {dtype_name(wanted)}" * other
+        rows.append(subject.row(RELATION, way, Drift(int(other), 1), tensor=f"d{k}", detail=said))
+    return rows

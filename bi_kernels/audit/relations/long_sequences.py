@@ -1,0 +1,67 @@
+"""Gradients where one sequence is long: over several splits of attention's keys and a thousand slabs of a fold, against
+other layouts and against fp64. On a GPU; an interpreter would take an hour for it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.problem.call_layouts import shapes_launched
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations import gradient
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import SWEEP
+
+LAYOUTS = ("singles", "left_padded:16", "micro_batches:each")
+LONG = SWEEP["long"]
+LONG_SEQUENCES = "gradients of long sequences"  # what flags a control that only they show
+
+
+def applies(subject: Subject) -> bool:
+    """Tells whether a subject is asked: the first case of its op, on a GPU and not at tiny shapes."""
+    p = subject.problem
+    return p.device.type == "cuda" and p.shapes != "tiny" and p.case == next(iter(p.op.cases(p.shapes)))
+
+
+def judge(subject: Subject) -> list[Row]:
+    """Judges a step's gradients by layout, and those of a shorter one against fp64."""
+    return [*by_layout(subject, LONG["lengths"]), *accurate(subject, LONG["accurate"])] if applies(subject) else []
+
+
+def _alike(subject: Subject, lengths: list[int]) -> Subject:
+    """Returns the subject with samples of these lengths, in the sizes whose fp64 reference fits beside them."""
+    problem = replace(subject.problem, sizes=subject.problem.sizes | LONG["sizes"])
+    return replace(subject, problem=problem, memo={}, own_lengths=tuple(lengths))
+
+
+def by_layout(subject: Subject, lengths: list[int]) -> Iterator[Row]:
+    """Compares the gradients of every layout with those of one packed call."""
+    step = Step(_alike(subject, lengths), SHARPEST, lengths)
+    packed = cache(step.gradients)
+    for name in LAYOUTS:
+        said = {"against": "packed", "inputs": SHARPEST, "rows": step.count}
+        said["detail"] = shapes_launched(step.layouts[name])
+        yield from gradient.compared(subject, gradient.INVARIANCE, name, lambda: step.gradients(name), packed, **said)
+
+
+def accurate(subject: Subject, lengths: list[int]) -> list[Row]:
+    """Measures every gradient of a packed call against fp64, as a share of the contract's bound."""
+
+    def rows() -> list[Row]:
+        step = Step(_alike(subject, lengths), "normal", lengths)
+        return gradient.against_fp64(step, {f"d{k}": (k, y) for k, y in step.gradients().items()})
+
+    return subject.attempt(gradient.ACCURACY, "rows", rows, against="fp64", inputs="normal", rows=sum(lengths))
+
+
+def required(subject: Subject) -> Iterator[dict]:
+    """Yields what `judge` has rows of."""
+    if not applies(subject):
+        return
+    op = subject.problem.op
+    trained = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
+    for k in trained:
+        said = {"tensor": f"d{k}", "rows": sum(LONG["lengths"])}
+        yield from ({"relation": gradient.INVARIANCE, "layout": name} | said for name in LAYOUTS)
+        said |= {"rows": sum(LONG["accurate"])}
+        yield {"relation": gradient.ACCURACY, "layout": "rows"} | said
