@@ -39,10 +39,15 @@ def listed(values: Iterable[str], most: int = NAMED) -> str:
     return ", ".join(found[:most]) + " …" * (len(found) > most)
 
 
+def _furthest(rows: Sequence[dict]) -> dict | None:
+    """Returns the row of which the largest share differs; None where nothing was counted."""
+    counted = [r for r in rows if r["mismatches"] and r["elements"] and r["relation"] != "atomics-free"]
+    return max(counted, key=lambda r: (r["mismatches"] / r["elements"], r["elements"]), default=None)
+
+
 def differ(rows: Sequence[dict]) -> str:
     """Returns the count of the row of which the largest share differs, '' where nothing was counted."""
-    counted = [r for r in rows if r["mismatches"] and r["elements"] and r["relation"] != "atomics-free"]
-    r = max(counted, key=lambda r: (r["mismatches"] / r["elements"], r["elements"]), default=None)
+    r = _furthest(rows)
     return f"{r['mismatches']:,} of {r['elements']:,}" if r else ""
 
 
@@ -66,7 +71,7 @@ def condensed(rows: Iterable[Row | dict]) -> list[dict]:
 def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> dict:
     first = min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
     tensors = listed((r["tensor"] for r in mine if r["mismatches"]), 2)
-    relative, share = number(mine, "max_rel"), share_of(mine)
+    relative, share, worst = number(mine, "max_rel"), share_of(mine), _furthest(mine)
     says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), first["relation"]) | {Kind.ERROR: "raised"}
     return {
         "": says.get(kind, side),
@@ -79,6 +84,7 @@ def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> di
         "max rel": f"{share} × bound" if share else f"{relative:.2g}" if relative else "–",
         "ULP": steps(mine) or "–",
         "detail": detail,
+        "harm": worst["mismatches"] / worst["elements"] if worst else 0.0,
         "row": first,
     }
 

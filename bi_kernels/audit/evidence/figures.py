@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.patches import Rectangle
 
 plt.rcParams.update(
     {
@@ -29,7 +30,8 @@ def _short(v: float) -> str:
 
 
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
-    """Rows × columns of non-negative numbers, zeros pale: on a logarithmic scale, or a linear one from 0 to `top`."""
+    """Rows × columns of non-negative numbers, zeros pale, NaN hatched: on a logarithmic scale, or a linear one from 0 to
+    `top`."""
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     height, width = data.shape
@@ -48,6 +50,10 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     ax.set_xticks(np.arange(width) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(np.arange(height) + 0.5, frame.index)
     ax.set(xlim=(0, width), ylim=(height, 0), title=title)
+    for i, j in np.argwhere(np.isnan(data)):
+        ax.add_patch(Rectangle((j, i), 1, 1, fill=False, hatch="////", edgecolor="#bbbbbb", linewidth=0))
+    if np.isnan(data).any():
+        ax.set_xlabel("hatched: not asked, or it raised", fontsize=7, loc="left")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     figure.tight_layout()

@@ -128,9 +128,10 @@ def drifts(rows: Sequence[Row]) -> Markdown:
             "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
             "detail": escape.text(x["detail"] or x["row"]["detail"]),
         }
-        for x in condensed(rows)
+        for x in sorted(condensed(rows), key=lambda x: -x["harm"])
     ]
-    return Markdown(f"{markdown.table(lines)}\n\n{len(mine):,} checks need a fix{remaining()}.")
+    count = f"{len(mine):,} checks need a fix{remaining()}; what differs most stands first."
+    return Markdown(f"{markdown.table(lines)}\n\n{count}")
 
 
 def _number(x: float | str | None) -> str:
