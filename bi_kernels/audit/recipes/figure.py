@@ -10,7 +10,7 @@ from bi_kernels.audit.recipes.products import DIRECTIONS, PLAIN
 from bi_kernels.audit.recipes.said import headline, ratios, where
 
 COLORS = {"forward": "#0072B2", "dX": "#E69F00"}
-LEAST = 1e-4  # share of elements at which the colours begin
+LEAST = 2.0**-14  # share of elements at which the colours begin
 
 
 def drawn(document: dict) -> plt.Figure:
@@ -26,7 +26,8 @@ def drawn(document: dict) -> plt.Figure:
     for number, (line, (name, found)) in enumerate(zip(axes, every.items())):
         for ax, direction in zip(line, DIRECTIONS):
             mesh = _marks(ax, found, direction, cases, rows, norm)
-            ax.set_title(f"{name}, {direction}: {where(found, direction)}", fontsize=9)
+            whose = f"{name}\n" if direction == "forward" else ""
+            ax.set_title(f"{whose}{direction}: {where(found, direction)}", fontsize=9)
             ax.set_yticks(range(len(cases)), cases if direction == "forward" else [""] * len(cases), fontsize=8)
         if timed:
             _times(line[-1], name, found, plain, rows)
@@ -36,7 +37,7 @@ def drawn(document: dict) -> plt.Figure:
     for ax in axes.flat:
         ax.set_xticks(range(len(rows)), rows, rotation=90, fontsize=6.5)
         ax.set_xlim(-0.7, len(rows) - 0.3)
-    figure.colorbar(mesh, ax=axes[:, : len(DIRECTIONS)], label="share of elements that differ", aspect=40, pad=0.01)
+    figure.colorbar(mesh, ax=axes[:, : len(DIRECTIONS)], label="share of elements that differ", aspect=60, pad=0.01)
     figure.suptitle(headline(document), x=0.01, ha="left", fontsize=12)
     return figure
 
@@ -73,6 +74,6 @@ def _times(ax: plt.Axes, name: str, found: dict, plain: dict, rows: list[int]) -
     ax.set_ylim(min(0.5, ax.get_ylim()[0]), max(2.0, ax.get_ylim()[1]))
     ax.set_ylabel("time / plain cuBLAS's", fontsize=8)
     paid = f"at most {most:.2f} times as long" if most else "not timed"
-    ax.set_title(f"{name}: {paid if name != PLAIN.name else 'what the others are held against'}", fontsize=9)
+    ax.set_title(f"time: {paid if name != PLAIN.name else 'what the others are held against'}", fontsize=9)
     if most and name != PLAIN.name:
-        ax.legend(edgecolor="none", fontsize=8, ncols=2, loc="upper right")
+        ax.legend(edgecolor="none", fontsize=8, ncols=2, loc="best")

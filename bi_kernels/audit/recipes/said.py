@@ -138,6 +138,8 @@ def _clause(found: dict) -> str:
     here = {d: f"{WORD[d]} {_upto(counts(found, d))}" for d in drifting_in(found)}
     if not here:
         return "drifts at no M asked"
+    if len(here) == len(DIRECTIONS) and len({_upto(counts(found, d)) for d in here}) == 1:
+        return f"drifts {_upto(counts(found, 'dX'))}, forward and in dX"
     return f"drifts {' and '.join(here.values())}" + "".join(f", and not {WORD[d]}" for d in WORD if d not in here)
 
 
