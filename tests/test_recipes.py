@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,7 @@ def test_the_figure_has_a_panel_of_each_and_says_what_it_shows(change):
     assert titles.count("dX: at no M asked") == (3 if not change else 2)
     assert any("at most 7.40 times as long" in title for title in titles) == (not change)
     drawn.canvas.draw()
+    plt.close(drawn)
 
 
 @pytest.mark.parametrize("direction, of", [("forward", 32), ("dX", 128)])
