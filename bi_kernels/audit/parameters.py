@@ -104,6 +104,18 @@ class WorldParameters(ModelParameters):
 
 
 @dataclass(frozen=True)
+class RecipesParameters(ModelParameters):
+    """Parameters of the audit of recipes, which cuBLAS has for 16 bits."""
+
+    kind: ClassVar[str] = "recipes"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"dtype is {self.dtype!r}, expected bf16 or fp16")
+
+
+@dataclass(frozen=True)
 class IntegrationParameters(ModelParameters):
     """Parameters of an audit of another library's models on this package's ops."""
 
@@ -185,6 +197,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "transformers": IntegrationParameters,
     "world": WorldParameters,
     "bench": BenchParameters,
+    "recipes": RecipesParameters,
 }
 
 

@@ -1,0 +1,263 @@
+"""What others do to keep cuBLAS from splitting K: a drift is found, said either way, and shown by torch alone."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bi_kernels.audit import start
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, verdict_of
+from bi_kernels.audit.recipes import figure, products, said, script
+from bi_kernels.audit.recipes import session as sessions
+from bi_kernels.audit.recipes.products import DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
+from bi_kernels.contract import SWEEP
+
+ROOT = Path(__file__).parents[1]
+TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}, "device": "cpu", "dtype": "bf16"} | {
+    "seed": 0
+}
+
+
+def halved(x, weight):
+    """Splits K and N of two rows or fewer, as no library should."""
+    if len(x) > 2:
+        return F.linear(x, weight)
+    rows = [sum(map(F.linear, x.chunk(2, -1), part.chunk(2, -1))) for part in weight.chunk(2)]
+    return torch.cat(rows, -1)
+
+
+def test_a_recipe_that_depends_on_m_is_found_at_the_m_at_which_it_does():
+    found = said.collected(products.measured(Recipe("fake", "", linear=f"{__name__}:halved"), TOLD))
+    assert {d: said.counts(found, d) for d in DIRECTIONS} == {"forward": [1, 2], "dX": [1, 2]} and not found["why"]
+    assert found["asked"] == {"forward": {"a": 3}, "dX": {"a": 3}}
+    (mine,) = found["drifts"]["forward"].values()
+    assert mine["2"][1] == 2 * 16 and 0 < mine["2"][0] <= 32
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, OURS], ids=lambda r: r.name)
+def test_a_call_is_timed_in_both_directions(recipe):
+    """Its backward again and again, of one forward; on a CPU operators stand for milliseconds."""
+    cells = products.measured(recipe, TOLD | {"rows": [], "timed": [1]})
+    assert [(c["direction"], c["M"]) for c in cells] == [("forward", 1), ("dX", 1)], cells
+    assert all(c["ms"] > 0 for c in cells)
+
+
+def test_another_order_of_a_sum_shows_in_what_is_drawn_of_either():
+    x, w, dy = numbers(3, 96, 64, torch.float32, "cpu", 0)
+    for product, reverse in ((x @ w.t(), x.flip(1) @ w.flip(1).t()), (dy @ w, dy.flip(1) @ w.flip(0))):
+        assert (product != reverse).double().mean() > 0.5
+    assert (x @ w.t()).abs().mean() < (x.abs() @ w.abs().t()).mean() / 4, "it vanishes"
+    assert (dy @ w).abs().mean() < (dy.abs() @ w.abs()).mean() / 4
+
+
+def test_what_raises_leaves_a_sentence_and_the_other_shapes():
+    def refuses(x, weight):
+        if weight.shape[0] == 16:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore")
+        return F.linear(x, weight)
+
+    products.refuses = refuses
+    try:
+        told = TOLD | {"shapes": {"a": (16, 64), "b": (32, 64)}}
+        found = said.collected(products.measured(Recipe("fake", "", linear=f"{products.__name__}:refuses"), told))
+    finally:
+        del products.refuses
+    assert found["why"] == [f"a, {d}: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" for d in DIRECTIONS]
+    assert found["asked"]["forward"] == {"b": 3}
+
+
+def test_a_torch_without_the_setting_is_named(monkeypatch):
+    class Old:
+        def __setattr__(self, name, value):
+            if not isinstance(value, bool):
+                raise RuntimeError(f"set_{name} expects a bool, but got tuple")
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Old())
+    with pytest.raises(RuntimeError, match=r"^torch \S+ takes no pair \(allow_reduced_.*; expected 2.10 or newer$"):
+        products.without_split()
+
+
+def test_the_users_own_environment_is_not_a_recipe(monkeypatch):
+    seen = []
+    monkeypatch.setattr(products, "cells", lambda *_: seen.append(dict(os.environ)) or [])
+    for name in STARVED.environment:
+        monkeypatch.setenv(name, "mine")
+    products.measured(STARVED, TOLD)
+    products.measured(PLAIN, TOLD)
+    assert all(seen[0][name] == "mine" for name in STARVED.environment), "what the process was started with"
+    assert not STARVED.environment.keys() & seen[1].keys()
+
+
+def found_of(up_to: int, ms: float, direction: str = "forward", why: str = "") -> dict:
+    """What a recipe that drifts up to some M in a direction leaves, of two shapes, the second sound."""
+    asked = [(c, d, m) for c in ("o", "k of Qwen3-8B") for d in DIRECTIONS for m in SWEEP["rows"]]
+    wrong = lambda c, d, m: (c, d) == ("o", direction) and m <= up_to
+    drift = lambda *at: {"drift": Drift(7 if wrong(*at) else 0, 4096)}
+    cells = [{"case": c, "direction": d, "M": m} | drift(c, d, m) for c, d, m in asked]
+    cells += [{"case": c, "direction": d, "M": m, "ms": ms if m == 16 else 1.0} for c, d, m in asked if m in (1, 16)]
+    return {"what": "something"} | said.collected(() if why else cells) | ({"why": [why]} if why else {})
+
+
+def document(**changed) -> dict:
+    recipes = {
+        PLAIN.name: found_of(300, 1.0),
+        STARVED.name: found_of(3, 1.0, "dX"),
+        UNSPLIT.name: found_of(1, 7.4),
+        OURS.name: found_of(0, 1.1),
+    }
+    shapes = {"o": (4096, 4096), "k of Qwen3-8B": (1024, 4096)}
+    of = {"device": "NVIDIA H100", "torch": "2.11.0+cu128", "dtype": "bf16", "largest": 8192, "rows": SWEEP["rows"]}
+    return of | {"shapes": shapes, "recipes": recipes | changed}
+
+
+def test_the_sentence_says_who_drifts_and_who_does_not():
+    text = said.sentence(document())
+    assert text.startswith("On an NVIDIA H100 (torch 2.11.0, bf16), 2 linear layers at M = 1 to 4096, forward and dX, ")
+    for part in (
+        "plain cuBLAS drifts forward up to M = 300, and not in dX;",
+        "Megatron have it, drifts in dX up to M = 3, and not forward, at up to 1.0 times plain cuBLAS's time;",
+        "not to split K drifts forward at M = 1 alone, and not in dX, at up to 7.4 times plain cuBLAS's time;",
+        "`bi_kernels.linear` drifts at no M asked.",
+    ):
+        assert part in text, text
+    both = found_of(3, 1.0, "dX")
+    both["drifts"]["forward"] = both["drifts"]["dX"]
+    assert "have it, drifts up to M = 3, forward and in dX," in said.sentence(document(**{STARVED.name: both}))
+    assert said.headline(document()).startswith("3 of 3 recipes drift with M: plain cuBLAS, starved cuBLAS, cuBLASLt")
+    table = {line["recipe"]: line for line in said.table(document())}
+    assert table[UNSPLIT.name]["time"].endswith("at most 7.40 (o, forward, M = 16)")
+    assert table[PLAIN.name]["forward drifts"] == "up to M = 300, 1 of 2 shapes"
+    assert said.by_case(document())[0]["plain cuBLAS, forward"] == "1–300"
+
+
+def test_the_sentence_of_recipes_that_hold():
+    sound = document(**{r.name: found_of(0, 1.0) for r in THEIRS})
+    assert said.headline(sound) == "0 of 3 recipes drift with M"
+    assert said.sentence(sound).count("drifts at no M asked") == 4
+    gone = document(**{UNSPLIT.name: found_of(0, 1.0, why="RuntimeError: torch 2.9 takes no pair")})
+    assert "not to split K was not measured;" in said.sentence(gone) and said.headline(gone).startswith("2 of 2 ")
+    assert said.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
+
+
+def test_a_span_is_of_neighbours_among_what_was_asked():
+    assert said.spans([8, 1, 2, 7, 300], [1, 2, 3, 7, 8, 9, 300]) == "1–2, 7–8, 300"
+    assert said.spans([], [1]) == "none"
+
+
+@pytest.mark.parametrize("change", [{}, {PLAIN.name: found_of(0, 1.0, why="died")}], ids=["whole", "without plain"])
+def test_the_figure_has_a_panel_of_each_and_says_what_it_shows(change):
+    drawn = figure.drawn(document(**change))
+    titles = [ax.get_title(loc="left") or ax.get_title() for ax in drawn.axes]
+    assert f"{UNSPLIT.name}\nforward: at M = 1 alone, 1 of 2 shapes" in titles
+    assert titles.count("dX: at no M asked") == (3 if not change else 2)
+    assert any("at most 7.40 times as long" in title for title in titles) == (not change)
+    drawn.canvas.draw()
+    plt.close(drawn)
+
+
+@pytest.mark.parametrize("direction, of", [("forward", 32), ("dX", 128)])
+def test_a_script_runs_by_torch_alone_and_prints_what_differs(direction, of, tmp_path):
+    text, path = script.text(STARVED, direction, (2, 16, 64), TOLD), tmp_path / "script.py"
+    assert "bi_kernels" not in re.sub("#.*", "", text)
+    assert text.index('os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"') < text.index("import torch")
+    stock = "linear = torch.nn.functional.linear\n"
+    assert stock in text
+    broken = "linear = lambda x, w: torch.nn.functional.linear(x, w) + (len(x) < 3) * x.sum()\n"
+    for linear, shows in ((stock.replace("linear\n", "linear  # as it is\n"), None), (broken, True)):
+        path.write_text(text.replace(stock, linear))
+        shown, last = script.run(path)
+        count = int(re.fullmatch(rf"(\d+) of {of} elements differ", last)[1])
+        assert shown == bool(count) and (shows is None or shown), last
+    path.write_text("raise ValueError('no GPU')")
+    assert script.run(path) == (False, "ValueError: no GPU")
+
+
+def test_a_script_on_a_gpu_tells_torch_what_the_recipe_does():
+    text = script.text(UNSPLIT, "forward", (1, 1024, 4096), TOLD | {"device": "cuda", "dtype": "fp16"})
+    assert text.index("\nwithout_split()\n") < text.index("numbers(9, 1024, 4096, torch.float16, ")
+    compile(text, "script", "exec")
+    assert "without_split" not in script.text(STARVED, "forward", (1, 1024, 4096), TOLD | {"device": "cuda"})
+
+
+class Process:
+    """Stands for a worker: computes nothing, and one recipe's ends without a word."""
+
+    def __init__(self, function, recipe, told, environment):
+        self.recipe, self.told = recipe, told
+        assert dict(environment) == dict(recipe.environment)
+
+    def result(self):
+        if self.recipe is UNSPLIT:
+            raise sessions.Died("a:b", 1, ["RuntimeError: torch 2.9 takes no pair"])
+        wrong = lambda m: 5 if self.recipe in (PLAIN, STARVED) and m < 3 else 0
+        at = [
+            {"case": c, "direction": d, "M": m}
+            for c in self.told["shapes"]
+            for d in DIRECTIONS
+            for m in self.told["rows"]
+        ]
+        return [cell | {"drift": Drift(wrong(cell["M"]), 64)} for cell in at]
+
+
+def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(sessions, "Worker", Process)
+    monkeypatch.setattr(sessions.RecipesSession, "theirs", THEIRS)
+    monkeypatch.setattr(sessions.RecipesSession, "full", True)
+    monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
+    run = start("recipes", device="cpu")
+    run.parameters["dtype"] = "bf16"
+    rows = run.judge()
+    assert {r.verdict for r in rows if r.relation != "reproducer"} == {PASS}
+    (lost,) = (r for r in rows if r.relation == "reproducer")
+    assert (lost.layout, lost.verdict) == (UNSPLIT.name, NEEDS_FIX)
+    assert lost.detail == "not measured: RuntimeError: torch 2.9 takes no pair"
+    monkeypatch.setattr(script, "run", lambda path: ("starved" in path.name, "5 of 64 elements differ"))
+    shown = {r.layout: r.verdict for r in run.reproduce()}
+    assert shown == {PLAIN.name: NEEDS_FIX, STARVED.name: PASS}
+    assert {p.name for p in (tmp_path / "repro").iterdir()} == {"plain_cuBLAS.py", "starved_cuBLAS.py"}
+    found = run.document()
+    assert json.loads((tmp_path / said.FILE).read_text())["recipes"] == json.loads(json.dumps(found))["recipes"]
+    assert found["recipes"][STARVED.name]["script"] == "repro/starved_cuBLAS.py"
+    controls = run.controls()
+    assert [(r.candidate, r.caught) for r in controls] == [
+        *[(products.BROKEN.name, True)] * 2,
+        *[(PLAIN.name, True)] * 2,
+    ]
+    assert verdict_of(run.rows) == NEEDS_FIX
+
+
+def test_ours_needs_a_fix_where_it_drifts_or_was_not_run(monkeypatch):
+    monkeypatch.setattr(sessions, "Worker", Process)
+    for recipe, wanted in ((STARVED, "dX"), (UNSPLIT, "")):
+        monkeypatch.setattr(sessions, "OURS", recipe)
+        run = start("recipes", device="cpu")
+        rows = [r for r in run.judge() if r.relation != "reproducer"]
+        assert len(rows) == 2 * len(run.told["shapes"]) * len(run.told["rows"])
+        bad = [r for r in rows if r.verdict == NEEDS_FIX]
+        assert {r.rows for r in bad} == ({1, 2} if wanted else {*run.told["rows"]})
+        assert {(r.tensor, r.gradient) for r in bad} == {("out", ""), ("dx", "input gradients")}
+
+
+def test_dtypes_of_32_bits_are_refused():
+    with pytest.raises(ValueError, match="^dtype is 'fp32', expected bf16 or fp16$"):
+        start("recipes", dtype="fp32")
+
+
+def of_gpus() -> list[dict]:
+    found = [json.loads(path.read_text()) for path in (ROOT / "audits").glob(f"*/recipes/{said.FILE}")]
+    return [d for d in found if d["device"] != "interpreter"]
+
+
+def test_the_readme_says_what_a_document_of_a_gpu_found():
+    """Where there is one; where there is none it says nothing of it."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    wanted = [said.sentence(document) for document in of_gpus()]
+    claimed = said.SHORT[UNSPLIT.name] in text
+    assert claimed == bool(wanted) == any(sentence in text for sentence in wanted), wanted
