@@ -202,3 +202,14 @@ def test_generation_ends_with_a_stop_token(continued):
 def test_a_bad_call_of_generate_is_one_sentence(continued, change, said):
     with pytest.raises(ValueError, match=f"^generate: {said}"):
         list(generate(continued[0], **{"prompts": PROMPTS, "max_new_tokens": 3} | change))
+
+
+def test_a_training_forward_in_chunks_is_refused_in_a_sentence():
+    model = Decoder(CONFIGS["tiny"], "cpu")
+    cache = Cache(model.config, 1, 8, model.embedding)
+    ids = torch.arange(5)[None]
+    with pytest.raises(ValueError, match=r"^Cache: the call wants gradients, .* expected torch\.no_grad\(\), or whole"):
+        model.logprobs(ids, ids, cache.rows(5), cache)
+    with torch.no_grad():
+        model.logprobs(ids, ids, cache.rows(5), cache)
+    assert int(cache.lengths) == 5, "what was refused left nothing behind"

@@ -1,6 +1,7 @@
 """Of what sources a document is: recorded before a run, compared when the index is written, and asked of its commit."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,20 @@ def test_a_package_that_is_installed_in_a_repository_is_not_its_own(package, mon
     package.rename(place)
     monkeypatch.setattr(sources, "PACKAGE", place)
     assert said(place.parent, "HEAD") == "current"
+
+
+def test_a_claim_of_the_readme_is_of_these_kernels_or_names_the_commit_that_it_is_of():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = set()
+    for paragraph in readme.split("\n\n"):
+        for place in re.findall(r"\((audits/[\w./-]+)/README\.md\)", paragraph):
+            linked.add(place)
+            made = json.loads((ROOT / place / "provenance.json").read_text())
+            recorded = ROOT / place / sources.FILE
+            current = recorded.exists() and not sources.changed(json.loads(recorded.read_text()))[sources.KERNELS]
+            assert current or made["commit"][:7] in paragraph, f"{place} is of other kernels: README names no commit"
+    shown = set(re.findall(r"\((audits/[\w./-]+)/[\w-]+\.png\)", readme))
+    assert shown <= linked, "a figure whose document the README does not link"
 
 
 def test_a_document_of_the_promised_device_is_of_these_kernels():

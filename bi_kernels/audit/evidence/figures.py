@@ -30,8 +30,7 @@ def _short(v: float) -> str:
 
 
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
-    """Rows × columns of non-negative numbers, zeros pale, NaN hatched: on a logarithmic scale, or a linear one from 0 to
-    `top`."""
+    """Rows × columns of non-negative numbers, zeros pale, NaN hatched: on a logarithmic scale, or from 0 to `top`."""
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     height, width = data.shape
