@@ -7,7 +7,8 @@ kernels run on a CPU, on Triton's interpreter as `bi_kernels.interpreter` mends 
 import importlib
 
 _HOLDS = {
-    "ops.elementwise": ("silu", "gelu", "swiglu", "add", "scale", "bias_add", "mask_fill", "cast"),
+    "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "soft_cap"),
+    "ops.elementwise": ("add", "scale", "bias_add", "mask_fill", "cast"),
     "ops.rope": ("rope", "rope_table", "RopeTable", "packed_positions"),
     "ops.gemm.gemm": ("linear", "matmul"),
     "ops.norm": ("rms_norm", "qk_norm", "add_rms_norm"),

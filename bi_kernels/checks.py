@@ -148,6 +148,15 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({why})")
 
 
+@once
+def check_alike(op: str, name: str, x: torch.Tensor, *others: str | torch.Tensor) -> None:
+    """`check`, and others, each behind its name, of the shape of x."""
+    given = dict(zip(others[::2], others[1::2]))
+    check(op, **{name: x}, **given)
+    for other, t in given.items():
+        check_shape(op, other, t, x.shape, f"that of {name}")
+
+
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Returns whether the device is an sm_90."""

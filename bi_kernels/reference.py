@@ -7,6 +7,7 @@ gradients are in `bi_kernels.reference_gradients`.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -28,16 +29,38 @@ def matmul(a: Tensor, b: Tensor) -> Pair:
     return linear(a, b.T)
 
 
-def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False) -> Pair:
-    """From the angles themselves, at rope_table's default theta; the rounded values of `table` are not used."""
-    dim = x.shape[-1]
-    frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
-    angle = positions.double()[..., None, None] * frequency
-    cos, sin, x = angle.cos(), angle.sin(), x.double()
+def _frequencies(dim: int, scaling: Mapping | None) -> tuple[Tensor, float]:
+    """(radians a position of each pair at rope_table's default theta, what multiplies cos and sin)."""
+    i, theta = torch.arange(0, dim, 2, dtype=torch.float64), 10000.0
+    given = {"rope_type": "default", "factor": 1.0, **(scaling or {})}
+    trained, slow = given.get("original_max_position_embeddings", math.inf), theta ** (-i / dim) / given["factor"]
+    turns = trained * theta ** (-i / dim) / (2 * math.pi)
+    if given["rope_type"] == "ntk":
+        return (theta * given["factor"] ** (dim / max(dim - 2, 1))) ** (-i / dim), 1.0
+    if given["rope_type"] == "llama3":
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
+        mixed = slow + (theta ** (-i / dim) - slow) * (turns - low) / (high - low)
+        return torch.where(turns > high, theta ** (-i / dim), torch.where(turns < low, slow, mixed)), 1.0
+    if given["rope_type"] == "yarn":  # with the defaults of its options
+        pair = lambda turns: math.log(trained / (2 * math.pi * turns), theta) * dim / 2
+        low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dim - 1)
+        share = ((i / 2 - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return share * slow + (1 - share) * theta ** (-i / dim), 1 + 0.1 * math.log(given["factor"])
+    return slow, 1.0
+
+
+def rope(x: Tensor, table, positions: Tensor, interleaved: bool = False, scaling: Mapping | None = None) -> Pair:
+    """From the angles themselves, at rope_table's default theta; of `table` the width alone is used."""
+    dim = 2 * table.cos.shape[-1]
+    frequency, factor = _frequencies(dim, scaling)
+    angle = positions.double()[..., None, None] * frequency.to(x.device)
+    (cos, sin), x = (factor * part for part in (angle.cos(), angle.sin())), x.double()
+    x, rest = x[..., :dim], x[..., dim:]
     x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     join = lambda *halves: torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
     a, b, c, d = x1 * cos, x2 * sin, x2 * cos, x1 * sin
-    return join(a - b, c + d), join(a.abs() + b.abs(), c.abs() + d.abs())
+    beside = lambda turned, rest: torch.cat((turned, rest), -1)
+    return beside(join(a - b, c + d), rest), beside(join(a.abs() + b.abs(), c.abs() + d.abs()), torch.zeros_like(rest))
 
 
 def silu(x: Tensor) -> Pair:
@@ -58,6 +81,31 @@ def gelu(x: Tensor, approximate: str = "none") -> Pair:
     else:
         y = _gelu(x)
     return y, x.abs()
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Pair:
+    (y, magnitude), up = gelu(gate, approximate), up.double()
+    return y * up, (magnitude + LEAST) * up.abs()
+
+
+def clamped(gate: Tensor, up: Tensor, limit: float) -> Pair:
+    """Both, clamped to a limit of fp32."""
+    limit = torch.tensor(limit, dtype=torch.float32).item()
+    return gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Pair:
+    g, u = clamped(gate, up, limit)
+    f, u = g * torch.sigmoid(alpha * g), u + offset
+    y = f * u
+    return y, y.abs() * (5 + 2 * (alpha * g).abs()) + f.abs() * abs(offset) + (2.0**-103 * g.abs() + LEAST) * u.abs()
+
+
+def soft_cap(x: Tensor, cap: float) -> Pair:
+    t = x.double() / cap
+    e = torch.exp(-2 * t.abs())  # from 1 on: the gradient of tanh cancels there
+    y = cap * torch.where(t.abs() < 1, t.tanh(), t.sign() * (1 - e) / (1 + e))
+    return y, y.abs()
 
 
 def add(x: Tensor, residual: Tensor) -> Pair:

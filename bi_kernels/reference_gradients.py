@@ -44,6 +44,29 @@ def _swiglu(call: _Call, gate: Tensor, up: Tensor) -> dict:
     return {"gate": up.abs() * (_silu(call, gate)["x"] + LEAST), "up": reference.swiglu(gate, call.dy)[1]}
 
 
+def _geglu(call: _Call, gate: Tensor, up: Tensor, **how) -> dict:
+    return {"gate": up.abs() * (call.dy.abs() + LEAST), "up": reference.geglu(gate, call.dy)[1]}
+
+
+def _clamped_swiglu(
+    call: _Call, gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0
+) -> dict:
+    g, u = reference.clamped(gate, up, limit)
+    free, u = (gate == g, up == u), u + offset
+    dy, t = call.dy.abs(), (alpha * g).abs()
+    q = torch.sigmoid(alpha * g)
+    b = q * (1 + t * torch.sigmoid(-alpha * g))
+    of_gate = u.abs() * (b * (9 + 2 * t) + 2.0**-103 * (1 + t) + LEAST * g.abs()) + b * abs(offset)
+    of_up = call.exact["up"].abs() * (5 + 2 * t) + (2.0**-103 * g.abs() + LEAST) * dy
+    of_each = dy * of_gate + LEAST * u.abs(), of_up
+    return {k: torch.where(mine, s, 0.0) for k, mine, s in zip(("gate", "up"), free, of_each)}
+
+
+def _soft_cap(call: _Call, x: Tensor, cap: float) -> dict:
+    t = (x / cap).abs().clamp(max=128)
+    return {"x": call.exact["x"].abs() * (6 + 4 * t) + 2.0**-101 * call.dy.abs()}
+
+
 def _copied(call: _Call, **inputs) -> dict:
     return {name: torch.zeros_like(exact) for name, exact in call.exact.items()}
 
@@ -171,6 +194,7 @@ def _attention(call: _Call, **given) -> dict:
 
 
 _OWN = (_silu, _gelu, _swiglu, _bias_add, _rope, _linear, _matmul, _rms_norm, _qk_norm, _add_rms_norm, _embedding)
+_OWN += _geglu, _clamped_swiglu, _soft_cap
 _OWN += _token_logprob, _log_softmax, _lm_head_logprob, _attention
 _MAGNITUDES: dict[str, Callable[..., dict]] = dict.fromkeys(("add", "mask_fill", "cast"), _copied)
 _MAGNITUDES |= {function.__name__[1:]: function for function in _OWN}

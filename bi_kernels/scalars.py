@@ -41,6 +41,13 @@ def check_fp32(op: str, name: str, value: float) -> float:
     return value
 
 
+def check_positive(op: str, name: str, value: float) -> float:
+    """Returns a number that is positive in fp32, and has all its bits there."""
+    if not 2.0**-126 <= check_number(op, name, value) < 2.0**128:
+        raise ValueError(f"{op}: {name} is {shown(value)}, expected a positive number of fp32, from 2**-126 to 2**128")
+    return float(value)
+
+
 def check_flag(op: str, name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} is {shown(value)}, expected True or False")

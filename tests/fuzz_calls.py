@@ -88,7 +88,8 @@ def _rope(d: Draw) -> dict:
     dim, heads, packed = d.choice((2, 8, 16)), d.choice((1, 2, 3)), d.random() < 0.5
     lead = (d.size(),) if packed else d.lead()
     where = {"cu_seqlens": d.ends(lead[0])} if packed else {"positions": d.ids(lead, 32)}
-    return {"x": d.t(*lead, heads, dim), "table": bi.rope_table(32, dim), **where} | d.some(interleaved=True)
+    table = bi.rope_table(32, d.choice((dim, dim, 2)))
+    return {"x": d.t(*lead, heads, dim), "table": table, **where} | d.some(interleaved=True)
 
 
 def _embedding(d: Draw) -> dict:
@@ -176,13 +177,19 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "silu": lambda d: {"x": d.t(*d.lead(), d.size())},
     "gelu": lambda d: {"x": d.t(*d.lead(), d.size())} | d.some(approximate="tanh"),
     "swiglu": _two("gate", "up"),
+    "geglu": lambda d: _two("gate", "up")(d) | d.some(approximate="tanh"),
+    "clamped_swiglu": lambda d: _two("gate", "up")(d) | d.some(limit=d.choice((0.5, 2)), alpha=-1.5, offset=0.3),
+    "soft_cap": lambda d: {"x": d.t(*d.lead(), d.size()), "cap": d.choice((0.25, 30))},
     "add": _two("x", "residual"),
     "scale": lambda d: {"x": d.t(*d.lead()), "factor": d.choice((1.5, -3, 0.0))},
     "bias_add": _bias_add,
     "mask_fill": _mask_fill,
     "cast": lambda d: {"x": d.t(*d.lead(), 3), "dtype": d.choice([*DTYPES.values()])},
     "rope": _rope,
-    "rope_table": lambda d: {"positions": d.size(), "head_dim": d.choice((2, 16))} | d.some(theta=1e6, device="cpu"),
+    "rope_table": lambda d: (
+        {"positions": d.size(), "head_dim": d.choice((2, 16))}
+        | d.some(theta=1e6, device="cpu", scaling={"rope_type": d.choice(("linear", "ntk")), "factor": 4})
+    ),
     "packed_positions": lambda d: {"cu_seqlens": d.ends(n := d.size()), "tokens": n},
     "linear": _linear,
     "matmul": _matmul,

@@ -25,7 +25,7 @@ def inexact(op: str, given: tuple, named: dict, found: list[Tensor]) -> str:
     if not all(t.numel() < 10**6 and bool((t.abs() < LARGEST).all()) for t in floats):
         return ""
     exact = OF.get(op, getattr(reference, op))(**arguments)
-    row = "gelu_tanh" if arguments.get("approximate") == "tanh" else ROWS.get(op, op)
+    row = f"{op}_tanh" if arguments.get("approximate") == "tanh" else ROWS.get(op, op)
     for y, (y64, magnitude) in zip(found, [exact] if exact and isinstance(exact[0], Tensor) else exact):
         if y.shape != y64.shape:
             return f"the plain call gives {tuple(y.shape)}, the reference {tuple(y64.shape)}"
@@ -41,7 +41,7 @@ def _rope(x: Tensor, table: bi.RopeTable, positions: Tensor, cu_seqlens: Tensor,
     """The rotation, NaN by positions that the table does not hold, and by its NaN; another table has no reference."""
     if positions is None:
         positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
-    if not all(map(torch.equal, table, bi.rope_table(len(table.cos), x.shape[-1]))):
+    if not all(map(torch.equal, table, bi.rope_table(len(table.cos), 2 * table.cos.shape[-1]))):
         return []
     y, magnitude = reference.rope(x, table, positions, interleaved)
     unknown = ((positions < 0) | (positions >= len(table.cos)))[..., None, None]

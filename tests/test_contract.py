@@ -18,7 +18,7 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.broken.forward import bf16_accumulation
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.inputs import KINDS, draw, draw_integers, generator
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.registry import OPS, YARN
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_attention import changes
@@ -225,7 +225,8 @@ def test_a_product_rounded_to_16_bits_exceeds_the_bound_of_fp32(m, n, k, seed, s
 # Every op and its gradients, computed plainly in fp32 with the contract's roundings
 
 TOKENS, HIDDEN, MLP, VOCAB, HEADS, HEAD_DIM = 37, 64, 96, 300, 4, 16
-TABLE = bi_kernels.rope_table(TOKENS, HEAD_DIM)
+TABLE, NARROW = bi_kernels.rope_table(TOKENS, HEAD_DIM), bi_kernels.rope_table(TOKENS, HEAD_DIM // 2)
+SCALED = bi_kernels.rope_table(TOKENS, HEAD_DIM, scaling=YARN)
 
 
 def rotated(x, table, positions, interleaved=False):
@@ -272,6 +273,20 @@ def attended(q, k, v, lengths, dtype, window=None):
     return tuple(map(torch.cat, zip(*every)))
 
 
+def clamped(gate, up):
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def capped(x, cap):
+    """By 2t / (1 + exp(-2|t|)) of expm1, for tanh's own gradient cancels where it saturates."""
+    t = (x / cap).abs()
+    near = torch.where(t < 1, t, 0.0)
+    e = torch.exp(-2 * t)
+    return cap * x.sign() * torch.where(t < 1, -torch.expm1(-2 * near) / (1 + torch.exp(-2 * near)), (1 - e) / (1 + e))
+
+
+_GATED = {"gate": "tokens, mlp", "up": "tokens, mlp"}
 _QKV = {"q": "tokens, heads, head_dim", "k": "tokens, kv_heads, head_dim", "v": "tokens, kv_heads, head_dim"}
 
 # op: (function of the reference, n of the forward, {input: its dimensions}, constants, the op in plain fp32 torch)
@@ -286,6 +301,16 @@ PLAIN = {
         lambda x, approximate: F.gelu(x, approximate=approximate),
     ),
     "swiglu": ("swiglu", 1, {"gate": "tokens, mlp", "up": "tokens, mlp"}, {}, lambda gate, up: F.silu(gate) * up),
+    "geglu": ("geglu", 1, _GATED, {}, lambda gate, up: F.gelu(gate) * up),
+    "geglu_tanh": (
+        "geglu",
+        1,
+        _GATED,
+        {"approximate": "tanh"},
+        lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up,
+    ),
+    "clamped_swiglu": ("clamped_swiglu", 1, _GATED, {}, clamped),
+    "soft_cap": ("soft_cap", 1, {"x": "tokens, mlp"}, {"cap": 30.0}, capped),
     "add": ("add", 1, {"x": "tokens, hidden", "residual": "tokens, hidden"}, {}, torch.add),
     "scale": ("scale", 1, {"x": "tokens, hidden"}, {"factor": 0.3}, lambda x, factor: x * torch.tensor(factor)),
     "bias_add": ("bias_add", 1, {"x": "tokens, hidden", "bias": "hidden"}, {}, lambda x, bias: x + bias),
@@ -304,6 +329,20 @@ PLAIN = {
         {"x": "tokens, heads, head_dim"},
         {"table": TABLE, "positions": torch.arange(TOKENS), "interleaved": True},
         rotated,
+    ),
+    "rope_partial": (
+        "rope",
+        1,
+        {"x": "tokens, heads, head_dim"},
+        {"table": NARROW, "positions": torch.arange(TOKENS)},
+        lambda x, table, positions: torch.cat((rotated(x[..., :8], table, positions), x[..., 8:]), -1),
+    ),
+    "rope_scaled": (
+        "rope",
+        1,
+        {"x": "tokens, heads, head_dim"},
+        {"table": SCALED, "positions": torch.arange(TOKENS), "scaling": YARN},
+        lambda x, table, positions, scaling: rotated(x, table, positions),
     ),
     "linear": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden"}, {}, F.linear),
     "linear_bias": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden", "bias": "mlp"}, {}, F.linear),

@@ -26,6 +26,10 @@ CALLS = {
     "gelu": ("gelu", "gelu", {"x": MATRIX}, {}),
     "gelu_tanh": ("gelu_tanh", "gelu", {"x": MATRIX}, {"approximate": "tanh"}),
     "swiglu": ("swiglu", "swiglu", {"gate": MATRIX, "up": MATRIX}, {}),
+    "geglu": ("geglu", "geglu", {"gate": MATRIX, "up": MATRIX}, {}),
+    "geglu_tanh": ("geglu_tanh", "geglu", {"gate": MATRIX, "up": MATRIX}, {"approximate": "tanh"}),
+    "clamped_swiglu": ("clamped_swiglu", "clamped_swiglu", {"gate": MATRIX, "up": MATRIX}, {}),
+    "soft_cap": ("soft_cap", "soft_cap", {"x": MATRIX}, {"cap": 30.0}),
     "add": ("add", "add", {"x": MATRIX, "residual": MATRIX}, {}),
     "scale": ("scale", "scale", {"x": MATRIX}, {"factor": FACTOR}),
     "bias_add": ("bias_add", "bias_add", {"x": MATRIX, "bias": (COLUMNS,)}, {}),
@@ -40,7 +44,9 @@ CALLS = {
         {"x": (ROWS, 3, 16)},
         {"table": TABLE, "positions": POSITIONS, "interleaved": True},
     ),
+    "rope_partial": ("rope", "rope", {"x": (ROWS, 3, 22)}, {"table": TABLE, "positions": POSITIONS}),
 }
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "soft_cap")
 EVERY_OP = pytest.mark.parametrize("name", CALLS)
 
 
@@ -94,7 +100,7 @@ def test_gradients_are_within_the_bound(name, kind, dtype):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_within_the_bound_for_every_finite_number(name, dtype):
     x = (
         torch.arange(-(2**15), 2**15, dtype=torch.int16)
@@ -111,7 +117,7 @@ def test_activations_are_within_the_bound_for_every_finite_number(name, dtype):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "swiglu", "add", "scale", "bias_add", "cast_fp32"])
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "add", "scale", "bias_add", "cast_fp32"])
 def test_nonfinite_numbers_give_what_fp64_gives(name, dtype):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     specials = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
@@ -125,15 +131,33 @@ def test_nonfinite_numbers_give_what_fp64_gives(name, dtype):
         every[changed].view(-1)[:5] = specials.to(every[changed].dtype)
         found = gradients(name, {k: every[k] for k in given}, every["dy"])
         expected = exact(every)
-        if changed in (
-            "dy",
-            "up",
-        ):  # a factor of dx: autograd's inf · p + inf · q may be NaN where inf · (p + q) is not
+        clamps = name == "clamped_swiglu"
+        if changed == "dy" or changed == "up" and not clamps:
+            # a factor of dx: autograd's inf · p + inf · q may be NaN where inf · (p + q) is not
             unit = exact(every | {changed: torch.ones_like(dy)})
-            expected |= {k: g * every[changed].double() for k, g in unit.items() if k not in (changed, "bias")}
+            expected |= {
+                k: torch.where((g == 0) & clamps, expected[k], g * every[changed].double())
+                for k, g in unit.items()
+                if k not in (changed, "bias")
+            }
         for k, y in found.items():
             wrong = (special(y) != special(expected[k])).nonzero()
             assert not len(wrong), f"{changed}: {len(wrong)} of {k} differ, first {y[tuple(wrong[0])]}"
+
+
+@EVERY_DTYPE
+def test_clamped_swiglu_passes_gradients_through_where_torch_clamp_does(dtype):
+    beyond = torch.finfo(dtype).eps
+    at = torch.tensor([-7 - 8 * beyond, -7, -1, 0, 7, 7 + 8 * beyond, torch.inf, torch.nan], dtype=dtype)
+    gate, up = at.repeat(8), at.repeat_interleave(8)
+    found = bi_kernels.clamped_swiglu(gate.requires_grad_(), up.requires_grad_())
+    found.sum().backward()
+    ours, stock = (gate.grad, up.grad), [t.detach().double().requires_grad_() for t in (gate, up)]
+    y = (stock[1].clamp(-7, 7) + 1) * (g := stock[0].clamp(max=7)) * torch.sigmoid(1.702 * g)
+    y.sum().backward()
+    assert found.isnan().equal(y.isnan())
+    for mine, other in zip(ours, stock):
+        assert (mine == 0).equal(other.grad == 0) and mine.isnan().equal(other.grad.isnan())
 
 
 # What is copied, or is one IEEE operation, has the bits of it
@@ -241,7 +265,7 @@ def test_a_view_gives_the_bits_of_its_copy(view, name, dtype=torch.bfloat16):
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("name", ["swiglu", "add", "bias_add"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clamped_swiglu", "add", "bias_add"])
 def test_only_the_gradients_asked_for_are_computed_and_have_the_same_bits(name, dtype):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     both = gradients(name, given, dy)

@@ -233,7 +233,7 @@ def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
     said = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     body = f"import os, pathlib\n{said}\nwhile True:\n    pass\n"
     server = Server("cpu")
-    hangs = operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=body)
+    hangs = operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=body)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(server.judge, hangs, ["silu"], 600)
         assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
@@ -245,7 +245,7 @@ def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
 
 @pytest.mark.slow
 def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
-    body = lambda text: operators.Mutant("ops/elementwise.py", "silu", "x", 1, 0, 0, "", "", more=text)
+    body = lambda text: operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=text)
     server = Server("cpu")
     try:
         hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], 3)

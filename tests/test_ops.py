@@ -2,9 +2,13 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from bi_kernels.audit.problem.inputs import draw, generator
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops.gemm.cost import WRITES, best_cut, library_us, ring_for, tile_for, way_for
 from bi_kernels.ops.gemm.kernel import launch, tiles
+from bi_kernels.ops.rope_scaling import frequencies
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 FINITE_KINDS = ("normal", "wide", "cancelling", "signed_zeros", "subnormal")
@@ -48,6 +53,10 @@ CALLS = {
     "gelu": (bi_kernels.gelu, {"x": (10, 48)}),
     "gelu_tanh": (lambda x: bi_kernels.gelu(x, "tanh"), {"x": (10, 48)}),
     "swiglu": (bi_kernels.swiglu, {"gate": (10, 48), "up": (10, 48)}),
+    "geglu": (bi_kernels.geglu, {"gate": (10, 48), "up": (10, 48)}),
+    "geglu_tanh": (lambda gate, up: bi_kernels.geglu(gate, up, "tanh"), {"gate": (10, 48), "up": (10, 48)}),
+    "clamped_swiglu": (bi_kernels.clamped_swiglu, {"gate": (10, 48), "up": (10, 48)}),
+    "soft_cap": (lambda x: bi_kernels.soft_cap(x, 30.0), {"x": (10, 48)}),
     "add": (bi_kernels.add, {"x": (10, 48), "residual": (10, 48)}),
     "scale": (lambda x: bi_kernels.scale(x, 0.3), {"x": (10, 48)}),
     "bias_add": (bi_kernels.bias_add, {"x": (10, 48), "bias": (48,)}),
@@ -55,6 +64,7 @@ CALLS = {
     "cast": (lambda x: bi_kernels.cast(x, torch.bfloat16), {"x": (10, 48)}),
     "rope": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS), {"x": (10, 2, 16)}),
     "rope_interleaved": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS, interleaved=True), {"x": (10, 2, 16)}),
+    "rope_partial": (lambda x: bi_kernels.rope(x, TABLE, POSITIONS), {"x": (10, 2, 40)}),
     "linear": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48)}),
     "linear_bias": (bi_kernels.linear, {"x": (10, 48), "weight": (24, 48), "bias": (24,)}),
     "matmul": (bi_kernels.matmul, {"a": (10, 48), "b": (48, 24)}),
@@ -76,6 +86,10 @@ def arguments(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch
         ("silu", bi_kernels.silu, reference.silu),
         ("gelu", bi_kernels.gelu, reference.gelu),
         ("gelu_tanh", lambda x: bi_kernels.gelu(x, "tanh"), lambda x: reference.gelu(x, "tanh")),
+        ("soft_cap", lambda x: bi_kernels.soft_cap(x, 30.0), lambda x: reference.soft_cap(x, 30.0)),
+        ("soft_cap", lambda x: bi_kernels.soft_cap(x, 2.0**-126), lambda x: reference.soft_cap(x, 2.0**-126)),
+        ("soft_cap", lambda x: bi_kernels.soft_cap(x, 2.0**127), lambda x: reference.soft_cap(x, 2.0**127)),
+        ("clamped_swiglu", lambda x: bi_kernels.clamped_swiglu(x, x), lambda x: reference.clamped_swiglu(x, x)),
         ("scale", lambda x: bi_kernels.scale(x, 0.3), lambda x: reference.scale(x, 0.3)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -91,6 +105,9 @@ def test_unary_ops_are_within_the_bound_for_every_finite_number(name, fn, exact,
     "name, fn, exact, other",
     [
         ("swiglu", bi_kernels.swiglu, reference.swiglu, (70, 96)),
+        ("geglu", bi_kernels.geglu, reference.geglu, (70, 96)),
+        ("geglu_tanh", *(partial(of.geglu, approximate="tanh") for of in (bi_kernels, reference)), (70, 96)),
+        ("clamped_swiglu", bi_kernels.clamped_swiglu, reference.clamped_swiglu, (70, 96)),
         ("add", bi_kernels.add, reference.add, (70, 96)),
         ("bias_add", bi_kernels.bias_add, reference.bias_add, (96,)),
     ],
@@ -138,6 +155,10 @@ def test_linear_takes_any_shape(lead, n, k, bias, dtype):
         ("gelu", reference.gelu),
         ("gelu_tanh", lambda x: reference.gelu(x, "tanh")),
         ("swiglu", reference.swiglu),
+        ("geglu", reference.geglu),
+        ("geglu_tanh", lambda gate, up: reference.geglu(gate, up, "tanh")),
+        ("clamped_swiglu", reference.clamped_swiglu),
+        ("soft_cap", lambda x: reference.soft_cap(x, 30.0)),
         ("add", reference.add),
         ("scale", lambda x: reference.scale(x, 0.3)),
         ("bias_add", reference.bias_add),
@@ -432,6 +453,81 @@ def test_the_rope_table_is_fp64_rounded_once(dim, theta):
     )
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned, dim", [(2, 4), (8, 16), (16, 22), (24, 96), (32, 128)])
+def test_a_narrow_table_turns_the_first_features_and_copies_the_others(turned, dim, interleaved, dtype):
+    table, bits = bi_kernels.rope_table(64, turned), torch.int32 if dtype == torch.float32 else torch.int16
+    g = generator("cpu", "any bits", dim, dtype)
+    every = torch.randint(-(2**31), 2**31, (40, 3, dim), generator=g)  # NaN with payloads, too
+    x = every.to(bits).view(dtype).clone()
+    y = bi_kernels.rope(x, table, torch.arange(40), interleaved=interleaved)
+    assert y[..., turned:].view(bits).equal(x[..., turned:].view(bits))
+    alone = bi_kernels.rope(x[..., :turned], table, torch.arange(40), interleaved=interleaved)
+    assert_same_bits(y[..., :turned], alone, "the first features as heads of their own")
+    exact = reference.rope(x := numbers(7, 3, dim, dtype=dtype), table, P7 := torch.arange(7), interleaved)
+    assert_within("rope", bi_kernels.rope(x, table, P7, interleaved=interleaved), exact)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 2048}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "yarn": YARN,
+    "yarn of DeepSeek": YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 16},
+    "yarn untruncated": YARN | {"truncate": False, "attention_factor": 1.25, "beta_slow": 2},
+    "yarn of a short context": YARN | {"original_max_position_embeddings": 16},
+    "yarn of a long context": YARN | {"original_max_position_embeddings": 2**22},
+    "llama3": LLAMA3,
+}
+
+
+def configured(parameters: dict, dim: int) -> SimpleNamespace:
+    """What Transformers' functions read of a configuration."""
+    sizes = {"head_dim": dim, "hidden_size": dim, "num_attention_heads": 1, "max_position_embeddings": 4096}
+    return SimpleNamespace(rope_parameters=parameters, standardize_rope_params=lambda: None, **sizes)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+@pytest.mark.parametrize("dim", [16, 96, 128])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_scaled_table_is_that_of_transformers_in_fp64(name, dim, theta):
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    parameters = SCALINGS[name] | {"rope_theta": theta}
+    config = configured(parameters, dim)
+    single, factor = utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    with patch.object(torch, "float", torch.float64), patch.object(torch, "float32", torch.float64):
+        exact, _ = utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    assert exact.dtype == torch.float64 and single.dtype == torch.float32
+    table = bi_kernels.rope_table(4096, dim, theta, scaling=parameters)
+    angle = torch.arange(4096, dtype=torch.float64)[:, None] * exact
+    for found, part in zip(table, (angle.cos(), angle.sin())):
+        assert ((found.double() - part * factor).abs() <= 2.0**-24 * factor).all()
+    ours, ours_factor = frequencies("rope_table", dim, theta, parameters)
+    assert abs(ours_factor - factor) <= 2.0**-50 * factor
+    assert ((ours - exact).abs() <= 2.0**-48 * exact).all()
+
+
+def test_ntk_is_transformers_dynamic_rope_at_twice_the_length():
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config = configured({"rope_theta": 1e4, "factor": 3.0}, 64)
+    single, _ = utils.ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=8192)  # 3 · 2 − 2 = 4
+    ours, factor = frequencies("rope_table", 64, 1e4, {"rope_type": "ntk", "factor": 4.0})
+    assert factor == 1 and ((ours - single).abs() <= 2.0**-20 * ours).all()
+    assert frequencies("rope_table", 2, 1e4, {"rope_type": "ntk", "factor": 4.0})[0].tolist() == [1.0]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "ntk", "factor": 4}, *SCALINGS.values()])
+def test_rope_by_a_scaled_table_is_within_the_bound(scaling, dtype):
+    if scaling and scaling.keys() & {"beta_fast", "truncate"}:
+        scaling = YARN  # of its defaults alone there is a reference
+    x, positions = numbers(7, 3, 96, dtype=dtype), torch.tensor([0, 1, 17, 4095, 4999, 3, 2])
+    y = bi_kernels.rope(x, bi_kernels.rope_table(5000, 96, scaling=scaling), positions)
+    assert_within("rope", y, reference.rope(x, bi_kernels.rope_table(1, 96), positions, scaling=scaling))
+
+
 # Bad input: one sentence that names the op, the argument, its value and what is allowed
 
 X, W, BIAS, Q, MASK = (
@@ -594,6 +690,27 @@ BAD_INPUT = [
         (TypeError, ValueError),
         ["mask_fill: value", "None"],
     ),
+    ("geglu size", lambda: bi_kernels.geglu(X, X[:, :8]), ValueError, ["geglu: up has shape (5, 8)", "(5, 32)"]),
+    *[
+        (f"{name} {value!r}", call, error, [f"{name} is {value!r}", "expected a", "number"])
+        for name, value, error, call in (
+            ("soft_cap: cap", 0, ValueError, lambda: bi_kernels.soft_cap(X, 0)),
+            ("soft_cap: cap", -1.0, ValueError, lambda: bi_kernels.soft_cap(X, -1.0)),
+            ("soft_cap: cap", math.inf, ValueError, lambda: bi_kernels.soft_cap(X, math.inf)),
+            ("soft_cap: cap", math.nan, ValueError, lambda: bi_kernels.soft_cap(X, math.nan)),
+            ("soft_cap: cap", "30", TypeError, lambda: bi_kernels.soft_cap(X, "30")),
+            ("clamped_swiglu: limit", 0.0, ValueError, lambda: bi_kernels.clamped_swiglu(X, X, 0.0)),
+            ("clamped_swiglu: alpha", 2.0**200, ValueError, lambda: bi_kernels.clamped_swiglu(X, X, alpha=2.0**200)),
+            ("clamped_swiglu: offset", math.nan, ValueError, lambda: bi_kernels.clamped_swiglu(X, X, offset=math.nan)),
+            ("clamped_swiglu: offset", None, TypeError, lambda: bi_kernels.clamped_swiglu(X, X, offset=None)),
+        )
+    ],
+    (
+        "geglu approximate",
+        lambda: bi_kernels.geglu(X, X, "erf"),
+        ValueError,
+        ["geglu: approximate is 'erf'", "'none' or 'tanh'"],
+    ),
     (
         "gelu approximate",
         lambda: bi_kernels.gelu(X, "tan"),
@@ -680,6 +797,36 @@ BAD_INPUT = [
         ["rope: table.cos has shape ()", "8"],
     ),
     ("rope_table size", lambda: bi_kernels.rope_table(0, 8), ValueError, ["rope_table: positions is 0", "at least 1"]),
+    *[
+        (f"rope_table scaling {n}", partial(bi_kernels.rope_table, 4, 16, scaling=of), error, ["rope_table: ", *said])
+        for n, (of, error, *said) in enumerate(
+            (
+                ("yarn", TypeError, "scaling is 'yarn'", "a dict with a rope_type"),
+                ({}, ValueError, "scaling's rope_type is None", "linear, ntk, yarn, llama3"),
+                ({"rope_type": "dynamic"}, ValueError, "scaling's rope_type is 'dynamic'", "linear, ntk, yarn, llama3"),
+                ({"rope_type": "linear"}, ValueError, "of rope_type 'linear' has no factor", "expected factor"),
+                (YARN | {"low_freq_factor": 1}, ValueError, "of rope_type 'yarn' has 'low_freq_factor'", "beta_fast"),
+                ({"rope_type": "linear", "factor": 0}, ValueError, "scaling's factor is 0", "a positive number"),
+                ({"rope_type": "linear", "factor": "8"}, TypeError, "scaling's factor is '8'", "expected a number"),
+                (YARN | {"truncate": 1}, TypeError, "scaling's truncate is 1", "True or False"),
+                (YARN | {"rope_theta": 1e6}, ValueError, "scaling's rope_theta is 1000000.0", "theta, which is 10000"),
+                (YARN | {"beta_fast": 1}, ValueError, "scaling's beta_slow is 1", "less than beta_fast"),
+                (LLAMA3 | {"low_freq_factor": 4.0}, ValueError, "scaling's low_freq_factor is 4.0", "high_freq_factor"),
+            )
+        )
+    ],
+    (
+        "rope_table yarn theta",
+        lambda: bi_kernels.rope_table(4, 16, 1.0, scaling=YARN),
+        ValueError,
+        ["rope_table: theta is 1.0", "more than 1"],
+    ),
+    (
+        "rope table of no features",
+        lambda: rope(table=bi_kernels.RopeTable(COS[:, :0], SIN[:, :0])),
+        ValueError,
+        ["rope: table.cos has shape (512, 0)", "(512, 8)", "or fewer columns"],
+    ),
     ("rope_table head_dim", lambda: bi_kernels.rope_table(4, 7), ValueError, ["rope_table: head_dim is 7", "even"]),
 ]
 
@@ -696,7 +843,7 @@ def test_bad_input_is_one_clear_sentence(call, error, words):
 
 def test_an_op_names_itself_in_every_dtype_error():
     for name, (fn, _) in CALLS.items():
-        with pytest.raises(TypeError, match=f"^{name.removesuffix('_bias').split('_tanh')[0].split('_inter')[0]}: "):
+        with pytest.raises(TypeError, match=f"^{re.sub('_(bias|tanh|interleaved|partial)$', '', name)}: "):
             fn(**{k: t.double() for k, t in arguments(name).items()})
 
 

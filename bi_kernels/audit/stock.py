@@ -20,6 +20,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
@@ -35,9 +48,11 @@ def rope(
     if positions is None:
         positions = packed_positions(cu_seqlens, x.shape[0])
     cos, sin = (t[positions].to(x.dtype)[..., None, :] for t in table)
+    x, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
     x1, x2 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((y, rest), -1) if rest.shape[-1] else y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

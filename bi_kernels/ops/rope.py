@@ -2,10 +2,11 @@
 
 The angles come from a table: cos and sin of position · theta^(-2i/D), computed in fp64 and rounded once to fp32, never
 inline, so a position has one angle wherever its token lies. y1 = x1 cos − x2 sin and y2 = x2 cos + x1 sin in fp32, each
-product rounded (contraction off: the same bits on a CPU), one cast at the end. The gradient is the rotation of dy by
-the opposite angle: the same kernel with −sin.
+product rounded (contraction off: the same bits on a CPU), one cast at the end. Features beyond those of the table are
+copied. The gradient is the rotation of dy by the opposite angle: the same kernel with −sin.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,15 +14,16 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, can_wait, check, check_numbers, check_shape, integers, once, widened
+from bi_kernels.checks import apply, can_wait, check, check_numbers, integers, once, widened
 from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.ops.rope_scaling import frequencies
 from bi_kernels.scalars import check_flag, check_number, integer_of, shown
 
 BLOCK_R, WARPS = 16, 4
 
 
 class RopeTable(NamedTuple):
-    cos: torch.Tensor  # (positions, head_dim / 2), fp32
+    cos: torch.Tensor  # (positions, head_dim / 2), fp32, or narrower, for the first features alone
     sin: torch.Tensor
 
 
@@ -33,6 +35,7 @@ def _rope_kernel(
     positions,
     y,
     rows,
+    dim,
     half,
     table_rows,
     HEADS: tl.constexpr,
@@ -40,16 +43,17 @@ def _rope_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # (token, head), flattened
     i = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (i < half)[None, :]
     if INTERLEAVED:  # one contiguous access to both halves of every pair
-        at = row[:, None] * (2 * half) + tl.arange(0, 2 * BLOCK_D)[None, :]
+        at = row[:, None] * dim + tl.arange(0, 2 * BLOCK_D)[None, :]
         held = (row < rows)[:, None] & (tl.arange(0, 2 * BLOCK_D) < 2 * half)[None, :]
         pairs = tl.load(x + at, mask=held, other=0.0)
     else:
-        at = row[:, None] * (2 * half) + i[None, :]
+        at = row[:, None] * dim + i[None, :]
         first = tl.load(x + at, mask=inside, other=0.0)
         second = tl.load(x + at + half, mask=inside, other=0.0)
     position = tl.load(positions + row // HEADS, mask=row < rows, other=0)
@@ -68,24 +72,39 @@ def _rope_kernel(
         x1, x2 = first.to(tl.float32), second.to(tl.float32)
         tl.store(y + at, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
         tl.store(y + at + half, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
+    if BLOCK_REST > 0:  # copied bit by bit
+        j = 2 * half + tl.arange(0, BLOCK_REST)
+        at = row[:, None] * dim + j[None, :]
+        beyond = (row < rows)[:, None] & (j < dim)[None, :]
+        tl.store(y + at, tl.load(x + at, mask=beyond), mask=beyond)
 
 
 @remembered
 def _launch_for(
-    rows: int, heads: int, dim: int, table_rows: int, dtypes: tuple, device: int, interleaved: bool, backward: bool
+    rows: int,
+    heads: int,
+    dim: int,
+    table: tuple[int, int],
+    dtypes: tuple,
+    device: int,
+    interleaved: bool,
+    backward: bool,
 ) -> Launch:
+    table_rows, half = table
     return Launch(
         _rope_kernel,
         device,
         (triton.cdiv(rows, BLOCK_R),),
         rows,
-        dim // 2,
+        dim,
+        half,
         table_rows,
         HEADS=heads,
         INTERLEAVED=interleaved,
         BACKWARD=backward,
         BLOCK_R=BLOCK_R,
-        BLOCK_D=triton.next_power_of_2(dim // 2),
+        BLOCK_D=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
@@ -98,7 +117,7 @@ def _rotate(
     y = torch.empty_like(x)
     if x.numel():
         *_, heads, dim = x.shape
-        sizes, dtypes = (positions.numel() * heads, heads, dim, len(cos)), (x.dtype, positions.dtype)
+        sizes, dtypes = (positions.numel() * heads, heads, dim, tuple(cos.shape)), (x.dtype, positions.dtype)
         launch = _launch_for(*sizes, dtypes, x.get_device(), interleaved, backward)
         launch(x, cos, sin, positions, y)
     return y
@@ -132,12 +151,21 @@ def _(x, cos, sin, positions, interleaved):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu") -> RopeTable:
+def rope_table(
+    positions: int,
+    head_dim: int,
+    theta: float = 10000.0,
+    device: torch.device | str = "cpu",
+    scaling: Mapping | None = None,
+) -> RopeTable:
     """cos and sin of p · theta^(-2i/head_dim) for p < positions, i < head_dim/2: fp64, rounded once to fp32.
 
-    Computed on the CPU whatever `device` is, so that every device holds the same table.
+    Computed on the CPU whatever `device` is, so that every device holds the same table. For heads of which the first
+    features alone turn, head_dim is their number. scaling: frequencies, and a factor of cos and sin, for long contexts,
+    as Transformers' `rope_parameters` spell them: {"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 32768, …}, or linear, llama3, ntk (theta · factor^(d/(d-2)), d = head_dim).
     """
-    op, whole = "rope_table", {"dtype": torch.float64, "device": "cpu"}
+    op = "rope_table"
     positions, head_dim = integer_of(op, "positions", positions), integer_of(op, "head_dim", head_dim)
     if not 0 < head_dim <= 2**16 or head_dim % 2:
         raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number, at most 2**16")
@@ -149,9 +177,9 @@ def rope_table(positions: int, head_dim: int, theta: float = 10000.0, device: to
         device = torch.device(device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{op}: device is {shown(device)}, expected one of torch's") from None
-    frequency = theta ** (-torch.arange(0, head_dim, 2, **whole) / head_dim)
-    angle = torch.arange(positions, **whole)[:, None] * frequency
-    return RopeTable(angle.cos().float().to(device), angle.sin().float().to(device))
+    frequency, factor = frequencies(op, head_dim, theta, scaling)
+    angle = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * frequency
+    return RopeTable(*((part * factor).float().to(device) for part in (angle.cos(), angle.sin())))
 
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -196,10 +224,14 @@ def _checked(
         raise ValueError(f"rope: x has shape {tuple(x.shape)}, expected (..., heads, head_dim) with an even head_dim")
     if (positions is None) == (cu_seqlens is None):
         raise ValueError("rope: give either positions or cu_seqlens, and not both")
+    half = x.shape[-1] // 2
     for name, part in (("cos", cos), ("sin", sin)):
         if part.dtype != torch.float32:
             raise TypeError(f"rope: table.{name} has dtype {part.dtype}, expected torch.float32")
-        check_shape("rope", f"table.{name}", part, (*cos.shape[:1], x.shape[-1] // 2), "positions, head_dim/2")
+        if part.shape != cos.shape or part.dim() != 2 or not min(1, half) <= part.shape[-1] <= half:
+            said = f"expected {(*cos.shape[:1], half)} (positions, head_dim/2)"
+            said += ", or fewer columns for the first features alone, in both of its parts alike"
+            raise ValueError(f"rope: table.{name} has shape {tuple(part.shape)}, {said}")
     if positions is None:
         if x.dim() != 3:
             raise ValueError(f"rope: x has shape {tuple(x.shape)}; with cu_seqlens expected (tokens, heads, head_dim)")
@@ -217,7 +249,8 @@ def rope(
     """Rotates x (..., heads, head_dim) by the angles of its positions (...), or of packed sequences (`cu_seqlens`).
 
     interleaved: pairs are (2i, 2i+1), as in GPT-J; else (i, i + head_dim/2), as in Llama. A position that the table
-    does not hold gives NaN. Returns x's shape and dtype.
+    does not hold gives NaN. A table for d < head_dim features turns the first d, as if they were the head, and the
+    others are copied. Returns x's shape and dtype.
     """
     if not isinstance(table, RopeTable):
         check("rope", x=x)

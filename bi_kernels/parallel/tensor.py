@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bi_kernels.checks import check_plain
 from bi_kernels.contract import EPS, VERSION, check_dtype
-from bi_kernels.ops import elementwise, logprob, norm, rope
+from bi_kernels.ops import activations, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
@@ -71,7 +71,7 @@ class TensorParallel:
     versions or in that.
     """
 
-    swiglu, token_logprob = staticmethod(elementwise.swiglu), staticmethod(logprob.token_logprob)
+    swiglu, token_logprob = staticmethod(activations.swiglu), staticmethod(logprob.token_logprob)
     rope = staticmethod(rope.rope)
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool = False):

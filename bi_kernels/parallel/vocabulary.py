@@ -204,7 +204,7 @@ def _gradients(
     buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
     dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
     begun = buffer is not None and not begins(buffer)
-    dhidden = torch.empty_like(hidden) if needs_hidden else None
+    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     before, after = (dist.get_global_rank(group, r % head.ranks) for r in (head.rank - 1, head.rank + 1))
     last, sent = head.rank == head.ranks - 1, []
     for chunk in head.chunks(len(hidden)):

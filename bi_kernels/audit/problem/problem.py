@@ -91,14 +91,20 @@ class Problem:
         constants = dict(self.op.constants)
         if self.op.positions:
             longest = max(longest, *SWEEP["rows"])
-            constants["table"] = bi_kernels.rope_table(longest, self.dims["head_dim"], device=self.device)
+            width = int(evaluate(self.op.rotary, **self.dims))
+            constants["table"] = bi_kernels.rope_table(longest, width, device=self.device, scaling=self.op.scaling)
         if self.op.casts:
             constants["dtype"] = self.dtype
         return constants
 
+    def where(self, positions: torch.Tensor) -> dict:
+        """Returns what a reference is told of positions besides their table, where the op takes any."""
+        told = {"positions": positions} if self.op.positions else {}
+        return told | ({"scaling": self.op.scaling} if self.op.scaling else {})
+
     def reference(self, tokens: dict, shared: dict, constants: dict, positions: torch.Tensor, lengths: list[int]):
         """(y64, S) of the contract, on these inputs; several outputs are joined."""
-        extra = {"positions": positions} if self.op.positions else {"lengths": lengths} if self.op.cache else {}
+        extra = self.where(positions) or ({"lengths": lengths} if self.op.cache else {})
         found = getattr(reference, self.op.function or self.op.name)(**tokens, **shared, **constants, **extra)
         return found if isinstance(found[0], torch.Tensor) else tuple(joined(part) for part in zip(*found))
 

@@ -24,6 +24,8 @@ class Op:
     function: str = ""  # the public function, where it is not `name`
     row: str = ""  # its row of the contract, likewise
     positions: bool = False  # takes `positions`, or `cu_seqlens` where a call packs whole sequences
+    rotary: str = "head_dim"  # features that its table turns
+    scaling: dict | None = None  # of its table
     cache: tuple[str, ...] = ()  # token inputs that a call is given of the tokens before its own, too
     outputs: tuple[str, ...] = ("out",)  # their names, and their dtype where it is not the op's: "lse:fp32"
     reduction: str = "1"  # the length of its sum
@@ -46,6 +48,8 @@ LAYOUT_ARGUMENTS = (
     *("table", "positions", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
     *("lengths_q", "lengths_k", "left_padded", "block_table"),
 )
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
@@ -80,6 +84,15 @@ _EVERY = (
     Op("gelu", "elementwise", {"x": "mlp"}),
     Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
     Op("swiglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
+    Op("geglu", "elementwise", {"gate": "mlp", "up": "mlp"}),
+    Op("geglu_tanh", "elementwise", {"gate": "mlp", "up": "mlp"}, constants={"approximate": "tanh"}, function="geglu"),
+    Op(
+        "clamped_swiglu",
+        "elementwise",
+        {"gate": "mlp", "up": "mlp"},
+        arguments={"limit": (0.5, 2.1), "alpha": (1.0, -0.3), "offset": (0.0, 0.7)},
+    ),
+    Op("soft_cap", "elementwise", {"x": "mlp"}, constants={"cap": 30.0}, arguments={"cap": (50.0, 0.1)}),
     Op("add", "elementwise", {"x": "hidden", "residual": "hidden"}, ieee=True),
     Op(
         "scale",
@@ -101,6 +114,14 @@ _EVERY = (
     Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
     Op("rope", "elementwise", {"x": "heads, head_dim"}, **_ROPE),
     Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, **_ROPE),
+    Op(
+        "rope_partial",
+        "elementwise",
+        {"x": "heads, head_dim"},
+        rotary="head_dim // 2",
+        **_ROPE | {"multiples": {"head_dim": 4}},
+    ),
+    Op("rope_scaled", "elementwise", {"x": "heads, head_dim"}, scaling=YARN, **_ROPE),
     Op("linear", "gemm", {"x": "K"}, {"weight": "N, K"}, cases=_linears(), **_LINEAR),
     Op(
         "linear_bias",

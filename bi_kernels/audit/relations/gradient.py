@@ -159,7 +159,7 @@ def gradient_accuracy(subject: Subject, kind: str) -> list[Row]:
 def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list[Row]:
     """Measures gradients of a step's packed call, {what a row says: (input, gradient)}, against fp64."""
     p = step.subject.problem
-    constants = dict(step.subject.constants()) | ({"positions": step.at} if p.op.positions else {})
+    constants = dict(step.subject.constants()) | p.where(step.at)
     exact = gradient(p.op.function or p.op.name, step.tokens | step.shared, constants, step.dy, step.lengths)
     rows = []
     for tensor, (k, y) in found.items():

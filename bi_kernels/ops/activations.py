@@ -1,0 +1,232 @@
+"""Activations, gates and a soft cap, and their gradients: load, to fp32, compute, one cast to the output dtype, store.
+
+Contraction into fused multiply-adds is off. What saturates is computed from exp(-|t|), which neither overflows nor
+cancels; of a gate and its factor, both gradients come from one launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from bi_kernels.checks import apply, check_alike
+from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.scalars import check_fp32, check_number, check_positive, shown
+
+BLOCK, WARPS = 1024, 4  # as of the other elementwise ops
+
+
+@triton.jit
+def _activated(a, alpha, OP: tl.constexpr):
+    """The activation, or that of an op's gate: x Φ(x), or x / (1 + exp(-t))."""
+    if OP == "gelu" or OP == "geglu":
+        z = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+    elif OP == "gelu_tanh" or OP == "geglu_tanh":
+        z = tl.div_rn(a, 1.0 + tl.exp(-1.5957691216057308 * (a + 0.044715 * (a * a * a))))
+    elif OP == "clamped_swiglu":
+        z = tl.div_rn(a, 1.0 + tl.exp(-alpha * a))
+    else:
+        z = tl.div_rn(a, 1.0 + tl.exp(-a))
+    return z
+
+
+@triton.jit
+def _below(a, limit):
+    return tl.where(a > limit, limit, a)  # a NaN stays one
+
+
+@triton.jit
+def _within(a, limit):
+    return tl.where(a < -limit, -limit, _below(a, limit))
+
+
+@jit
+def _activation_kernel(x, up, y, limit, alpha, offset, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(x + at, mask=inside).to(tl.float32)
+    if up is not None:
+        b = tl.load(up + at, mask=inside).to(tl.float32)
+    if OP == "soft_cap":
+        # tanh(t) of t = |x| / cap, u = t²: Lambert's t (945 + 105 u + u²) / (945 + 420 u + 15 u²) below 3/4, from
+        # there on (1 - e) / (1 + e) with e = exp(-2t): neither cancels
+        t = tl.div_rn(tl.abs(a), limit)
+        near, u, e = t < 0.75, t * t, tl.exp(-2.0 * t)
+        over = tl.where(near, 945.0 + u * (105.0 + u), 1.0 - e)
+        under = tl.where(near, 945.0 + u * (420.0 + 15.0 * u), 1.0 + e)
+        z = tl.where(near, a, tl.where(a < 0, -limit, limit)) * tl.div_rn(over, under)
+    else:
+        if OP == "clamped_swiglu":
+            a, b = _below(a, limit), _within(b, limit) + offset
+        z = _activated(a, alpha, OP)
+        if up is not None:
+            z *= b
+    tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _reciprocal(d):
+    """1 / d rounded to nearest, for d from 1 to 2: a Newton step from an approximation, cheaper than tl.div_rn."""
+    r = 1.0 / d
+    return tl.fma(tl.fma(-d, r, 1.0), r, r)
+
+
+@jit
+def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = dy f'(x), times up where there is one, and d_up = dy f(x), each where its pointer is given."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(x + at, mask=inside).to(tl.float32)
+    g = tl.load(dy + at, mask=inside).to(tl.float32)
+    if up is not None:  # asked for with the others, before the first store
+        b = tl.load(up + at, mask=inside).to(tl.float32)
+    if OP == "clamped_swiglu":  # as torch.clamp: a limit itself is passed through, NaN is not
+        a_free, b_free = a <= limit, tl.abs(b) <= limit
+        a, b = _below(a, limit), _within(b, limit) + offset
+    if d_up is not None:
+        z = _activated(a, alpha, OP) * g
+        if OP == "clamped_swiglu":
+            z = tl.where(b_free, z, 0.0)
+        tl.store(d_up + at, z.to(d_up.dtype.element_ty), mask=inside)
+    if dx is not None:
+        if OP == "gelu" or OP == "geglu":  # Φ(x) + x φ(x)
+            z = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476)) + a * (tl.exp(-0.5 * (a * a)) * 0.3989422804014327)
+        else:
+            t = a
+            if OP == "gelu_tanh" or OP == "geglu_tanh":
+                t = 1.5957691216057308 * (a + 0.044715 * (a * a * a))
+            elif OP == "clamped_swiglu":
+                t = alpha * a
+            elif OP == "soft_cap":
+                t = 2.0 * tl.div_rn(a, limit)
+            # q = 1 / (1 + exp(-t)) and 1 - q from exp(-|t|): neither overflows, neither cancels
+            e = tl.exp(-tl.abs(t))
+            r = _reciprocal(1.0 + e)
+            q = tl.where(t >= 0, r, e * r)
+            if OP == "gelu_tanh" or OP == "geglu_tanh":
+                # q + x q (1 - q) t'(x); beyond 16 e is 0, and t' could overflow
+                c = tl.minimum(tl.abs(a), 16.0)
+                z = q + a * (e * r * r * (1.5957691216057308 + 0.21406444881780073 * (c * c)))
+            elif OP == "clamped_swiglu":  # q + x alpha q (1 - q), where t may overflow
+                z = q + a * (alpha * (e * r * r))
+            elif OP == "soft_cap":  # 1 - tanh²(t / 2) = 4 q (1 - q)
+                z = 4.0 * (e * r * r)
+            else:  # q (1 + x (1 - q))
+                z = q * (1.0 + a * tl.where(t >= 0, e * r, r))
+        z = g * z
+        if up is not None:
+            z *= b
+        if OP == "clamped_swiglu":
+            z = tl.where(a_free, z, 0.0)
+        tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
+
+
+@remembered
+def _launch_for(op: str, n: int, dtype: torch.dtype, device: int) -> Launch:
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, BLOCK=BLOCK, **options)
+
+
+def _launch(
+    op: str, x: torch.Tensor, up: torch.Tensor | None, limit: float, alpha: float, offset: float
+) -> torch.Tensor:
+    x, up = x.contiguous(), None if up is None else up.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        _launch_for(op, x.numel(), x.dtype, x.get_device())(x, up, y, limit, alpha, offset)
+    return y
+
+
+def _launch_gradient(
+    op: str, x: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, needs: tuple[bool, bool], *numbers: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, d_up), each None where it is not needed; numbers: limit, alpha, offset."""
+    x, up, dy = x.contiguous(), None if up is None else up.contiguous(), dy.contiguous()
+    dx, d_up = (torch.empty_like(x) if needed else None for needed in needs)
+    if x.numel():
+        _gradient_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            x, up, dy, dx, d_up, *numbers, x.numel(), OP=op, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+        )
+    return dx, d_up
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, op, x, up, *numbers):
+        ctx.op, ctx.numbers = op, numbers
+        ctx.save_for_backward(x, up)
+        return _launch(op, x, up, *numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        found = _launch_gradient(ctx.op, *ctx.saved_tensors, dy, ctx.needs_input_grad[1:3], *ctx.numbers)
+        return None, *found, None, None, None
+
+
+_opaque = torch.library.custom_op("bi_kernels::activation", _launch, mutates_args=())
+
+
+@_opaque.register_fake
+def _(op, x, up, limit, alpha, offset):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _apply(
+    op: str,
+    x: torch.Tensor,
+    up: torch.Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    return apply(_launch, _opaque, _Activation.apply, op, x, up, limit, alpha, offset)
+
+
+def _approximated(op: str, approximate: str) -> str:
+    if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+        raise ValueError(f"{op}: approximate is {shown(approximate)}, expected 'none' or 'tanh'")
+    return op if approximate == "none" else f"{op}_tanh"
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + exp(-x)), in fp32, for x of any shape in bf16, fp16 or fp32; the same shape and dtype."""
+    check_alike("silu", "x", x)
+    return _apply("silu", x)
+
+
+def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
+    latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
+    check_alike("gelu", "x", x)
+    return _apply(_approximated("gelu", approximate), x)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
+    check_alike("swiglu", "gate", gate, "up", up)
+    return _apply("swiglu", gate, up)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(gate, approximate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
+    check_alike("geglu", "gate", gate, "up", up)
+    return _apply(_approximated("geglu", approximate), gate, up)
+
+
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0
+) -> torch.Tensor:
+    """g / (1 + exp(-alpha g)) · (u + offset), g = min(gate, limit), u = up within ±limit, as gpt-oss has it: in fp32,
+    the numbers rounded to it, and rounded once. As of torch.clamp, a NaN stays one, and the gradient is 0 beyond a
+    limit and at a NaN, not at the limit itself."""
+    op = "clamped_swiglu"
+    check_alike(op, "gate", gate, "up", up)
+    alpha, offset = (check_fp32(op, k, check_number(op, k, v)) for k, v in (("alpha", alpha), ("offset", offset)))
+    return _apply(op, gate, up, check_positive(op, "limit", limit), alpha=alpha, offset=offset)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap · tanh(x / cap), as Gemma 2 caps its logits: in fp32, the cap rounded to it, and rounded once."""
+    check_alike("soft_cap", "x", x)
+    return _apply("soft_cap", x, limit=check_positive("soft_cap", "cap", cap))
