@@ -80,12 +80,12 @@ class Cache:
         return rows._replace(layout=None, places=(of_each, rows.positions))
 
     def put(self, layer: int, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Writes the new keys and values; returns those that the queries see. Raises ValueError where a gradient is wanted
-        of them: the folds over a sequence's queries are not cut, so what trains is one call of whole sequences."""
+        """Writes the new keys and values; returns those that the queries see. Raises ValueError where a gradient is
+        wanted: the folds over a sequence's queries are not cut, so what trains is one call of whole sequences."""
         if k.requires_grad:
             raise ValueError(
-                "Cache: the call wants gradients, which a cache has none of; expected torch.no_grad(), or whole sequences "
-                "and no cache"
+                "Cache: the call wants gradients, which a cache has none of; expected torch.no_grad(), or whole "
+                "sequences and no cache"
             )
         self.k[layer][rows.places], self.v[layer][rows.places] = k, v
         return (self.k[layer], self.v[layer]) if rows.cached else (k, v)
