@@ -16,7 +16,8 @@ from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import DTYPES
 
-PACKAGE, AUDITOR = "bi_kernels.", "bi_kernels.audit."
+PACKAGE = "bi_kernels."
+AUDITOR = f"{PACKAGE}audit."
 EVERY = "every kernel"  # whose row it is, in place of an op
 
 
