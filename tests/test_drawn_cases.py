@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from bi_kernels.audit import session
 from bi_kernels.audit.broken.uses import _Gradient, doubled_alone, doubled_for_several
 from bi_kernels.audit.drawn.cases import FINITE, POPULATIONS, draw
 from bi_kernels.audit.drawn.questions import ROLLOUT, judge
-from bi_kernels.audit.drawn.session import judge_cases
+from bi_kernels.audit.drawn.session import _parts, judge_cases
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.parameters import RandomParameters
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import Subject
@@ -268,3 +270,11 @@ def test_a_view_that_is_refused_in_words_is_no_drift():
 
     rows = [*forward.judge(subject("silu", contiguous)), *gradient.by_split(subject("silu", contiguous))]
     assert not [r for r in rows if r.verdict == NEEDS_FIX] and any("refused: " in r.detail for r in rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_as_many_cases_as_are_drawn_unless_told_hold_every_kind_of_inputs(device):
+    for op in OPS.values():
+        p = SimpleNamespace(op=op, dtype=BF16, device=SimpleNamespace(type=device))
+        numbers = [n for _, _, first, end in _parts(p, 0, RandomParameters().cases) for n in range(first, end)]
+        assert {drawn(op.name, n).kind for n in numbers} == {*FINITE}, op.name

@@ -9,7 +9,7 @@ from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.judge import groups, judge_control
-from bi_kernels.audit.drawn.cases import RANDOM, Case, draw
+from bi_kernels.audit.drawn.cases import FINITE, RANDOM, Case, draw
 from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
@@ -49,7 +49,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
 
 def _parts(p: Problem, first: int, count: int) -> list[tuple[str, str, int, int]]:
     """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
-    end = first + (math.ceil(count * RANDOM[p.device.type]["attention"]) if p.op.cache else count)
+    fewer = max(math.ceil(count * RANDOM[p.device.type]["attention"]), min(count, len(FINITE)))  # each kind of inputs
+    end = first + (fewer if p.op.cache else count)
     most = AT_ONCE[bool(p.op.cache)]
     return [(p.op.name, dtype_name(p.dtype), n, min(n + most, end)) for n in range(first, end, most)]
 
