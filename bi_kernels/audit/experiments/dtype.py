@@ -66,14 +66,20 @@ def acceptance(session) -> Found:
 
 
 def gradients(session) -> Found:
-    """Returns in which dtype a real backward leaves every gradient. Returns the rows and one line an op and dtype."""
+    """Returns in which dtype a real backward leaves every gradient. Returns the rows and one line an op, over its
+    dtypes."""
     rows, lines = [], []
-    for s in session.make():
-        p, made = s.problem, gradient_dtypes.judge(s)
-        told = {way: ", ".join(f"{r.tensor} {r.detail}" for r in made if r.layout == way) for way in WAYS}
-        lines.append({"op": f"{p.op.name} {p.case}".strip(), "dtype": dtype_name(p.dtype)} | told)
+    for name, subjects in groupby(session.make(), lambda s: f"{s.problem.op.name} {s.problem.case}".strip()):
+        made = [row for s in subjects for row in gradient_dtypes.judge(s)]
+        lines.append({"op": name} | {way: _left([r for r in made if r.layout == way]) for way in WAYS})
         rows += made
     return rows, lines
+
+
+def _left(rows: list[Row]) -> str:
+    """Says of which gradients the dtype is right in every dtype of the op, and which is not."""
+    wrong = [f"❌ {r.dtype}: {r.tensor} {r.detail}" for r in rows if r.verdict != PASS]
+    return "; ".join(wrong) or ", ".join(dict.fromkeys(r.tensor for r in rows))
 
 
 def accuracy(session) -> list[Row]:
