@@ -164,7 +164,8 @@ def test_whoever_rounds_on_the_way_is_far_beyond_the_bound_of_integers(function,
 
 def test_a_control_of_what_rounds_is_caught_on_integers():
     session = load("dtype", {"shapes": "tiny", "device": "cpu"})
-    found = [i for i, c in enumerate(broken.EVERY) if c.audit == "dtype" and c.op == "linear"]
+    rounds = lambda c: (c.audit, c.op, c.relation) == ("dtype", "linear", "accuracy")
+    found = [i for i, c in enumerate(broken.EVERY) if rounds(c)]
     rows = [row for i in found for row in broken.judge_control(session, [i])]
     assert len(rows) == 3 and all(r.caught and r.inputs == "integers" for r in rows), report(rows)
 
@@ -221,7 +222,7 @@ def test_a_tile_or_a_captured_call_that_was_not_run_needs_a_fix(on_gpu, monkeypa
         run.device, run.parameters["shapes"] = torch.device("cuda"), "qwen3-8b"
     run.rows = gemm.missing(run)
     assert {(r.dtype, r.layout) for r in run.rows} == {
-        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile") * on_gpu)
+        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile", "rows") * on_gpu)
     }
     for dtype in DTYPES:
         mine = [r for r in run.rows if r.layout == ("cuda_graph" if on_gpu else "tiles") and r.dtype == dtype]

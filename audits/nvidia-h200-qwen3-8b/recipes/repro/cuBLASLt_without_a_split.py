@@ -1,0 +1,55 @@
+# cuBLASLt without a split, forward at N = 1024, K = 4096: 1 rows in one call, and among 8192.
+# Written by bi_kernels' audit of recipes; needs torch alone.
+import torch
+
+
+def cancel(x: torch.Tensor, shared: bool = False) -> None:
+    """Makes sums over the last dimension grow and then vanish, in place: see `draw`."""
+    half = x.shape[-1] // 2
+    if shared:
+        x[..., half : 2 * half] = x[..., :half]
+    else:
+        x[..., 7::8] *= 2.0**-12
+        kept = (torch.arange(2 * half, device=x.device).view(2, half) % 8 != 7).all(0)
+        x[..., half : 2 * half] = torch.where(kept, -x[..., :half], x[..., half : 2 * half])
+
+
+def numbers(m, n, k, dtype, device, seed):
+    """Draws x (m, k), w (n, k) and dy (m, n), whose sums over k and over n grow and then vanish."""
+    g = torch.Generator(device).manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=g, device=device)
+    w = draw(n, k)
+    cancel(w, shared=True)
+    cancel(w.t(), shared=True)
+    w = w.to(dtype)
+    x = draw(m, k)
+    cancel(x)
+    x = x.to(dtype)
+    dy = draw(m, n)
+    cancel(dy)
+    return x, w, dy.to(dtype)
+
+
+def forward(linear, x, w, dy):
+    with torch.no_grad():
+        return linear(x, w)
+
+
+def without_split():
+    """Has cuBLASLt compute what cuBLAS would, and keeps it from splitting K."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    except (TypeError, RuntimeError) as error:
+        said = "takes no pair (allow_reduced_precision, allow_splitk) in its reduced-precision settings"
+        raise RuntimeError(f"torch {torch.__version__} {said}; expected 2.10 or newer") from error
+
+
+without_split()
+linear = torch.nn.functional.linear
+x, w, dy = numbers(8192, 1024, 4096, torch.bfloat16, "cuda", 0)
+alone, among = forward(linear, x[:1], w, dy[:1]), forward(linear, x, w, dy)[:1]
+differ = alone.view(torch.int16) != among.view(torch.int16)  # in raw bits
+print(f"{int(differ.sum())} of {differ.numel()} elements differ")
+raise SystemExit(bool(differ.any()))
