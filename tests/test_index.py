@@ -13,6 +13,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.index import page, sources
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import NOT_JUDGED, PASSES, REFUSED, WRONG, draw
+from bi_kernels.contract import DTYPES
 
 ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "300", "normal", 9, PASS, 0, 64)
 CONTROL = replace(ROW, control=True, caught=True, verdict=NEEDS_FIX)
@@ -60,6 +61,18 @@ def test_the_index_and_the_documents_have_one_word_for_one_thing():
         [replace(ROW, verdict=NEEDS_FIX), CONTROL],
     ):
         assert verdict_of(wrong) == NEEDS_FIX, wrong
+
+
+def test_a_dtype_that_is_refused_as_the_contract_says_was_judged(tmp_path):
+    refused = replace(ROW, relation="contract", layout="dtype", dtype="float8_e5m2", verdict=UNSUPPORTED)
+    document(tmp_path / "gpu" / "dtype", ROW, refused, CONTROL)
+    said = line(page.report(tmp_path)["README.md"], "dtype")
+    assert "refused as the contract says: float8_e5m2" in said and "not judged" not in said and "✅" in said
+
+
+def test_a_row_of_all_dtypes_counts_for_each():
+    found = cells([replace(ROW, op="every kernel", relation="atomics-free", dtype="all").json()])
+    assert found["every kernel"]["atomics-free"] == dict.fromkeys(DTYPES, PASS)
 
 
 def test_goals_that_are_missed_have_no_tick(tmp_path):
