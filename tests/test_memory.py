@@ -1,5 +1,7 @@
 """A check that finds too little memory waits for others, and not in vain twice."""
 
+import threading
+
 import pytest
 
 from bi_kernels.audit import memory
@@ -56,6 +58,23 @@ def test_where_nobody_gives_back_it_raises_and_does_not_wait_again(others):
     with pytest.raises(OutOfMemoryError):
         memory.patiently(thunk)
     assert len(called) == waited + 2
+
+
+def test_a_check_inside_one_that_waited_does_not_wait_for_itself(others):
+    inner = check(3)[0]
+    called = []
+
+    def outer():
+        called.append(0)
+        if len(called) < 2:
+            raise OutOfMemoryError("too little")
+        return memory.patiently(inner)
+
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(memory.patiently(outer)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert ended == [3] and not memory._mine
 
 
 def test_another_error_is_raised_at_once(others):

@@ -319,3 +319,11 @@ def test_an_op_is_said_once_with_its_relations_below(tmp_path):
         "parity",
         f"python {tmp_path}/gemm/repro/a.py",
     ]
+
+
+def test_what_differs_most_stands_first_in_a_documents_drifts():
+    row = Row("gemm", "linear", "", "mine", "bf16", "gpu", "invariance", "rows", "", "normal", 9, NEEDS_FIX, 1, 100)
+    least, most = replace(row, op="add"), replace(row, op="scale", mismatches=99)
+    for both in ([least, most], [most, least]):
+        text = tables.drifts(both).data
+        assert text.index("| scale") < text.index("| add")

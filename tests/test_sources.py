@@ -83,6 +83,12 @@ def test_what_writes_the_index_is_no_source_for_no_audit_loads_it():
     assert "bi_kernels/audit/index" not in sources.package() and "bi_kernels/audit/static" in sources.package()
 
 
+def test_mutants_record_the_package_and_no_notebook(package):
+    sources.record(package.parent / "document")
+    recorded = json.loads((package.parent / "document" / sources.FILE).read_text())
+    assert recorded == sources.package() and recorded and not any(name.endswith(".ipynb") for name in recorded)
+
+
 def test_a_notebook_of_other_cells_is_another(package):
     book(package.parent, "y", [])
     assert said(package) == "another notebook since (1_norm.ipynb)"

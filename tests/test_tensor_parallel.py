@@ -8,15 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
+from bi_kernels.audit.parameters import WorldParameters
+from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.worlds import growth
 from bi_kernels.audit.worlds.first import differing
 from bi_kernels.audit.worlds.launch import launched
-from bi_kernels.audit.worlds.session import Evidence, _leaves, _values
+from bi_kernels.audit.worlds.session import Evidence, WorldSession, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
 from bi_kernels.audit.worlds.world import World
 from bi_kernels.ops.vocabulary import BLOCK
@@ -178,3 +181,10 @@ def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(way, seconds, 
     assert time.monotonic() - begun < 120
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == "", "no process is left"
+
+
+def test_an_audit_of_large_worlds_alone_keeps_one_rank_and_the_controls():
+    session = WorldSession("world", {"nproc": 4, "least": 4}, torch.device("cpu"), Candidate("bi_kernels", {}))
+    assert {w.ranks for w in session.worlds} == {1, 4} and session.sizes == [1, 2, 4]
+    with pytest.raises(ValueError, match="least is 4, expected at most nproc, 2"):
+        WorldParameters(nproc=2, least=4)

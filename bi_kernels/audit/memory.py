@@ -13,6 +13,7 @@ SPARE = 2**32  # bytes that a process may keep for its next check
 LONGEST, STILL, LOOK = 240.0, 15.0, 1.0  # seconds to wait at most; while nobody moves; between two tries
 SHORT = "OutOfMemoryError"
 _vain: set[int] = set()  # what others held while waiting was in vain: it would be again
+_mine: list = []  # the lock, while it is this process's turn
 
 
 def patiently(thunk: Callable):
@@ -64,7 +65,15 @@ def give_back() -> None:
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """Waits for those that ran short of memory before."""
+    """Waits for those that ran short of memory before. A check inside another that waited has its turn already, and
+    would wait for itself."""
+    if _mine:
+        yield
+        return
     with Path(tempfile.gettempdir(), "bi-audit-memory").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        _mine.append(file)
+        try:
+            yield
+        finally:
+            _mine.clear()

@@ -183,9 +183,11 @@ def raised_by(r: dict) -> str:
 def _passed(every: list[dict]) -> str:
     """Says what was asked and agreed, or that nothing could be."""
     good = [r for r in every if r["verdict"] == PASS]
-    refused = [r for r in every if r["verdict"] == UNSUPPORTED]
+    every_refused = [r for r in every if r["verdict"] == UNSUPPORTED]
+    wanted = sorted({r["dtype"] for r in every_refused if r["relation"] == "contract"})  # which was judged, and by that
+    refused = [r for r in every_refused if r["relation"] != "contract"]
     if not good:
-        why = next((r["detail"] for r in refused if r["detail"]), "nothing was asked")
+        why = next((r["detail"] for r in every_refused if r["detail"]), "nothing was asked")
         return f"it could not be judged: {escape.line(why)[:LONGEST]}"
     compared = [r for r in good if r["relation"] in BITS]
     sides = Counter(map(side, compared))
@@ -195,6 +197,7 @@ def _passed(every: list[dict]) -> str:
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
     parts += [f"{len(good):,} checks pass"] if not parts else []
+    parts += [f"refused as the contract says: {', '.join(wanted)}"] if wanted else []
     what = ", ".join(
         dict.fromkeys(
             r["relation"] if r["relation"] == "atomics-free" else r["layout"] or f"{r['relation']} of {r['op']}"

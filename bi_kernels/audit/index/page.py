@@ -12,7 +12,7 @@ from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
-from bi_kernels.audit.evidence.verdicts import PASS, TITLE, UNSUPPORTED, checked_rows, grouped, verdict_of
+from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
 from bi_kernels.audit.index import sources
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.contract import CONTRACT
@@ -65,15 +65,7 @@ class Document:
             rate = f"{count['killed'] / judged:.2%} of {judged:,}" if judged else "none was judged"
             return f"{rate}; {count['survived']} survived, {count['explained']} more are explained"
         timed = not self.verdict and self.goals.exists()
-        return goals.sentence(_read(self.goals, list)) if timed else escape.text(self._headline)
-
-    @property
-    def _headline(self) -> str:
-        """Returns the sentence on what was judged; a dtype that is refused as the contract says was, and by that."""
-        kept = lambda r: (r["relation"], r["verdict"]) == ("contract", UNSUPPORTED)
-        dtypes = sorted({r["dtype"] for r in self.rows if kept(r)})
-        more = f"; refused as the contract says: {', '.join(dtypes)}" if dtypes else ""
-        return headline([r for r in self.rows if not kept(r)]) + more
+        return goals.sentence(_read(self.goals, list)) if timed else escape.text(headline(self.rows))
 
 
 def _read(path: Path, kind: type = dict):

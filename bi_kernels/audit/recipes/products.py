@@ -75,7 +75,7 @@ class Recipe:
 PLAIN = Recipe("plain cuBLAS", "torch as it is")
 STARVED = Recipe(
     "starved cuBLAS",
-    "no workspace to split in, as in vLLM's batch-invariant mode and Megatron's",
+    "little workspace to split in, as in vLLM's batch-invariant mode and Megatron's",
     CONTRACT["benchmark"]["gemm"]["environment"],
 )
 UNSPLIT = Recipe("cuBLASLt without a split", "torch's own settings, since 2.10", told=without_split)

@@ -10,7 +10,7 @@ STOCK_ON_A_CPU = "On a CPU torch's linear is not cuBLAS's, and no recipe reaches
 WORD = {"forward": "forward", "dX": "in dX"}
 SHORT = {
     PLAIN.name: "plain cuBLAS",
-    STARVED.name: "cuBLAS without a workspace, as vLLM's batch-invariant mode and Megatron have it,",
+    STARVED.name: "cuBLAS with little workspace, as vLLM's batch-invariant mode and Megatron have it,",
     UNSPLIT.name: "cuBLASLt that torch tells not to split K",
     OURS.name: "`bi_kernels.linear`",
 }
