@@ -21,6 +21,7 @@ from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, defaults
+from bi_kernels.audit.runs.documents import about
 from bi_kernels.audit.runs.runner import audits
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +71,22 @@ def test_committed_notebooks_carry_what_nbval_compares(path):
     )
     assert data["controls"]["caught"] == data["controls"]["total"] > 0
     assert code[-1].source == "assert run.passed, run.failure()"
+
+
+@pytest.mark.parametrize(
+    "path", [n for n in NOTEBOOKS if "candidate: str" in n.read_text(encoding="utf-8")], ids=lambda p: p.stem
+)
+def test_another_candidates_document_is_without_the_cells_about_ours(path):
+    whole, mine = about(path, "bi_kernels").cells, about(path, "torch").cells
+    assert [c for c in whole if "ours" not in c.metadata.get("tags", [])] == mine
+    assert not any(
+        re.search(r"left fold|slabs of 16|recorded on an H", c.source) for c in mine if c.cell_type == "markdown"
+    )
+    names = [n for c in mine if c.cell_type == "code" for n in ast.walk(ast.parse(c.source.replace("%", "#")))]
+    kept = {n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    lost = [n for c in whole if c not in mine and c.cell_type == "code" for n in ast.walk(ast.parse(c.source))]
+    needed = {n.id for n in lost if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} - kept
+    assert not needed & {n.id for n in names if isinstance(n, ast.Name)}, "names that only a dropped cell gives"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from markdown_it import MarkdownIt
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.evidence import escape, tables
+from bi_kernels.audit.evidence import escape, figures, tables
 from bi_kernels.audit.evidence.answer import answer, headline, led
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, terminal
 from bi_kernels.audit.evidence.drift import compare
@@ -327,3 +328,33 @@ def test_what_differs_most_stands_first_in_a_documents_drifts():
     for both in ([least, most], [most, least]):
         text = tables.drifts(both).data
         assert text.index("| scale") < text.index("| add")
+
+
+def test_a_heat_map_tells_what_was_not_asked_from_what_raised():
+    figure = figures.heat({"a": {"M = 1": 0, "M = 2": float("nan")}, "b": {"M = 1": 3}}, "A map", "elements")
+    ax = figure.axes[0]
+    assert [t.get_text() for t in ax.texts] == ["0", "raised", "3", ""]
+    hatched = [p for p in ax.patches if p.get_hatch()]
+    assert [p.get_xy() for p in hatched] == [(1, 1)]
+    assert ax.get_xlabel() == "hatched: not asked"
+    plt.close(figure)
+
+
+def test_weights_after_training_are_no_forward():
+    row = Row(
+        "world",
+        "decoder",
+        "",
+        "bi_kernels",
+        "bf16",
+        "gpu",
+        "weights after training",
+        "tp2",
+        "",
+        "normal",
+        9,
+        PASS,
+        0,
+        4,
+    )
+    assert "(forward 1, weights after training 1)" in answer([row, replace(row, relation="invariance")])

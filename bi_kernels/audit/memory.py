@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gc
+import os
 import sys
 import tempfile
 import time
@@ -70,7 +71,7 @@ def _turn() -> Iterator[None]:
     if _mine:
         yield
         return
-    with Path(tempfile.gettempdir(), "bi-audit-memory").open("w") as file:
+    with Path(tempfile.gettempdir(), f"bi-audit-memory-{os.getuid()}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _mine.append(file)
         try:

@@ -102,8 +102,11 @@ class Step:
         """Holds the step's gradient of every parameter, fp32, as `run` left them."""
         return {name: p.main_grad for name, p in self.model.named_parameters()}
 
-    def run(self, layout: str) -> Tensor:
-        """Runs forward and backward of every call of a layout; returns the logprobs (tokens,), fp32."""
+    def run(self, layout: str, rolled: Tensor | None = None) -> Tensor:
+        """Runs forward and backward of every call of a layout; returns the logprobs (tokens,), fp32.
+
+        rolled: (tokens,) fp32, logprobs that the old policy's are made from, instead of the step's own.
+        """
         self.grads.finish()
         checkpointing, self.model.checkpointing = self.model.checkpointing, layout != "checkpointing off"
         found = self.ratio.new_zeros(self.count)
@@ -114,7 +117,7 @@ class Step:
             rows = rows_of(call, self.lengths, self.device, told=not self.forgets)
             with warnings.catch_warnings(action="ignore") if self.forgets else nullcontext():
                 logprob, _ = self.model.logprobs(ids, targets, rows)
-                old = logprob.detach() + 0.125 * self.ratio[at]
+                old = (logprob.detach() if rolled is None else rolled[at]) + 0.125 * self.ratio[at]
                 denominator = int(real.sum()) if self.own else self.count
                 policy_loss(logprob, old, self.advantages[at], real, denominator).backward()
             self.grads.collect()
@@ -145,11 +148,17 @@ class Step:
             done = done + new
         return found
 
-    def in_chunks(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the logprobs of chunked prefill, and of decode, by name of the layout."""
+    def in_chunks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields the logprobs of chunked prefill, and of decode behind a prefill, by name of the layout, each with the
+        tokens that were computed so: (tokens,) bool."""
+        every = torch.ones(self.count, dtype=torch.bool, device=self.device)
         for size in self.case["chunks"]:
-            yield f"chunked:{size}", self.cached(size, [0] * len(self.lengths))
-        yield "decode", self.cached(1, [max(n - self.case["decoded"], 0) for n in self.lengths])
+            yield f"chunked:{size}", self.cached(size, [0] * len(self.lengths)), every
+        first = [max(n - self.case["decoded"], 0) for n in self.lengths]
+        decoded = torch.cat([torch.arange(n) >= f for n, f in zip(self.lengths, first)]).to(self.device)
+        found = self.cached(1, first)
+        yield "prefill of a cache", found, ~decoded
+        yield "decode", found, decoded
 
 
 def hash_of(t: Tensor) -> bytes:

@@ -1,10 +1,11 @@
 """The relations of a whole model, and decoders broken on purpose, each of which one of them must flag."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 import bi_kernels
 from bi_kernels.audit.broken.attention import changed, padding_keys_seen
@@ -36,7 +37,8 @@ def invariance(
     step: Step, device: str, command: str, only: Collection[str] = (), shares: dict | None = None
 ) -> Iterator[Row]:
     """Yields the rows of a decoder: of every layout the logprobs and the gradients of all parameters, against those of
-    one packed call; of chunked prefill and decode the logprobs; and that every parameter got a gradient.
+    one packed call; of chunked prefill and decode the logprobs, and the gradients of a packed step whose old logprobs
+    they are; and that every parameter got a gradient.
 
     only: these layouts; shares: gets {layout: {kind of tensor: share of its elements that differ}}.
     """
@@ -56,9 +58,7 @@ def invariance(
         again = layout == "packed"
         for _ in range(runs - 1 if again else 1):
             found = step.run(layout)
-            drifts = {"logprob": compare(found, logprob)} | {
-                name: compare(g, w) for (name, g), w in zip(step.gradients.items(), whole)
-            }
+            drifts = {"logprob": compare(found, logprob)} | _each(step.gradients, whole)
             if any(d.mismatches for d in drifts.values()):
                 break
         shares[layout] = _by_kind(drifts)
@@ -68,13 +68,22 @@ def invariance(
             detail += f"; SHA-256 {sha256({'logprob': found} | step.gradients)}"
         yield about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
         yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail)
-    del whole
     torch.cuda.empty_cache()
     if not only or {layout.partition(":")[0] for layout in only} & {"chunked", "decode"}:
-        for layout, found in step.in_chunks():
-            drift = compare(found, logprob)
+        for layout, found, computed in step.in_chunks():
+            drift = compare(found[computed], logprob[computed])
             shares[layout] = _by_kind({"logprob": drift})
-            yield about(PARITY, layout, drift)
+            yield about(PARITY, layout, drift, rows=drift.elements)
+            if layout == "prefill of a cache":  # its tokens and the decoded ones are one rollout
+                continue
+            step.run("packed", rolled=found)
+            drift = joined([*_each(step.gradients, whole).values()])
+            yield about(GRADIENT, f"{layout}, then trained packed", drift, names, detail="old logprobs of the rollout")
+
+
+def _each(gradients: dict[str, Tensor], whole: Sequence[Tensor]) -> dict[str, Drift]:
+    """Returns the drift of each gradient from that of the packed step, by name."""
+    return {name: compare(g, w) for (name, g), w in zip(gradients.items(), whole)}
 
 
 def _by_kind(drifts: dict[str, Drift]) -> dict[str, float]:
@@ -130,6 +139,12 @@ CONTROLS = (  # name, the relation that must flag it, the layouts in which it sh
         GRADIENT,
         ("micro_batches:each",),
         {"ops": with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight))},
+    ),
+    (
+        "a step on old logprobs that saw a cache's padding",
+        GRADIENT,
+        ("decode",),
+        {"ops": with_ops(attention=padding_keys_seen)},
     ),
     ("gradients that were not told the layout", GRADIENT, ("left_padded",), {"forgets": True}),
     ("each micro-batch divided by its own tokens", GRADIENT, ("micro_batches:2",), {"own": True}),

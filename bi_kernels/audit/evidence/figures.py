@@ -30,7 +30,8 @@ def _short(v: float) -> str:
 
 
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
-    """Rows × columns of non-negative numbers, zeros pale, NaN hatched: on a logarithmic scale, or from 0 to `top`."""
+    """Rows × columns of non-negative numbers, on a logarithmic scale or from 0 to `top`: zeros pale, hatched what a row
+    does not have, and said of NaN that it raised."""
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     height, width = data.shape
@@ -42,17 +43,19 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
         norm = Normalize(0, top) if top else LogNorm(min(1.0, float(positive.min())), max(10.0, float(positive.max())))
         mesh = ax.pcolormesh(positive, norm=norm, edgecolor="white", linewidth=1, cmap="viridis_r")
         figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
+    asked = np.array([[name in line for name in frame.columns] for line in values.values()])
     for (i, j), v in np.ndenumerate(data):
-        text = "" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
+        text = "raised" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
+        text = text if asked[i, j] else ""
         color = "white" if v > 0 and norm(v) > 0.45 else "#333333"
         ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color=color)
     ax.set_xticks(np.arange(width) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(np.arange(height) + 0.5, frame.index)
     ax.set(xlim=(0, width), ylim=(height, 0), title=title)
-    for i, j in np.argwhere(np.isnan(data)):
+    for i, j in np.argwhere(~asked):
         ax.add_patch(Rectangle((j, i), 1, 1, fill=False, hatch="////", edgecolor="#bbbbbb", linewidth=0))
-    if np.isnan(data).any():
-        ax.set_xlabel("hatched: not asked, or it raised", fontsize=7, loc="left")
+    if not asked.all():
+        ax.set_xlabel("hatched: not asked", fontsize=7, loc="left")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     figure.tight_layout()

@@ -14,6 +14,7 @@ class Side(StrEnum):
     INPUT = "input gradients"
     WEIGHT = "weight gradients"
     GRADIENT = "gradients"  # of which it is not known
+    TRAINED = "weights after training"
 
 
 class Kind(StrEnum):
@@ -57,7 +58,7 @@ LAYOUTS = {  # a pattern of names: the kind of what differs there, the first tha
 MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere
 RELATIONS = {"accuracy": Kind.ACCURACY, "gradient accuracy": Kind.ACCURACY, "atomics-free": Kind.ATOMICS}
 INVARIANCES = "invariance", "gradient invariance", "parity"
-BITS = *INVARIANCES, "determinism", "weights after training"  # relations that compare bits
+BITS = *INVARIANCES, "determinism", Side.TRAINED  # relations that compare bits
 
 
 def fields(row: Row | dict) -> dict:
@@ -66,7 +67,9 @@ def fields(row: Row | dict) -> dict:
 
 
 def side(r: dict) -> str:
-    """Says whose bits a row compares: the forward's, or those of gradients, of which where it is known."""
+    """Says whose bits a row compares: the forward's, those of gradients, of which where it is known, or weights."""
+    if r["relation"] == Side.TRAINED:
+        return Side.TRAINED
     return r.get("gradient") or (Side.GRADIENT if r["relation"].startswith("gradient") else Side.FORWARD)
 
 

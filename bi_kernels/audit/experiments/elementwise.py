@@ -18,8 +18,8 @@ def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     seen: Counts = {}
     for r in rows:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:
-            line = seen.setdefault(r.op, dict.fromkeys(names, 0))
-            line[r.layout] += differing(r)
+            line = seen.setdefault(r.op, {})
+            line[r.layout] = line.get(r.layout, 0) + differing(r)
     for op, function, kind in (("rope", rope_by_row, SHARPEST), ("silu", leaks_nan_neighbour, "nonfinite")):
         s = session.subject(op, dtype, function)
         seen[f"broken: {function.__name__}"] = {

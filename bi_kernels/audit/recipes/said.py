@@ -71,7 +71,7 @@ def cost(found: dict, plain: dict) -> str:
         return ""
     direction, case, m = max(every, key=every.get)
     most = f"at most {every[direction, case, m]:.2f} ({case}, {direction}, M = {m})"
-    return f"{statistics.geometric_mean(every.values()):.2f} times plain cuBLAS's on average, {most}"
+    return f"{statistics.geometric_mean(every.values()):.2f} times plain cuBLAS's in the geometric mean, {most}"
 
 
 def table(document: dict) -> list[dict]:

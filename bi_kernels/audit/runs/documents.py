@@ -16,6 +16,7 @@ from bi_kernels.audit.runs.limits import Limits
 
 KERNEL = "python3"
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
+OURS = "ours"  # tag of cells that are about this package's kernels, whoever else is judged
 
 
 def clean(notebook: NotebookNode) -> None:
@@ -32,6 +33,14 @@ def clean(notebook: NotebookNode) -> None:
             text = text.replace(json.dumps(root)[1:-1], "…")
         if "outputs" in cell:
             cell.outputs = [from_dict(o) for o in json.loads(text) if o.get("name") != "stderr"]
+
+
+def about(path: Path, candidate: str) -> NotebookNode:
+    """Returns a notebook, without the cells that are about this package's kernels where another candidate is judged."""
+    notebook = nbformat.read(path, as_version=4)
+    if candidate != "bi_kernels":
+        notebook.cells = [cell for cell in notebook.cells if OURS not in cell.metadata.get("tags", [])]
+    return notebook
 
 
 def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
@@ -56,7 +65,8 @@ def execute(
     """
     os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
     target = folder / "notebook.ipynb"
-    total = len(json.loads(path.read_text(encoding="utf-8"))["cells"])
+    notebook = about(path, parameters.get("candidate", "bi_kernels"))
+    total = len(notebook.cells)
     limits = Limits(gate, *seconds)
 
     def started(cell, cell_index: int) -> None:
@@ -66,7 +76,7 @@ def execute(
     error, finished = "", False
     try:
         how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
-        papermill.execute_notebook(str(path), str(target), parameters, **how)
+        papermill.execute_notebook(notebook, str(target), parameters, **how)
     except PapermillExecutionError as failed:
         if failed.ename == "KeyboardInterrupt" and not limits.exceeded:
             raise KeyboardInterrupt from None
