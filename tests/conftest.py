@@ -71,6 +71,7 @@ SLOW_NOTEBOOKS = (
     "12_transformers.ipynb",
     "13_random.ipynb",
     "15_world.ipynb",
+    "16_recipes.ipynb",
 )
 
 

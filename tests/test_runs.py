@@ -110,6 +110,7 @@ def test_without_notebooks_is_one_sentence(tmp_path, monkeypatch, bi_audit):
 # What a command is given
 
 
+@pytest.mark.slow(but=("gemm", "exits", "int8", "chain"))
 @pytest.mark.parametrize(
     "arguments, words",
     [
