@@ -1,16 +1,18 @@
 """The index says in a line what every document found, of when and of which sources, and draws what passes where."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import nbformat
 import pytest
 
 from bi_kernels.audit.evidence import limits
 from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
-from bi_kernels.audit.index import page, sources
+from bi_kernels.audit.index import page, sources, words
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import NOT_JUDGED, PASSES, REFUSED, WRONG, draw
 from bi_kernels.contract import DTYPES
@@ -18,6 +20,7 @@ from bi_kernels.contract import DTYPES
 ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "300", "normal", 9, PASS, 0, 64)
 CONTROL = replace(ROW, control=True, caught=True, verdict=NEEDS_FIX)
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "notebooks" / "1_dtype.ipynb"
 
 
 def document(place: Path, *rows: Row, title: str = "GEMM: does it drift?", **made: str) -> Path:
@@ -44,7 +47,7 @@ def test_a_line_says_what_was_asked_and_found_and_when(tmp_path):
     assert "0.9996 × the bound" in line(text, "gemm"), "a share below the bound is not said to be the bound"
     assert "| Old? " in line(text, "old") and "❌" in line(text, "old")
     assert headline([r.json() for r in (replace(ROW, verdict=NEEDS_FIX, mismatches=3),)]) in line(text, "old")
-    assert line(text, "old").count(sources.NOT_RECORDED) == 1 and "1 of 2 pass, 0 of 2 are current." in text
+    assert line(text, "old").count(sources.NOT_RECORDED) == 1 and "1 of 2 pass. 0 of 2 are current." in text
     (old / "provenance.json").unlink()
     assert "Old?" in page.report(tmp_path)["README.md"], "its notebook stopped before"
 
@@ -141,3 +144,41 @@ def test_documents_of_the_checkout_link_to_what_is_promised(place, link):
 def test_the_committed_index_is_that_of_the_committed_documents():
     for name, text in page.report(ROOT / "audits").items():
         assert (ROOT / "audits" / name).read_text(encoding="utf-8") == text, f"{name}: run `bi-audit report`"
+
+
+def made(tmp_path: Path, **changes: str) -> Path:
+    """A copy of a committed document; changes: texts of its executed notebook, and what stands there instead."""
+    place = tmp_path / "dtype"
+    shutil.copytree(ROOT / "audits" / "interpreter-tiny" / "dtype", place)
+    executed = nbformat.read(place / words.EXECUTED, as_version=4)
+    for cell in executed.cells:
+        for old, new in changes.values():
+            cell.source = cell.source.replace(old, new)
+    nbformat.write(executed, place / words.EXECUTED)
+    return place
+
+
+def test_a_documents_words_are_the_notebooks_and_its_numbers_the_runs(tmp_path):
+    place = made(tmp_path, text=("How far from fp64", "How near to fp64"))
+    committed = (place / "README.md").read_text()
+    (place / "README.md").write_text("older words")
+    (place / "dtype_99_0.png").write_bytes(b"of a cell that is gone")
+    figures = {path.name: path.read_bytes() for path in place.glob("dtype_??_0.png") if "99" not in path.name}
+    (place / "sources.json").write_text(json.dumps({"1_dtype.ipynb": "another"}))
+    assert words.follow(place) and figures
+    assert (place / "README.md").read_text().strip() == committed.rpartition("\n[")[0].strip()  # no checkout, no link
+    assert {path.name: path.read_bytes() for path in place.glob("*.png")} == figures
+    assert json.loads((place / "sources.json").read_text()) == {"1_dtype.ipynb": sources.code(NOTEBOOK)}
+    assert not words.follow(place), "nothing is left to do"
+
+
+def test_a_document_of_other_code_stays_as_it_was(tmp_path):
+    for i, changes in enumerate(({"code": ("run.controls()", "pass")}, {})):
+        place = made(tmp_path / str(i), text=("How far from fp64", "How near to fp64"), **changes)
+        executed = nbformat.read(place / words.EXECUTED, as_version=4)
+        if not changes:  # a cell in the middle that raised
+            error = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
+            next(c for c in executed.cells[5:] if c.cell_type == "code").outputs = [error]
+            nbformat.write(executed, place / words.EXECUTED)
+        before = (place / "README.md").read_text()
+        assert not words.follow(place) and (place / "README.md").read_text() == before

@@ -13,7 +13,7 @@ from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
 from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
-from bi_kernels.audit.index import sources
+from bi_kernels.audit.index import sources, words
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.contract import CONTRACT
 
@@ -123,8 +123,8 @@ def _sum(found: Sequence[Document]) -> str:
     """Says how many documents of a folder pass, on which device, and how many are of the sources that stand here."""
     judged = [d for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
-    good, now = sum(d.verdict == PASS for d in judged), sum(d.status == sources.CURRENT for d in judged)
-    said = f"{good} of {len(judged)} pass, {now} of {len(judged)} are current. " if judged else ""
+    good, now = sum(d.verdict == PASS for d in judged), sum(d.status == sources.CURRENT for d in found)
+    said = f"{good} of {len(judged)} pass. " * bool(judged) + f"{now} of {len(found)} are current. "
     return f"{escape.text(devices)}. {said}".strip()
 
 
@@ -181,7 +181,11 @@ def report(folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path) -> None:
-    """Writes the index of a folder, and of each folder of documents below it."""
+    """Writes the index of a folder, and of each folder of documents below it; before it, documents whose notebook has
+    other words by now."""
+    for found in documents(folder).values():
+        for d in found:
+            words.follow(d.path)
     for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
         for name, text in report(place).items():
             (place / name).write_text(text, encoding="utf-8")
