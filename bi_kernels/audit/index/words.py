@@ -44,7 +44,7 @@ def follow(folder: Path) -> bool:
     if _errors(ran.cells[-1]):  # what the last assert says, which the verdict above it has said
         ran.cells[-1].outputs = []
     body, figures = documents.document(ran, folder.name)
-    for file in folder.glob("*.png"):
+    for file in folder.glob(f"{folder.name}_*.png"):
         file.unlink()
     for name, data in figures.items():
         (folder / name).write_bytes(data)
