@@ -59,6 +59,7 @@ LONGEST = (
 
 # What `make test` leaves to `make test-all`: tests marked slow, but for the cases that the mark names, and these.
 SLOW_NOTEBOOKS = (
+    "1_dtype.ipynb",
     "2_elementwise.ipynb",
     "3_gemm.ipynb",
     "4_rms_norm.ipynb",

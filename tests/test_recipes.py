@@ -162,6 +162,7 @@ def test_the_figure_has_a_panel_of_each_and_says_what_it_shows(change):
     plt.close(drawn)
 
 
+@pytest.mark.slow(but=["forward"])
 @pytest.mark.parametrize("direction, of", [("forward", 32), ("dX", 128)])
 def test_a_script_runs_by_torch_alone_and_prints_what_differs(direction, of, tmp_path):
     text, path = script.text(STARVED, direction, (2, 16, 64), TOLD), tmp_path / "script.py"

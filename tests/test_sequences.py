@@ -132,6 +132,7 @@ class LastPlace(Model):
         return super().forward(input_ids, attention_mask, position_ids)["logits"][:, -1]
 
 
+@pytest.mark.slow
 def test_what_is_pooled_at_the_other_end_is_no_drift():
     report = audit(LastPlace(), IDS, backward=False)
     verdicts = {r.layout: r.verdict for r in report.rows}
@@ -158,6 +159,7 @@ def test_what_grows_with_the_width_and_places_that_end_are_no_drift():
     assert report.passed and far.verdict == UNSUPPORTED and "out of range" in far.detail, report.markdown()
 
 
+@pytest.mark.slow
 def test_numbers_of_each_token_beside_the_ids_are_said_not_to_be_laid_out():
     class Typed(Model):
         def forward(self, input_ids, attention_mask, token_type_ids):
@@ -167,6 +169,7 @@ def test_numbers_of_each_token_beside_the_ids_are_said_not_to_be_laid_out():
     assert report.passed and any("token_type_ids holds a number for each token" in n for n in report.notes), report
 
 
+@pytest.mark.slow
 def test_a_mask_of_another_name_is_said_not_to_be_asked():
     class Other(torch.nn.Module):
         def forward(self, input_ids, padding_mask):
