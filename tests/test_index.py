@@ -169,7 +169,10 @@ def test_a_documents_words_are_the_notebooks_and_its_numbers_the_runs(tmp_path):
     assert (place / "README.md").read_text().strip() == committed.rpartition("\n[")[0].strip()  # no checkout, no link
     assert {path.name: path.read_bytes() for path in place.glob("*.png")} == figures
     assert json.loads((place / "sources.json").read_text()) == {"1_dtype.ipynb": sources.code(NOTEBOOK)}
-    assert not words.follow(place), "nothing is left to do"
+    (place / "README.md").write_text("untouched")
+    (place / "sources.json").write_text(json.dumps({"1_dtype.ipynb": "of other cells that it has not"}))
+    assert not words.follow(place) and (place / "README.md").read_text() == "untouched", "nothing is left to do"
+    assert json.loads((place / "sources.json").read_text()) == {"1_dtype.ipynb": sources.code(NOTEBOOK)}
 
 
 def test_a_document_of_other_code_stays_as_it_was(tmp_path):

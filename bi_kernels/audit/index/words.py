@@ -33,14 +33,17 @@ def follow(folder: Path) -> bool:
     now = documents.about(notebook, _candidate(given)).cells
     lost = [said for cell in now if cell.cell_type == "code" and (said := _said(cell)) not in old]
     stopped = any(_errors(cell) for cell in [*old.values()][:-1])
-    if lost or stopped or [*old] == [*map(_said, now)]:
+    if lost or stopped:
+        return False
+    if [*old] == [*map(_said, now)]:  # another cell has changed, which this document has not
+        _record(folder, notebook)
         return False
     for cell in now:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = old[_said(cell)].outputs, old[_said(cell)].execution_count
     at = next((i for i, cell in enumerate(now) if "parameters" in cell.metadata.get("tags", [])), -1) + 1
     ran.cells = [*now[:at], *given, *now[at:]]
-    nbformat.write(ran, executed)
+    whole = nbformat.writes(ran)
     if _errors(ran.cells[-1]):  # what the last assert says, which the verdict above it has said
         ran.cells[-1].outputs = []
     body, figures = documents.document(ran, folder.name)
@@ -50,10 +53,17 @@ def follow(folder: Path) -> bool:
         (folder / name).write_bytes(data)
     text = f"{led(body, read_rows(folder)).strip()}\n\n{promised(folder)}"
     (folder / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
-    recorded = json.loads((folder / sources.FILE).read_text(encoding="utf-8"))
-    recorded[notebook.name] = sources.code(notebook)
-    (folder / sources.FILE).write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+    _record(folder, notebook)
+    executed.write_text(whole + "\n", encoding="utf-8")  # last: who is interrupted before it begins again
     return True
+
+
+def _record(folder: Path, notebook: Path) -> None:
+    """Writes that a document is of a notebook as it stands here."""
+    recorded = json.loads((folder / sources.FILE).read_text(encoding="utf-8"))
+    if recorded[notebook.name] != (now := sources.code(notebook)):
+        said = json.dumps(recorded | {notebook.name: now}, indent=1)
+        (folder / sources.FILE).write_text(said + "\n", encoding="utf-8")
 
 
 def _notebook(folder: Path) -> Path | None:
