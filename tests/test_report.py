@@ -21,6 +21,7 @@ from bi_kernels.audit.evidence import escape, figures, tables
 from bi_kernels.audit.evidence.answer import answer, headline, led
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, terminal
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import UNTRAINED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.runs import ci
@@ -174,6 +175,9 @@ def failed(**said) -> Row:
         ([ROW, failed(layout="batch:16", against="packed")], "the padding beside it"),
         ([ROW, failed(layout="compiled", against="one packed call", detail="mode; x")], "the mode of the call (compi"),
         ([ROW, failed(layout="unaligned view", against="aligned")], "where the inputs lie in memory (unaligned view)"),
+        ([ROW, failed(layout="unaligned view", against=UNTRAINED)], "where the inputs lie in memory (unaligned view)"),
+        ([ROW, failed(layout="packed", against=UNTRAINED)], "the mode of the call (packed)"),
+        ([failed(layout=x, against=UNTRAINED) for x in ("unaligned view", "packed")], "the mode of the call (unal"),
         ([failed(), failed(relation="determinism", against="itself", layout="packed")], "it is not deterministic"),
         (
             [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
@@ -328,6 +332,15 @@ def test_what_differs_most_stands_first_in_a_documents_drifts():
     for both in ([least, most], [most, least]):
         text = tables.drifts(both).data
         assert text.index("| scale") < text.index("| add")
+
+
+def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
+    shares = {"a": {"x": 0.9996, "y": float("inf")}, "b": {"x": 3e12, "y": 0.004}}
+    figure = figures.heat(shares, "A map", "error / bound", top=1.0)
+    ax = figure.axes[0]
+    assert [t.get_text() for t in ax.texts] == ["0.99", "inf", "3e12", "<.01"]
+    assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
+    plt.close(figure)
 
 
 def test_a_heat_map_tells_what_was_not_asked_from_what_raised():

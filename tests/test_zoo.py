@@ -1,9 +1,11 @@
 """The zoo on the CPU: what is known is found, and every drift is shown by a script of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 
@@ -36,6 +38,20 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path):
     rows = zoo.rows(list(lines.values()), "cpu")
     assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
     assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows
+
+
+def test_scripts_with_large_arguments_are_not_kept(tmp_path):
+    """Each beside its own, and another's whose name begins as theirs."""
+    for name in ("large.py", "large-mode.py", "large-more.py", "larger.py"):
+        (tmp_path / name).write_text("")
+    for name, size in (("large.pt", zoo.KEPT + 1), ("large-more.pt", 1), ("larger.pt", zoo.KEPT)):
+        (tmp_path / name).write_bytes(b"0" * size)
+    row = Row("any", "f", "", "f", "", "cpu", "invariance", "", "", "given", 3, NEEDS_FIX, 2, 9)
+    repros = ("python repro/large.py", "python repro/larger.py", "")
+    lines = [{"callable": name, "worst": replace(row, repro=r)} for name, r in zip(("a b", "c", "d"), repros)]
+    zoo._lighten(tmp_path, [*lines, {"callable": "not judged"}])
+    assert {path.name for path in tmp_path.iterdir()} == {"larger.py", "larger.pt"}
+    assert [line["worst"].repro for line in lines] == ["bi-audit run zoo -p animals 'a b'", *repros[1:]]
 
 
 def test_a_drift_that_no_script_shows_needs_a_fix():

@@ -61,7 +61,8 @@ def give_back() -> None:
     """Gives back what a check leaves unused, where that is much: other processes wait for it."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda and cuda.is_initialized() and cuda.memory_reserved() - cuda.memory_allocated() > SPARE:
-        cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a GPU that no longer answers: see faults.py
+            cuda.empty_cache()
 
 
 @contextlib.contextmanager

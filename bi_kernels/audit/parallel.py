@@ -1,15 +1,18 @@
 """Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core
 seconds, in which the GPU has nothing to do."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import torch
 
+from bi_kernels.audit import faults
 from bi_kernels.audit.memory import patiently
 
 # attention's kernels compile longest, a vocabulary's tensors are largest
@@ -19,22 +22,67 @@ _own: list = []  # the session of a process that works for another
 _seen: set[str] = set()  # what that process has told of its launches
 
 
-def begin(audit: str, parameters: dict) -> ProcessPoolExecutor:
+class Processes:
+    """Processes of one audit on a GPU, each of which judges one part at a time.
+
+    One that loses its GPU over a check is replaced, and the part begins again without that check: see faults.py. One
+    in which a part raises, or that ends, is replaced too.
+    """
+
+    def __init__(self, count: int, audit: str, parameters: dict):
+        self._made = audit, parameters
+        self._threads = ThreadPoolExecutor(count)
+        self._free: SimpleQueue = SimpleQueue()
+        for _ in range(count):
+            self._free.put(self._one_more())
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self._threads.shutdown()
+        while not self._free.empty():
+            self._free.get().shutdown()
+
+    def _one_more(self) -> ProcessPoolExecutor:
+        process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, self._made)
+        process.submit(os.getpid)  # it starts now
+        return process
+
+    def submit(self, function: Callable, item, args: tuple) -> Future:
+        """Begins a part; its result is what `function` returns and what was compiled for it."""
+        return self._threads.submit(self._part, function, item, args)
+
+    def _part(self, function: Callable, item, args: tuple):
+        process, rows = self._free.get(), {}
+        try:
+            while True:
+                answers = False
+                try:
+                    found, launched, answers, lost = process.submit(_one, function, item, args, rows).result()
+                finally:
+                    if not answers:
+                        process.shutdown()  # it ends, and gives back its memory
+                        process = self._one_more()
+                if lost is None:
+                    return found, launched
+                rows |= lost
+        finally:
+            self._free.put(process)
+
+
+def begin(audit: str, parameters: dict) -> Processes:
     """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
     beside = int(os.environ.get("BI_AUDIT_JOBS", "1"))  # audits that share the GPU's memory, as the runner says
     count = max(1, min(PROCESSES.get(audit, MOST), (os.cpu_count() or 1) * 3 // 4) // beside)
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, spawn, _begin, (audit, parameters))
-    for _ in range(count):
-        pool.submit(os.getpid)
-    return pool
+    return Processes(count, audit, parameters)
 
 
 def ahead(session, function: Callable, items: Iterable, *args) -> None:
     """Begins parts that `each` will be asked for later, so that no process waits for another in between."""
     if session.pool is not None:
         for item in items:
-            session.begun[function, repr(item), args] = session.pool.submit(_one, function, item, args)
+            session.begun[function, repr(item), args] = session.pool.submit(function, item, args)
 
 
 def each(session, function: Callable, items: Iterable, *args) -> Iterator:
@@ -65,12 +113,20 @@ def _begin(audit: str, parameters: dict) -> None:
     _own.append(importlib.import_module(__package__).load(audit, parameters))
 
 
-def _one(function: Callable, item, args: tuple):
-    """Runs one part, and gives back the memory that it took; returns what it found, and what was compiled for it."""
+def _one(function: Callable, item, args: tuple, rows: dict) -> tuple:
+    """Runs one part, and gives back the memory that it took; rows: of its checks that lost a process before.
+
+    Returns what it found, what was compiled for it, whether the GPU still answers, and, in place of all that, the row
+    of the check that lost it, by its name.
+    """
     try:
-        found = patiently(lambda: function(_own[0], item, *args))
+        with faults.going_on(rows):
+            found = patiently(lambda: function(_own[0], item, *args))
+    except faults.Lost as lost:
+        return None, {}, False, {lost.key: lost.row}
     finally:
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers
+            torch.cuda.empty_cache()
     launched = importlib.import_module("bi_kernels.audit.static.whole_run").compiled(_seen)
     _seen.update(launched)
-    return found, launched
+    return found, launched, faults.answers(), None

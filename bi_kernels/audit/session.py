@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from bi_kernels.audit.broken.judge import judge_controls
 from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style of all that is drawn)
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, verdict_of, write_rows
+from bi_kernels.audit.parallel import Processes
 from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import Problem, problems
@@ -46,7 +46,7 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # that were launched
     launched: dict[str, Variant] = field(default_factory=dict)  # on a GPU, by other processes: see static/whole_run.py
-    pool: Executor | None = None  # of the processes that judge parts of this audit
+    pool: Processes | None = None  # of the processes that judge parts of this audit
     begun: dict = field(default_factory=dict)  # the parts that they were given: see parallel.py
 
     @property

@@ -229,7 +229,7 @@ def draw(found: Sequence[Trained], title: str) -> plt.Figure:
         ax.set_yscale("symlog", linthresh=2.0**-30, linscale=0.3)
         ax.set_ylim(-(2.0**-31), 1)
         ax.set_yticks([0.0, *(10.0**p for p in range(-8, 1, 2))])
-    axes[0, 1].legend(edgecolor="none", fontsize=7)
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), edgecolor="none", fontsize=8, ncols=5, loc="lower left")
     figure.suptitle(title, x=0.01, ha="left")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure

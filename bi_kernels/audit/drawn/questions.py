@@ -10,7 +10,7 @@ import torch
 
 from bi_kernels.audit.drawn.cases import FEW, Case
 from bi_kernels.audit.evidence.drift import Tensors, compare
-from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem import problem
 from bi_kernels.audit.problem.call_layouts import Call, pack, spans
 from bi_kernels.audit.problem.subject import refusal
@@ -31,14 +31,17 @@ def judge(case: Case) -> list[Row]:
     s = case.subject
     said = {"inputs": case.kind, "rows": sum(s.lengths), "detail": case.said}
     rows: list[Row] = []
-    try:
+    whole, first = [pack(spans(s.lengths))], []
+
+    def compute() -> list[Row]:
         step = Step(s, case.kind, s.lengths)
-        whole = [pack(spans(s.lengths))]
         base, outputs = step.gradients(whole), tuple(step.outputs)
-        expected = s.named(outputs) | {f"d{k}": t for k, t in base.items()}
-    except Exception as error:
-        refused = {"verdict": refusal(s, error), "detail": f"{case.said}; {sentence(error)}"}
-        return [s.row("invariance", "packed", **said | refused)]
+        first[:] = step, base, outputs, s.named(outputs) | {f"d{k}": t for k, t in base.items()}
+        return []
+
+    if raised := s.attempt("invariance", "packed", compute, lambda error: refusal(s, error), **said):
+        return raised
+    step, base, outputs, expected = first
 
     def made(step: Step, calls: list[Call]) -> dict:
         gradients = step.gradients(calls)

@@ -1,5 +1,6 @@
 """Figures of the notebooks: apart from the tables, for the library that draws takes half a second to load."""
 
+import math
 from itertools import cycle
 
 import matplotlib.pyplot as plt
@@ -24,9 +25,16 @@ plt.rcParams.update(
 
 
 def _short(v: float) -> str:
-    """Three digits: 8, 1.02k, 5.1M."""
+    """Three digits: 8, 1.02k, 5.1M; beyond them the power of ten."""
+    if v >= 1e9:
+        return f"{v:.0e}".replace("e+", "e")
     power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= p or p == 1)
     return f"{v / power:.3g}{unit}"
+
+
+def _share(v: float) -> str:
+    """Two digits, rounded down: what is below 1 does not look like 1."""
+    return f"{math.floor(v * 100) / 100:.2f}" if v >= 0.01 else "<.01"
 
 
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
@@ -37,7 +45,8 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     height, width = data.shape
     beside, below = (0.06 * max(len(str(name)) for name in names) for names in (frame.index, frame.columns))  # labels
     figure, ax = plt.subplots(figsize=(max(5.0, 1.8 + 0.42 * width + beside), 0.9 + below + 0.3 * height))
-    positive = np.ma.masked_where(~(data > 0), data)
+    bounded = np.minimum(data, top or data[np.isfinite(data)].max(initial=10.0))  # what is beyond has the last color
+    positive = np.ma.masked_where(~(data > 0), bounded)
     ax.set_facecolor("#eef2f4")
     if positive.count():
         norm = Normalize(0, top) if top else LogNorm(min(1.0, float(positive.min())), max(10.0, float(positive.max())))
@@ -45,9 +54,9 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
         figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
     asked = np.array([[name in line for name in frame.columns] for line in values.values()])
     for (i, j), v in np.ndenumerate(data):
-        text = "raised" if np.isnan(v) else "0" if v == 0 else f"{v:.2f}" if top else _short(v)
+        text = "raised" if np.isnan(v) else "0" if v == 0 else _share(v) if top and v < 10 else _short(v)
         text = text if asked[i, j] else ""
-        color = "white" if v > 0 and norm(v) > 0.45 else "#333333"
+        color = "white" if v > 0 and norm(bounded[i, j]) > 0.45 else "#333333"
         ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color=color)
     ax.set_xticks(np.arange(width) + 0.5, frame.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(np.arange(height) + 0.5, frame.index)
@@ -81,7 +90,7 @@ def lines(
         ax.annotate(text, (1, y), **at, va="center", fontsize=8)
     if log and any(v == 0 for points in series.values() for v in points.values()):
         ax.set_yscale("symlog", linthresh=1)
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 2 * ax.get_ylim()[1])  # room for the markers of the largest
     elif log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)

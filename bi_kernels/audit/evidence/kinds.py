@@ -42,7 +42,7 @@ class Kind(StrEnum):
 RANK, SIDES = list(Kind), list(Side)
 LAID_OUT = Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT  # kinds of the layout of a call's tokens
 WHOLE, AS_GIVEN, ONCE = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
-MODES = "no_grad", "no gradient wanted"
+NO_GRAD, UNTRAINED = "no_grad", "no gradient wanted"
 AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of relations.uses
 LAYOUTS = {  # a pattern of names: the kind of what differs there, the first that fits
     r"rows(:\d+)?|singles|micro_batches.*|packed|.*, few samples": Kind.COUNT,
@@ -83,7 +83,7 @@ def kind(r: dict) -> str:
         return RELATIONS.get(r["relation"], Kind.OTHER)
     if r["against"] == ONCE:
         return AXES.get(r["detail"].partition(";")[0], Kind.LAYOUT)
-    if r["against"] in MODES:
+    if r["against"] == NO_GRAD or (r["against"], r["layout"]) == (UNTRAINED, "packed"):
         return Kind.MODE
     if r["layout"].startswith("neighbours"):
         return Kind.NEIGHBOURS if r["against"] == WHOLE else Kind.COUNT
@@ -95,12 +95,12 @@ def kind(r: dict) -> str:
 def by_kind(rows: Iterable[Row | dict]) -> dict[tuple[str, str], list[dict]]:
     """Groups the rows of one op by side and kind, in the order of the ranks.
 
-    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_leaked`, `_moved`
-    and `_aged`.
+    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_leaked`, `_moved`,
+    `_aged` and `_trained`.
     """
     every = [fields(r) for r in rows]
     kinds = [kind(r) for r in every]
-    for told in (_leaked, _moved, _aged):
+    for told in (_leaked, _moved, _aged, _trained):
         kinds = told(every, kinds)
     found = grouped(zip(every, kinds), lambda x: (side(x[0]), x[1]))
     order = sorted(found, key=lambda at: (SIDES.index(at[0]), RANK.index(at[1])))
@@ -138,3 +138,12 @@ def _aged(every: list[dict], kinds: list[str]) -> list[str]:
     if Kind.BEFORE not in bad or Kind.RANDOM in bad:
         return kinds
     return [Kind.BEFORE if k == Kind.RANDOM and r["layout"] == "backward" else k for r, k in zip(every, kinds)]
+
+
+def _trained(every: list[dict], kinds: list[str]) -> list[str]:
+    """Says that it is the mode, of what a call that trains gives in any layout, where a packed one gives other bits
+    than without gradients; else it is the layout."""
+    bad = [r["verdict"] == NEEDS_FIX and r["mismatches"] is not None and r["against"] == UNTRAINED for r in every]
+    if not any(b and r["layout"] == "packed" for b, r in zip(bad, every)):
+        return kinds
+    return [Kind.MODE if b else k for b, k in zip(bad, kinds)]

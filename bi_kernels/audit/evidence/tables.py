@@ -113,17 +113,14 @@ def drifts(rows: Sequence[Row]) -> Markdown:
         return Markdown(f"No drift: {headline(rows)}.")
     lines = [
         {
-            "op": escape.text(f"{x['row']['op']} {x['row']['case']}"),
-            "dtype": x["row"]["dtype"],
+            "op": escape.text(" ".join(filter(None, (x["row"][k] for k in ("op", "case", "dtype"))))),
             "what": x[""],
             "tensor": escape.text(x["tensors"] or x["row"]["tensor"]),
             "where": escape.text(x["where"] or x["row"]["layout"]),
             "checks": x["checks"],
             "inputs": x["inputs"],
             "differ": x["differ"] or "–",
-            "max abs": x["max abs"],
-            "max rel": x["max rel"],
-            "max ULP": x["ULP"],
+            "max abs, relative, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
             "first at [row, …]": "–" if x["row"]["first_index"] is None else f"{x['row']['first_index']}",
             "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
             "detail": escape.text(x["detail"] or x["row"]["detail"]),

@@ -8,6 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bi_kernels.audit import faults
 from bi_kernels.audit.memory import give_back, patiently
 
 if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
@@ -64,14 +65,26 @@ class Judged:
         """Returns a row with the drift as its evidence; without one it needs a fix."""
         raise NotImplementedError
 
-    def attempt(self, relation: str, layout: str, thunk: "Callable[[], Drift | Row | list[Row]]", **said) -> list[Row]:
+    def attempt(
+        self,
+        relation: str,
+        layout: str,
+        thunk: "Callable[[], Drift | Row | list[Row]]",
+        refusal: "Callable[[Exception], str] | None" = None,
+        **said,
+    ) -> list[Row]:
         """Returns the rows that `thunk` gives, of a drift the one with what is `said`; where it raises, the row that
-        says so."""
+        says so, with the verdict that `refusal` gives the error."""
+        unjudged = self.row(relation, layout, None, **said)
+        name = faults.key(unjudged)
+        if row := faults.instead(name, unjudged):
+            return [row]
         try:
             found = patiently(thunk)
         except Exception as error:
-            detail = "; ".join(filter(None, (said.get("detail"), sentence(error))))
-            return [self.row(relation, layout, None, **said | {"detail": detail})]
+            more = {"detail": "; ".join(filter(None, (said.get("detail"), sentence(error))))}
+            more |= {"verdict": refusal(error)} if refusal else {}
+            return [faults.raised(name, self.row(relation, layout, None, **said | more))]
         finally:
             give_back()
         if isinstance(found, Row):

@@ -52,7 +52,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
     one fixed tile at the largest; and a split-K for contrast.
 
     Each runs plain, with a bias, and with both operands stored transposed besides. Returns the rows, and
-    {tile: {M: elements that differ}}.
+    {configurations of one kind: {M: elements that differ}}.
     """
     rows, seen = [], {}
     for dtype in session.dtypes:
@@ -63,8 +63,10 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
         variants = {"": (x, w, None), ", bias": (x, w, bias), ", bias, both operands transposed": (*transposed, bias)}
         fixed = FP32_TILE if dtype == "fp32" else FIXED
         whole = {name: launch(x, w, b, fixed) for name, (_, _, b) in variants.items()}
-        for way, computed in _ways(dtype, x.device).items():
-            line = seen[f"{way} ({dtype})"] = {}
+        ways = _ways(dtype, x.device)
+        for way, computed in ways.items():
+            alike = [w for w in ways if _kind(w) == _kind(way)]
+            line = seen.setdefault(f"{len(alike)} × {_kind(way)} ({dtype})", {})
             for m in _tile_rows(session):
                 found = []
                 for name, (a, v, b) in variants.items():
@@ -73,7 +75,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
                     drift = compare(y, whole[name][:m])
                     said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": way + name}
                     found.append(subject.row("invariance", "tiles", drift, **said))
-                line[str(m)] = sum(r.mismatches for r in found)
+                line[str(m)] = line.get(str(m), 0) + sum(r.mismatches for r in found)
                 rows += found
         line = seen[f"split-K of two, for contrast ({dtype})"] = {}
         summed = lambda a, v: launch(a.float(), v.float(), None, FP32_TILE)
@@ -81,6 +83,10 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
             first, second = map(summed, x[:m].chunk(2, 1), w.chunk(2, 1))
             line[str(m)] = compare((first + second).to(x.dtype), summed(x[:m], w).to(x.dtype)).mismatches
     return rows, seen
+
+
+def _kind(way: str) -> str:
+    return way if way == LIBRARY else way.partition(" of ")[0] if way.startswith("ring") else "tile"
 
 
 def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:

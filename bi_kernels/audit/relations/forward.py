@@ -10,7 +10,7 @@ from hypothesis import seed as hypothesis_seed
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row, sentence
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import INTEGERS, KINDS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
@@ -24,11 +24,13 @@ PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gi
 
 def supported(subject: Subject) -> Row | None:
     """Returns None if the candidate computes at all; else the one row that says what it raised."""
-    try:
+
+    def compute() -> list[Row]:
         subject.layout("packed")
-        return None
-    except Exception as error:
-        return subject.row("invariance", "packed", verdict=refusal(subject, error), detail=sentence(error))
+        return []
+
+    raised = subject.attempt("invariance", "packed", compute, lambda error: refusal(subject, error))
+    return raised[0] if raised else None
 
 
 def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
@@ -99,6 +101,7 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     evidence."""
     worst: dict = {}
     seen: list[int] = []
+    said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
 
     @hypothesis_seed(subject.problem.seed)
     @settings(
@@ -119,15 +122,15 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
             worst.update(drift=drift, calls=calls)
             raise _Drifted
 
-    said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
-    try:
-        same_bits()
-        drift, said["detail"] = Drift(0, sum(seen)), f"{len(seen)} layouts"
-    except _Drifted:
-        drift, said["detail"] = worst["drift"], shapes_launched(worst["calls"])
-    except Exception as error:
-        drift, said["detail"] = None, sentence(error)
-    return subject.row("invariance", "random", drift, **said)
+    def drawn() -> Row:
+        try:
+            same_bits()
+        except _Drifted:
+            detail = shapes_launched(worst["calls"])
+            return subject.row("invariance", "random", worst["drift"], **said, detail=detail)
+        return subject.row("invariance", "random", Drift(0, sum(seen)), **said, detail=f"{len(seen)} layouts")
+
+    return subject.attempt("invariance", "random", drawn, **said)[0]
 
 
 def determinism(subject: Subject, kind: str = SHARPEST) -> Row:

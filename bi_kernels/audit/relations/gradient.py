@@ -8,8 +8,8 @@ import torch
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence
-from bi_kernels.audit.memory import patiently
+from bi_kernels.audit.evidence.kinds import UNTRAINED
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
 from bi_kernels.audit.relations import forward, uses, views
@@ -25,8 +25,8 @@ BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample
 PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach no gradient of a parameter
 ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
 ACCURATE_TOKENS = 300
+LEFT = ".grad"  # where a parameter without main_grad has its gradient
 INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"
-UNTRAINED = "no gradient wanted"  # what the outputs of a call that trains are compared with
 
 Gradients = dict  # {input: its gradient}
 
@@ -45,54 +45,64 @@ def by_split(subject: Subject) -> Iterator[Row]:
     for kind, names in kinds.items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
-        try:
-            base, rolled = patiently(lambda: (step.gradients(), tuple(step.without_gradients())))
-        except Exception as error:
-            said |= {"verdict": refusal(subject, error), "detail": sentence(error)}
-            yield subject.row(INVARIANCE, "packed", None, "singles", **said)
+        first: list = []
+
+        def compute() -> list[Row]:
+            first[:] = step.gradients(), tuple(step.without_gradients())
+            return []
+
+        refused = lambda error: refusal(subject, error)
+        if raised := subject.attempt(INVARIANCE, "packed", compute, refused, against="singles", **said):
+            yield from raised
             return
-        for name, made, expected, more in _asked(step, names, base):
+        base, rolled = first
+        for name, made, expected, left_in, more in _asked(step, names, base):
             trained: list = []  # its outputs, before `expected` makes others
+            told = said | more
 
             def making() -> Gradients:
                 found = made()
                 trained[:] = step.outputs
                 return found
 
-            if name in VIEWS and (why := views.unplaced(subject, making)):
-                told, left = said | {"against": "packed", "detail": why}, more.get("left_in", "")
-                yield from (subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left}", **told) for k in base)
-                yield subject.row("invariance", name, Drift(0, 0), **told | {"against": UNTRAINED})
-                continue
-            trained.clear()
-            yield from compared(subject, INVARIANCE, name, making, expected, **said | more)
-            if "left_in" not in more and trained:  # else it raised, as a row says
-                more = said | {"against": UNTRAINED, "detail": more["detail"]}
-                yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **more)
+            def asked() -> list[Row]:
+                if name in VIEWS and (why := views.unplaced(subject, making)):
+                    refused = told | {"against": "packed", "detail": why}
+                    rows = [
+                        subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left_in}", **refused) for k in base
+                    ]
+                    return [*rows, subject.row("invariance", name, Drift(0, 0), **refused | {"against": UNTRAINED})]
+                trained.clear()
+                return _drifts(subject, INVARIANCE, name, making(), expected(), left_in, **told)
+
+            yield from subject.attempt(INVARIANCE, name, asked, **told)
+            if not left_in and trained:  # else it raised, or was refused, as a row says
+                untrained = told | {"against": UNTRAINED}
+                yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **untrained)
         if kind == SHARPEST:
             yield from _again(step, base, said)
 
 
-def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[str, Callable, Callable, dict]]:
-    """Yields what invariance asks: a layout or view, what makes its gradients, what they are to be, and what is
-    said."""
+def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[str, Callable, Callable, str, dict]]:
+    """Yields what invariance asks: a layout or view, what makes its gradients, what they are to be, in what they
+    are left if not in a main_grad, and what is said."""
     for name in names:
         against = "singles" if name == "packed" else "packed"
         made = lambda: _judged(step, step.gradients(name))
         expected = lambda: _judged(step, base if against == "packed" else step.gradients(against))
-        yield name, made, expected, {"against": against, "detail": shapes_launched(step.layouts[name])}
+        yield name, made, expected, "", {"against": against, "detail": shapes_launched(step.layouts[name])}
     if step.kind != SHARPEST:
         return
     for name, view in VIEWS.items():
         said = {"against": "packed", "detail": "tokens and upstream gradient"}
-        yield name, lambda: step.gradients(view=view), lambda: base, said
+        yield name, lambda: step.gradients(view=view), lambda: base, "", said
     alone = cache(lambda: step.gradients(main_grad=False))
     if step.shared:
-        said = {"against": "packed", "detail": "without main_grad", "left_in": ".grad"}
-        yield UNALIGNED, lambda: step.gradients(main_grad=False, view=unaligned), alone, said
+        said = {"against": "packed", "detail": "without main_grad"}
+        yield UNALIGNED, lambda: step.gradients(main_grad=False, view=unaligned), alone, LEFT, said
     for name in ALONE if step.shared else ():
-        said = {"against": "packed", "detail": "without main_grad", "left_in": ".grad"}
-        yield name, lambda: step.gradients(name, main_grad=False), alone, said
+        said = {"against": "packed", "detail": "without main_grad"}
+        yield name, lambda: step.gradients(name, main_grad=False), alone, LEFT, said
 
 
 def _judged(step: Step, gradients: Gradients) -> Gradients:
@@ -118,18 +128,18 @@ def compared(
     layout: str,
     make: Callable[[], Gradients],
     expected: Callable[[], Gradients],
-    left_in: str = "",
     **said,
 ) -> list[Row]:
     """Compares gradients tensor by tensor; one row that says so where either raises."""
-
-    def rows() -> list[Row]:
-        found, wanted = make(), expected()
-        return [
-            subject.row(relation, layout, compare(found[k], wanted[k]), tensor=f"d{k}{left_in}", **said) for k in wanted
-        ]
-
+    rows = lambda: _drifts(subject, relation, layout, make(), expected(), **said)
     return subject.attempt(relation, layout, rows, **said)
+
+
+def _drifts(
+    subject: Subject, relation: str, layout: str, found: Gradients, wanted: Gradients, left_in: str = "", **said
+) -> list[Row]:
+    drift = lambda k: compare(found[k], wanted[k])
+    return [subject.row(relation, layout, drift(k), tensor=f"d{k}{left_in}", **said) for k in wanted]
 
 
 def judge_gradient_accuracy(subject: Subject) -> list[Row]:

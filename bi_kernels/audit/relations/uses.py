@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from triton.runtime.errors import InterpreterError
@@ -260,12 +261,14 @@ AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histori
 
 def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
-    try:
-        u = OneCall(subject)
-    except Exception as error:
-        yield subject.row("invariance", ONCE, detail=sentence(error))
-        return
-    for axis in only:
+    calls: list[OneCall] = []
+
+    def compute() -> list[Row]:
+        calls.append(OneCall(subject))
+        return []
+
+    yield from subject.attempt("invariance", ONCE, compute)
+    for u, axis in product(calls, only):
         relation, said = RELATIONS[axis], {"against": ONCE, "inputs": SHARPEST, "rows": u.step.count, "detail": axis}
         for name, asked in AXES[axis](u).items():
             yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)

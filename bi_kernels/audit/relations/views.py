@@ -21,11 +21,13 @@ def by_view(subject: Subject, kind: str = SHARPEST) -> Iterator[Row]:
     m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
     for name in VIEWED:
         said = {"against": ALIGNED, "inputs": kind, "rows": FEW if name == ADDRESSES else m}
-        if why := unplaced(subject, lambda: placed(subject, name, kind)):
-            yield subject.row("invariance", name, Drift(0, 0), detail=why, **said)
-            continue
-        drift = lambda: compare(placed(subject, name, kind), in_place(subject, name, kind))
-        yield from subject.attempt("invariance", name, drift, **said)
+
+        def asked() -> Drift | Row:
+            if why := unplaced(subject, lambda: placed(subject, name, kind)):
+                return subject.row("invariance", name, Drift(0, 0), detail=why, **said)
+            return compare(placed(subject, name, kind), in_place(subject, name, kind))
+
+        yield from subject.attempt("invariance", name, asked, **said)
 
 
 def _given(subject: Subject, name: str, kind: str) -> tuple[dict, dict, tuple, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Judges the callables of the zoo, and says whether the auditor was right about them."""
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "b
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
 IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
 LONGEST = 300  # seconds that a reproducer may take
+KEPT = 2**22  # bytes of arguments that a reproducer may keep beside it; with more it is run and not kept
 FEW = (
     "F.silu",
     "F.linear, square, fp32",
@@ -73,7 +75,22 @@ def judge(
         with ThreadPoolExecutor(os.cpu_count() // 2 or 1) as pool:
             for line, said in zip(lines, pool.map(reproduced, reports)):
                 line["reproducer"] = said
+        if folder:
+            _lighten(folder, lines)
     return lines
+
+
+def _lighten(folder: Path, lines: Sequence[dict]) -> None:
+    """Removes the scripts whose arguments take more than KEPT bytes, and says in the lines what makes them again."""
+    heavy = {held.stem.removesuffix("-more") for held in folder.glob("*.pt") if held.stat().st_size > KEPT}
+    gone = [path for path in folder.iterdir() if path.stem.partition("-")[0] in heavy]
+    for path in gone:
+        path.unlink()
+    for line in lines:
+        worst = line.get("worst")
+        if worst and any(f"repro/{path.name}" in worst.repro for path in gone):
+            again = f"bi-audit run zoo -p animals {shlex.quote(line['callable'])}"
+            line["worst"] = replace(worst, repro=again)
 
 
 def rows(lines: Sequence[dict], device: str) -> list[Row]:
