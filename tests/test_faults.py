@@ -1,0 +1,95 @@
+"""A candidate after which the GPU no longer answers: its check keeps the row, and the rest is judged in other
+processes."""
+
+import textwrap
+
+import pytest
+
+from bi_kernels.audit import faults, load, parallel
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+
+LOSES = """
+import torch
+
+LOST = []
+
+
+def lose(why):
+    \"\"\"From now on every call of the GPU raises in this process, as after an illegal access.\"\"\"
+    def raises(*_):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = torch.cuda.empty_cache = raises
+    torch.cuda.memory_reserved = lambda: 2**40
+    torch.cuda.memory_allocated = lambda: 0
+    LOST.append(why)
+
+
+def scale(x, factor=0.5, **_):
+    if WHERE(x) and not LOST:
+        lose(x.shape)
+    if LOST:
+        raise RuntimeError("CUDA error: misaligned address")
+    return x * factor
+"""
+GIVEN = {"dtype": "fp32", "device": "cpu", "op": "scale", "seed": 3}
+THERE = "; the GPU no longer answered this process"
+
+
+def judged(tmp_path, where: str):
+    """Returns the rows of a candidate in two processes, and of one that loses nothing."""
+    path = tmp_path / "mine.py"
+    rows = []
+    for condition in (where, "lambda x: False"):
+        path.write_text(textwrap.dedent(LOSES) + f"\n\nWHERE = {condition}\n", encoding="utf-8")
+        given = GIVEN | {"candidate": f"{path}:scale"}
+        session = load("elementwise", given)
+        session.pool = parallel.Processes(1, "elementwise", given)
+        with session.pool:
+            rows.append(session.judge())
+    return rows
+
+
+def named(row) -> tuple:
+    return row.op, row.relation, row.layout, row.against, row.inputs, row.rows
+
+
+def test_a_check_that_loses_the_gpu_has_its_row_and_all_others_are_judged(tmp_path):
+    rows, clean = judged(tmp_path, "lambda x: x.dim() > 1 and x.stride(-1) != 1")
+    lost = [r for r in rows if THERE in r.detail]
+    assert {r.layout for r in lost} >= {"every other column", "transposed view"} and len(lost) < faults.MOST
+    assert all(r.verdict == NEEDS_FIX and r.mismatches is None for r in lost)
+    others = [vars(r) for r in rows if r not in lost]
+    assert [named(r) for r in rows] == [named(r) for r in clean]
+    assert others == [vars(r) for r in clean if named(r) not in [named(r) for r in lost]]
+
+
+@pytest.mark.slow
+def test_a_candidate_that_loses_it_more_often_is_asked_up_to_the_last_that_may_be_lost(tmp_path):
+    rows, clean = judged(tmp_path, "lambda x: len(x) < 60")
+    lost = [r for r in rows if THERE in r.detail]
+    assert len(lost) == faults.MOST and [named(r)[:3] for r in rows] == [named(r)[:3] for r in clean]
+    last = rows.index(lost[-1])
+    assert all("not asked" in r.detail and r.verdict == NEEDS_FIX for r in rows[last + 1 :]) and last < len(rows) - 1
+    assert not any("not asked" in r.detail for r in rows[:last])
+
+
+def test_where_no_other_process_would_go_on_a_row_says_what_was_raised():
+    assert faults.key("row") == "" and faults.instead("", "row") is None and faults.raised("", "row") == "row"
+
+
+def test_a_check_asked_twice_has_two_names():
+    with faults.going_on({}):
+        assert faults.key("row") != faults.key("row")
+    with faults.going_on({}):
+        assert faults.key("row").startswith("1 ")
+
+
+def test_an_error_of_a_part_is_raised_and_the_process_replaced(tmp_path):
+    with parallel.Processes(1, "elementwise", GIVEN) as pool, pytest.raises(ZeroDivisionError):
+        pool.submit(divide, 0, ()).result()
+
+
+def divide(session, item):
+    return 1 // item
