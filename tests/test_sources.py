@@ -19,7 +19,14 @@ DOCUMENTS = sorted((ROOT / "audits").rglob(sources.FILE))
 def package(tmp_path, monkeypatch):
     """A repository with a package of kernels and an auditor, and a document of it that is recorded and committed."""
     place = tmp_path / "bi_kernels"
-    for name in ("ops/norm.py", "ops/more/rope.py", "audit/judge.py", "contract.toml", "notes.txt"):
+    for name in (
+        "ops/norm.py",
+        "ops/more/rope.py",
+        "audit/judge.py",
+        "audit/mutants/run.py",
+        "contract.toml",
+        "notes.txt",
+    ):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(name)
     (tmp_path / "notebooks").mkdir()
@@ -51,7 +58,8 @@ def test_what_has_not_changed_is_current(package):
     assert said(package) == "current"
     (package / "notes.txt").write_text("other")
     book(package.parent, "x", [{"text": "other"}])
-    assert said(package) == "current", "neither notes nor outputs judge anything"
+    (package / "audit" / "mutants" / "run.py").write_text("other")
+    assert said(package) == "current", "neither notes nor outputs judge anything, nor what breaks the kernels"
     assert sources.status({}, "HEAD") == "not recorded"
 
 
@@ -75,18 +83,27 @@ def test_what_has_changed_is_named(package, name, expected, gone):
     assert before == "current" and said(package) == expected
 
 
-def test_what_writes_the_index_is_no_source_for_no_audit_loads_it():
-    loads = "import sys; from bi_kernels.audit import session, worker; from bi_kernels.audit.runs import documents"
-    script = f"{loads}; print([m for m in sys.modules if m.startswith('bi_kernels.audit.index')])"
+def test_what_no_audit_loads_is_no_source_of_it():
+    loads = "import sys; from bi_kernels.audit import SESSIONS, worker; from bi_kernels.audit.runs import documents"
+    every = "[__import__(name, fromlist=['start']) for name in SESSIONS.values()]"
+    apart = "('bi_kernels.audit.index', 'bi_kernels.audit.mutants')"
+    script = f"{loads}; {every}; print([m for m in sys.modules if m.startswith({apart})])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert "bi_kernels/audit/index" not in sources.package() and "bi_kernels/audit/static" in sources.package()
+    named = {"bi_kernels/audit/index", "bi_kernels/audit/mutants", "bi_kernels/audit/static"} & {*sources.package()}
+    assert named == {"bi_kernels/audit/static"}
+    for book in (ROOT / "notebooks").glob("*.ipynb"):
+        assert "audit.mutants" not in book.read_text() and "audit.index" not in book.read_text(), book
 
 
-def test_mutants_record_the_package_and_no_notebook(package):
+def test_mutants_record_what_breaks_the_package_too_and_no_notebook(package):
     sources.record(package.parent / "document")
+    assert said(package) == "current"
     recorded = json.loads((package.parent / "document" / sources.FILE).read_text())
-    assert recorded == sources.package() and recorded and not any(name.endswith(".ipynb") for name in recorded)
+    assert recorded.keys() - sources.package().keys() == {"bi_kernels/audit/mutants"}
+    assert not any(name.endswith(".ipynb") for name in recorded)
+    (package / "audit" / "mutants" / "run.py").write_text("other")
+    assert said(package) == "another auditor since (audit/mutants)"
 
 
 def test_a_notebook_of_other_cells_is_another(package):

@@ -1,8 +1,8 @@
 """The sources of a document: what judged and was judged, folder by folder, and whether it is still what it was.
 
 All of the package, not what one audit loads of it: controls and ranks load each other's kernels, and a document that is
-called older than it is costs a run, one that is called current and is not costs its reader. But for what stands here,
-which reads documents that are made, and which no audit loads.
+called older than it is costs a run, one that is called current and is not costs its reader. But for what no audit
+loads: what stands here, which reads documents that are made, and what breaks the kernels, of which mutants are made.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ def folders(blobs: dict[str, str]) -> dict[str, str]:
     return {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
 
 
-def package() -> dict[str, str]:
-    """Returns the folders of the package as it stands."""
-    apart = NOTEBOOKS[0], Path(__file__).parent
+def package(of_mutants: bool = False) -> dict[str, str]:
+    """Returns the folders of the package as it stands, of which an audit is made, or mutants are."""
+    apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / "audit" / "mutants"] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
     return folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
 
@@ -48,7 +48,7 @@ def code(notebook: Path) -> str:
 
 def record(folder: Path, notebook: Path | None = None) -> None:
     """Writes of what sources a document is, beside what they found; notebook: none, of mutants."""
-    known = package() | ({notebook.name: code(notebook)} if notebook else {})
+    known = package() | {notebook.name: code(notebook)} if notebook else package(of_mutants=True)
     (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
@@ -56,7 +56,9 @@ def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
     """Returns the folders that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
     NOTEBOOK."""
     books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
-    now = package() | {path.name: code(path) for path in books}
+    now = package(of_mutants=not any(name.endswith(".ipynb") for name in recorded)) | {
+        path.name: code(path) for path in books
+    }
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
     for name in sorted({*now, *recorded}):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
