@@ -1,6 +1,7 @@
 """A candidate after which the GPU no longer answers: its check keeps the row, and the rest is judged in other
 processes."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -99,10 +100,14 @@ def test_a_check_asked_twice_has_two_names():
         assert faults.key("row").startswith("1 ")
 
 
-def test_an_error_of_a_part_is_raised_and_the_process_replaced(tmp_path):
-    with parallel.Processes(1, "elementwise", GIVEN) as pool, pytest.raises(ZeroDivisionError):
-        pool.submit(divide, 0, ()).result()
+def test_an_error_of_a_part_is_raised_and_its_process_replaced_and_no_other_is(tmp_path):
+    with parallel.Processes(1, "elementwise", GIVEN) as pool:
+        first = pool.submit(process, 1, ()).result()[0]
+        assert pool.submit(process, 1, ()).result()[0] == first
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(process, 0, ()).result()
+        assert pool.submit(process, 1, ()).result()[0] not in (first, os.getpid())
 
 
-def divide(session, item):
-    return 1 // item
+def process(session, item):
+    return os.getpid() // item
