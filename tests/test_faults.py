@@ -31,22 +31,24 @@ def lose(why):
 
 
 def scale(x, factor=0.5, **_):
-    if WHERE(x) and not LOST:
-        lose(x.shape)
     if LOST:
         raise RuntimeError("CUDA error: misaligned address")
+    if WHERE(x):
+        lose(x.shape)
+        if not LATE:
+            raise RuntimeError("CUDA error: misaligned address")
     return x * factor
 """
 GIVEN = {"dtype": "fp32", "device": "cpu", "op": "scale", "seed": 3}
 THERE = "; the GPU no longer answered this process"
 
 
-def judged(tmp_path, where: str):
+def judged(tmp_path, where: str, late: bool = False):
     """Returns the rows of a candidate in two processes, and of one that loses nothing."""
     path = tmp_path / "mine.py"
     rows = []
     for condition in (where, "lambda x: False"):
-        path.write_text(textwrap.dedent(LOSES) + f"\n\nWHERE = {condition}\n", encoding="utf-8")
+        path.write_text(textwrap.dedent(LOSES) + f"\n\nWHERE, LATE = {condition}, {late}\n", encoding="utf-8")
         given = GIVEN | {"candidate": f"{path}:scale"}
         session = load("elementwise", given)
         session.pool = parallel.Processes(1, "elementwise", given)
@@ -59,8 +61,11 @@ def named(row) -> tuple:
     return row.op, row.relation, row.layout, row.against, row.inputs, row.rows
 
 
-def test_a_check_that_loses_the_gpu_has_its_row_and_all_others_are_judged(tmp_path):
-    rows, clean = judged(tmp_path, "lambda x: x.dim() > 1 and x.stride(-1) != 1")
+@pytest.mark.slow(but=["late"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_check_that_loses_the_gpu_has_its_row_and_all_others_are_judged(late, tmp_path):
+    """Also where the call returns, and the GPU raises later."""
+    rows, clean = judged(tmp_path, "lambda x: x.dim() > 1 and x.stride(-1) != 1", late)
     lost = [r for r in rows if THERE in r.detail]
     assert {r.layout for r in lost} >= {"every other column", "transposed view"} and len(lost) < faults.MOST
     assert all(r.verdict == NEEDS_FIX and r.mismatches is None for r in lost)

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
@@ -23,6 +24,7 @@ from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, termina
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import UNTRAINED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.experiments.backward import split_said
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.summary import summary
@@ -178,6 +180,18 @@ def failed(**said) -> Row:
         ([ROW, failed(layout="unaligned view", against=UNTRAINED)], "where the inputs lie in memory (unaligned view)"),
         ([ROW, failed(layout="packed", against=UNTRAINED)], "the mode of the call (packed)"),
         ([failed(layout=x, against=UNTRAINED) for x in ("unaligned view", "packed")], "the mode of the call (unal"),
+        (
+            [
+                *[failed(layout=x, against=UNTRAINED) for x in ("packed", "permuted")],
+                failed(layout="singles", against="packed"),
+                *[replace(ROW, layout=x, against="packed") for x in ("rows", "permuted")],
+            ],
+            "how many rows are in the call: calls of up to 1 differ",
+        ),
+        (
+            [ROW, failed(relation="determinism", detail="backward, 10 runs", tensor="dq", gradient="input gradients")],
+            "input gradients (dq) are not deterministic: the same call gives other bits",
+        ),
         ([failed(), failed(relation="determinism", against="itself", layout="packed")], "it is not deterministic"),
         (
             [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
@@ -339,8 +353,30 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     figure = figures.heat(shares, "A map", "error / bound", top=1.0)
     ax = figure.axes[0]
     assert [t.get_text() for t in ax.texts] == ["0.99", "inf", "3e12", "<.01"]
+    assert figures._share(0.29) == "0.29" and figures._short(9.997e8) == "1e9" and figures._short(9.99e8) == "999M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
+
+
+def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():
+    nan = float("nan")
+    some = {"a": {"singles": 3, "batch": nan}, "b": {"singles": 0, "batch": 0}}
+    assert split_said(some) == "bf16: 1 of 2 backward passes drift with the split"
+    assert split_said(some | {"c": {"singles": nan}}) == "bf16: 1 of 2 backward passes drift with the split; 1 raised"
+
+
+def test_a_contract_that_refuses_what_it_should_is_passed():
+    row = replace(ROW, relation="contract")
+    refused = replace(row, dtype="int8", verdict=UNSUPPORTED)
+    for rows, mark in (
+        ([row, refused], "| ✅ pass, other dtypes refused |"),
+        ([refused], "| ⬜ unsupported |"),
+        ([row, refused, replace(row, verdict=NEEDS_FIX)], "| ❌ needs-fix |"),
+    ):
+        kept = SimpleNamespace(
+            rows=rows, audit="dtype", candidate=SimpleNamespace(spec="x"), device_label="", dtypes=[]
+        )
+        assert mark in " ".join(tables.verdict(kept).markdown.split()), mark
 
 
 def test_a_heat_map_tells_what_was_not_asked_from_what_raised():

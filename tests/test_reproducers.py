@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient, uses
+from bi_kernels.audit.relations.views import ADDRESSES, ALIGNED, OFFSETS
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.operator import scripts
+from bi_kernels.audit.reproduce.replay import Operator
 
 ROOT = Path(__file__).parents[1]
 X = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
@@ -243,6 +246,13 @@ def test_what_cannot_be_reproduced_says_why(tmp_path):
     for r in drifting:
         why = f"no script: in a fresh process 0 of {r.elements} elements differ, by up to 0"
         assert not r.repro and r.detail.endswith(why), r.detail
+
+
+def test_an_op_of_several_outputs_is_replayed_at_every_address():
+    op = Operator("attention", "gqa", "fp32", "tiny", "cpu")
+    asked = (f"{place}: {ADDRESSES}" for place in ("as", ALIGNED))
+    found, expected = (op.result(bi_kernels.attention, layout, "cancelling", "", "0") for layout in asked)
+    assert len(found) == len(expected) == 2 * len(OFFSETS) and all(map(torch.equal, found, expected))
 
 
 def test_what_another_process_cannot_have_says_why(tmp_path):

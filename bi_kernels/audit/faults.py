@@ -51,6 +51,13 @@ def answers() -> bool:
     return True
 
 
+def settled() -> None:
+    """Waits for the GPU, where another process can go on: what went wrong there is raised in the check that did it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if _rows is not None and cuda and cuda.is_initialized():
+        cuda.synchronize()
+
+
 def key(row: Row) -> str:
     """Names a check by the row that it would have, and by how many had the same before it; '' where no other process
     would go on."""
@@ -67,7 +74,7 @@ def instead(name: str, row: Row) -> Row | None:
     global _over
     if not _rows:
         return None
-    _over |= len(_rows) == MOST and name == [*_rows][-1]
+    _over |= len(_rows) >= MOST and name == [*_rows][-1]
     unasked = replace(row, detail=f"not asked: before it the GPU stopped answering {MOST} times") if _over else None
     return _rows.get(name) or unasked
 

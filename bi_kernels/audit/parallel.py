@@ -54,9 +54,9 @@ class Processes:
         return self._threads.submit(self._part, function, item, args)
 
     def _part(self, function: Callable, item, args: tuple):
-        process, rows = self._free.get(), {}
+        process, rows, every = self._free.get(), {}, {}
         try:
-            while True:
+            for _ in range(2 * faults.MOST):  # a fault that comes and goes may come elsewhere each time
                 answers = False
                 try:
                     found, launched, answers, lost = process.submit(_one, function, item, args, rows).result()
@@ -64,9 +64,11 @@ class Processes:
                     if not answers:
                         process.shutdown()  # it ends, and gives back its memory
                         process = self._one_more()
+                every |= launched
                 if lost is None:
-                    return found, launched
+                    return found, every
                 rows |= lost
+            raise RuntimeError(f"the GPU stopped answering {2 * faults.MOST} times in one part of the audit")
         finally:
             self._free.put(process)
 
@@ -74,7 +76,7 @@ class Processes:
 def begin(audit: str, parameters: dict) -> Processes:
     """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
     beside = int(os.environ.get("BI_AUDIT_JOBS", "1"))  # audits that share the GPU's memory, as the runner says
-    count = max(1, min(PROCESSES.get(audit, MOST), (os.cpu_count() or 1) * 3 // 4) // beside)
+    count = max(1, min(PROCESSES.get(audit, MOST), len(os.sched_getaffinity(0)) * 3 // 4) // beside)
     return Processes(count, audit, parameters)
 
 
@@ -116,17 +118,26 @@ def _begin(audit: str, parameters: dict) -> None:
 def _one(function: Callable, item, args: tuple, rows: dict) -> tuple:
     """Runs one part, and gives back the memory that it took; rows: of its checks that lost a process before.
 
-    Returns what it found, what was compiled for it, whether the GPU still answers, and, in place of all that, the row
-    of the check that lost it, by its name.
+    Returns what it found, what was compiled for it, whether the GPU still answers, and, in place of what it found, the
+    row of the check that lost it, by its name.
     """
     try:
-        with faults.going_on(rows):
-            found = patiently(lambda: function(_own[0], item, *args))
+        found = patiently(lambda: _judged(function, item, args, rows))
     except faults.Lost as lost:
-        return None, {}, False, {lost.key: lost.row}
+        return None, _launched(), False, {lost.key: lost.row}
     finally:
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers
             torch.cuda.empty_cache()
+    return found, _launched(), faults.answers(), None
+
+
+def _judged(function: Callable, item, args: tuple, rows: dict):
+    with faults.going_on(rows):
+        return function(_own[0], item, *args)
+
+
+def _launched() -> dict:
+    """Returns what was compiled since it was last asked."""
     launched = importlib.import_module("bi_kernels.audit.static.whole_run").compiled(_seen)
     _seen.update(launched)
-    return found, launched, faults.answers(), None
+    return launched

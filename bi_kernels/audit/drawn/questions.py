@@ -31,17 +31,17 @@ def judge(case: Case) -> list[Row]:
     s = case.subject
     said = {"inputs": case.kind, "rows": sum(s.lengths), "detail": case.said}
     rows: list[Row] = []
-    whole, first = [pack(spans(s.lengths))], []
+    whole = [pack(spans(s.lengths))]
 
-    def compute() -> list[Row]:
+    def compute() -> tuple[Step, dict, tuple]:
         step = Step(s, case.kind, s.lengths)
-        base, outputs = step.gradients(whole), tuple(step.outputs)
-        first[:] = step, base, outputs, s.named(outputs) | {f"d{k}": t for k, t in base.items()}
-        return []
+        return step, step.gradients(whole), tuple(step.outputs)
 
-    if raised := s.attempt("invariance", "packed", compute, lambda error: refusal(s, error), **said):
+    first, raised = s.computed("invariance", "packed", compute, lambda error: refusal(s, error), **said)
+    if raised:
         return raised
-    step, base, outputs, expected = first
+    step, base, outputs = first
+    expected = s.named(outputs) | {f"d{k}": t for k, t in base.items()}
 
     def made(step: Step, calls: list[Call]) -> dict:
         gradients = step.gradients(calls)

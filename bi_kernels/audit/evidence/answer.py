@@ -101,7 +101,7 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return (
             "it draws random numbers: other bits in every call, unless seeded before it"
             if random
-            else (f"it is not deterministic: the same call gives other bits{_size(rows)}")
+            else f"{_again(whose, rows)} not deterministic: the same call gives other bits{_size(rows)}"
         )
     if kind == Kind.BEFORE:
         return f"the result depends on the calls before: the same one gives other bits after others{_size(rows)}"
@@ -127,6 +127,12 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         listed = f" ({escape.line(', '.join(tensors[:NAMED]))}{' …' * (len(tensors) > NAMED)})"
         said = f"{whose}{listed} {count if kind == Kind.COUNT else OF_GRADIENTS[kind] + where}"
     return said if short else said + _size(rows)
+
+
+def _again(whose: str, rows: list[dict]) -> str:
+    """Names what differs when a call is repeated: all of it, or its gradients."""
+    tensors = ", ".join(dict.fromkeys(r["tensor"] for r in rows))
+    return "it is" if whose == Side.FORWARD else f"{whose} ({escape.line(tensors)}) are"
 
 
 def _who(rows: list[dict]) -> str:

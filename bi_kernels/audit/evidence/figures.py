@@ -26,15 +26,15 @@ plt.rcParams.update(
 
 def _short(v: float) -> str:
     """Three digits: 8, 1.02k, 5.1M; beyond them the power of ten."""
-    if v >= 1e9:
-        return f"{v:.0e}".replace("e+", "e")
+    if v >= 9.995e8:
+        return f"{v:.0e}".replace("e+0", "e").replace("e+", "e")
     power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= p or p == 1)
     return f"{v / power:.3g}{unit}"
 
 
 def _share(v: float) -> str:
     """Two digits, rounded down: what is below 1 does not look like 1."""
-    return f"{math.floor(v * 100) / 100:.2f}" if v >= 0.01 else "<.01"
+    return f"{math.floor(round(v * 100, 6)) / 100:.2f}" if v >= 0.01 else "<.01"
 
 
 def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:

@@ -95,12 +95,12 @@ def kind(r: dict) -> str:
 def by_kind(rows: Iterable[Row | dict]) -> dict[tuple[str, str], list[dict]]:
     """Groups the rows of one op by side and kind, in the order of the ranks.
 
-    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_leaked`, `_moved`,
-    `_aged` and `_trained`.
+    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_trained`,
+    `_leaked`, `_moved` and `_aged`.
     """
     every = [fields(r) for r in rows]
     kinds = [kind(r) for r in every]
-    for told in (_leaked, _moved, _aged, _trained):
+    for told in (_trained, _leaked, _moved, _aged):
         kinds = told(every, kinds)
     found = grouped(zip(every, kinds), lambda x: (side(x[0]), x[1]))
     order = sorted(found, key=lambda at: (SIDES.index(at[0]), RANK.index(at[1])))

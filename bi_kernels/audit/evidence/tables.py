@@ -8,7 +8,7 @@ from IPython.display import Markdown
 from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline, share_of, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, grouped, verdict_of, worst_of
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, verdict_of, worst_of
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
@@ -39,6 +39,13 @@ def worst(rows: Sequence[Row]) -> str:
     return worst_of({r.verdict for r in rows})
 
 
+def _mark(rows: Sequence[Row]) -> str:
+    """Returns the mark of a relation; of a contract that some dtypes pass and others are refused by, both."""
+    found = worst(rows)
+    both = found == UNSUPPORTED and rows[0].relation == "contract" and any(r.verdict == PASS for r in rows)
+    return f"{MARK[PASS]}, other dtypes refused" if both else MARK[found]
+
+
 def label(r: Row) -> str:
     return f"{r.op} {r.case}".strip()
 
@@ -53,7 +60,7 @@ def by_op(rows: Sequence[Row]) -> Markdown:
             "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of {sum(r.elements or 0 for r in mine):,}",
             "error / bound": share_of([vars(r) for r in mine]) or "–",
         }
-        marks = {k: MARK[worst([r for r in mine if r.relation == k])] for k in relations}
+        marks = {k: _mark([r for r in mine if r.relation == k]) for k in relations}
         lines.append({"op": escape.text(op), "dtype": dtype} | marks | counted)
     return table(lines)
 
@@ -69,7 +76,7 @@ def heading(title: str, body: Markdown) -> Markdown:
 def variants(found: Sequence) -> Markdown:
     """static.Variant by kernel: how many, what they use at most, and what was found in them."""
     if not found:
-        return Markdown("No Triton kernel was launched.")
+        return Markdown("No Triton kernel was recorded.")
     most = lambda mine, name: max((getattr(v, name) for v in mine if getattr(v, name) is not None), default="–")
     lines = [
         {
@@ -114,21 +121,24 @@ def drifts(rows: Sequence[Row]) -> Markdown:
     lines = [
         {
             "op": escape.text(" ".join(filter(None, (x["row"][k] for k in ("op", "case", "dtype"))))),
-            "what": x[""],
-            "tensor": escape.text(x["tensors"] or x["row"]["tensor"]),
-            "where": escape.text(x["where"] or x["row"]["layout"]),
+            "what": f"{x['']} ({escape.text(x['tensors'] or x['row']['tensor'])})",
+            "where": escape.text(x["where"] or x["row"]["layout"]) + f" ({x['inputs']})",
             "checks": x["checks"],
-            "inputs": x["inputs"],
             "differ": x["differ"] or "–",
             "max abs, relative, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
-            "first at [row, …]": "–" if x["row"]["first_index"] is None else f"{x['row']['first_index']}",
             "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
-            "detail": escape.text(x["detail"] or x["row"]["detail"]),
+            "first at [row, …]": _first(x["row"], x["detail"]),
         }
         for x in sorted(condensed(rows), key=lambda x: -x["harm"])
     ]
-    count = f"{len(mine):,} checks need a fix{remaining()}; what differs most stands first."
+    count = f"{len(mine):,} of the checks above need a fix{remaining()}; what differs most stands first."
     return Markdown(f"{markdown.table(lines)}\n\n{count}")
+
+
+def _first(row: dict, detail: str) -> str:
+    """Says at which index a row first differs, and its detail."""
+    index = f"{row['first_index']}" if row["first_index"] is not None else ""
+    return " ".join(filter(None, (index, escape.text(detail or row["detail"]))))
 
 
 def _number(x: float | str | None) -> str:
@@ -140,10 +150,8 @@ def verdict(session) -> Bundle:
     rows = [r for r in session.rows if not r.control]
     shown = [r for r in session.rows if r.control]
     relations = [k for k in RELATIONS if any(r.relation == k for r in rows)]
-    ops = {
-        op: {k: worst([r for r in mine if r.relation == k]) for k in relations}
-        for op, mine in grouped(rows, lambda r: r.op).items()
-    }
+    by_name = grouped(rows, lambda r: r.op)
+    ops = {op: {k: worst([r for r in mine if r.relation == k]) for k in relations} for op, mine in by_name.items()}
     missed = [r.candidate for r in shown if not r.caught]
     caught = len(shown) - len(missed)
     word = verdict_of(session.rows)
@@ -163,7 +171,10 @@ def verdict(session) -> Bundle:
     text = (
         f"### Verdict: {MARK[word]}\n\n{said}{subject}. Controls caught: {caught} of {len(shown)}.\n\n"
         + markdown.table(
-            [{"op": escape.text(op)} | {k: MARK[v] for k, v in found.items()} for op, found in ops.items()]
+            [
+                {"op": escape.text(op)} | {k: _mark([r for r in mine if r.relation == k]) for k in relations}
+                for op, mine in by_name.items()
+            ]
         )
     )
     return Bundle(text, data)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from bi_kernels.audit import faults
 from bi_kernels.audit.memory import give_back, patiently
@@ -14,6 +14,7 @@ from bi_kernels.audit.memory import give_back, patiently
 if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
     from bi_kernels.audit.evidence.drift import Drift
 
+T = TypeVar("T")
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
@@ -81,6 +82,7 @@ class Judged:
             return [row]
         try:
             found = patiently(thunk)
+            faults.settled()
         except Exception as error:
             more = {"detail": "; ".join(filter(None, (said.get("detail"), sentence(error))))}
             more |= {"verdict": refusal(error)} if refusal else {}
@@ -90,6 +92,19 @@ class Judged:
         if isinstance(found, Row):
             return [found]
         return list(found) if isinstance(found, Iterable) else [self.row(relation, layout, found, **said)]
+
+    def computed(
+        self,
+        relation: str,
+        layout: str,
+        make: "Callable[[], T]",
+        refusal: "Callable[[Exception], str] | None" = None,
+        **said,
+    ) -> "tuple[T | None, list[Row]]":
+        """Returns what `make` returns, of which no row is made, and, where it raises, the row that says so."""
+        made: list = []
+        raised = self.attempt(relation, layout, lambda: made.append(make()) or [], refusal, **said)
+        return (None if raised else made[-1]), raised
 
 
 def sentence(error: BaseException) -> str:

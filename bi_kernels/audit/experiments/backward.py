@@ -1,6 +1,8 @@
 """The experiments of the backward audit: drift by split, training runs, and the first op that drifts."""
 
 import contextlib
+import math
+from functools import partial
 
 import torch
 
@@ -11,6 +13,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import training
 from bi_kernels.audit.experiments.common import Counts, Found
+from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.relations.gradient import INVARIANCE, LAYOUTS
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS
@@ -68,6 +71,14 @@ def split_drift(session) -> Counts:
     return {name: line for lines in every for name, line in lines.items()}
 
 
+def split_said(counts: Counts) -> str:
+    """Says how many of the backward passes drift, of those that could be computed."""
+    computed = [line for line in counts.values() if not all(map(math.isnan, line.values()))]
+    drifting = sum(any(v > 0 for v in line.values()) for line in computed)
+    raised = f"; {len(counts) - len(computed)} raised" * (len(computed) < len(counts))
+    return f"bf16: {drifting} of {len(computed)} backward passes drift with the split{raised}"
+
+
 def begin(session) -> None:
     """Begins `split_drift`, and `trained` where it is part of the audit, on a GPU, while the relations are judged."""
     if session.audit == "backward":
@@ -83,13 +94,13 @@ def _split_drift(session, op: str) -> Counts:
         if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
             step.dy = [torch.full((step.count,), value, device=session.device) for value in (1.0, 0.0)]
         try:
-            whole = step.gradients(step.layouts["packed"])
+            whole = patiently(partial(step.gradients, step.layouts["packed"]))
         except Exception as error:
             out[f"{name} {op} ({type(error).__name__})"] = line
             continue
         for layout in line:
             with contextlib.suppress(Exception):
-                found = step.gradients(step.layouts[layout])
+                found = patiently(partial(step.gradients, step.layouts[layout]))
                 line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
         out[f"{name} {op}"] = line
         del step, whole

@@ -57,7 +57,7 @@ def acceptance(session) -> Found:
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)
                 kept = dtype not in DTYPES.values() and isinstance(error, TypeError) and named
             right = PASS if dtype in DTYPES.values() else UNSUPPORTED
-            line[dtype_name(dtype)] = TOLD[right] if kept else f"❌ {said[:60]}"
+            line[dtype_name(dtype)] = TOLD[right] if kept else f"❌ {said[:24]}"
             verdict = right if kept else NEEDS_FIX
             row = s.row("contract", "dtype", Drift(int(not kept), 1), verdict=verdict, detail=said[:200])
             rows.append(replace(row, dtype=dtype_name(dtype)))

@@ -5,7 +5,7 @@ import torch
 import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
@@ -71,3 +71,14 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> Found:
         for name in ("cu_seqlens", "positions")
     ]
     return rows, [{"positions from": name, "against each sequence alone": str(d)} for name, d in drifts.items()]
+
+
+def outside_table(session) -> Row:
+    """Judges that a position outside the table gives NaN, and not the angle of a neighbour; a token between two such
+    has its own bits."""
+    x, table = _rope_inputs(session, 3)
+    y = bi_kernels.rope(x, table, torch.tensor([-1, 7, len(table.cos)], device=session.device))
+    drift = compare(y[1:2], bi_kernels.rope(x[1:2], table, torch.tensor([7], device=session.device)))
+    wrong = drift.mismatches + int((~y[::2].isnan()).sum())
+    said = {"against": "NaN", "rows": len(x), "detail": f"positions -1, 7 and {len(table.cos)} of {len(table.cos)}"}
+    return session.subject("rope").row("contract", "outside the table", Drift(wrong, y.numel()), **said)

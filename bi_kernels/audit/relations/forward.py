@@ -11,6 +11,7 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row
+from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import INTEGERS, KINDS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
@@ -24,12 +25,9 @@ PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gi
 
 def supported(subject: Subject) -> Row | None:
     """Returns None if the candidate computes at all; else the one row that says what it raised."""
-
-    def compute() -> list[Row]:
-        subject.layout("packed")
-        return []
-
-    raised = subject.attempt("invariance", "packed", compute, lambda error: refusal(subject, error))
+    _, raised = subject.computed(
+        "invariance", "packed", lambda: subject.layout("packed"), lambda error: refusal(subject, error)
+    )
     return raised[0] if raised else None
 
 
@@ -116,13 +114,15 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     def same_bits(calls):
         packed = subject.layout("packed", kind)
         with torch.inference_mode():
-            drift = compare(subject.compute(calls, kind), packed)
+            drift = patiently(lambda: compare(subject.compute(calls, kind), packed))
         seen.append(drift.elements)
         if drift.mismatches:
             worst.update(drift=drift, calls=calls)
             raise _Drifted
 
     def drawn() -> Row:
+        seen.clear()  # what a try before it left
+        worst.clear()
         try:
             same_bits()
         except _Drifted:

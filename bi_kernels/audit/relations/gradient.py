@@ -45,14 +45,10 @@ def by_split(subject: Subject) -> Iterator[Row]:
     for kind, names in kinds.items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
-        first: list = []
-
-        def compute() -> list[Row]:
-            first[:] = step.gradients(), tuple(step.without_gradients())
-            return []
-
-        refused = lambda error: refusal(subject, error)
-        if raised := subject.attempt(INVARIANCE, "packed", compute, refused, against="singles", **said):
+        compute = lambda: (step.gradients(), tuple(step.without_gradients()))
+        verdict = lambda error: refusal(subject, error)
+        first, raised = subject.computed(INVARIANCE, "packed", compute, verdict, against="singles", **said)
+        if raised:
             yield from raised
             return
         base, rolled = first

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 from triton.runtime.errors import InterpreterError
@@ -261,14 +260,11 @@ AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histori
 
 def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
-    calls: list[OneCall] = []
-
-    def compute() -> list[Row]:
-        calls.append(OneCall(subject))
-        return []
-
-    yield from subject.attempt("invariance", ONCE, compute)
-    for u, axis in product(calls, only):
+    u, raised = subject.computed("invariance", ONCE, lambda: OneCall(subject))
+    if raised:
+        yield from raised
+        return
+    for axis in only:
         relation, said = RELATIONS[axis], {"against": ONCE, "inputs": SHARPEST, "rows": u.step.count, "detail": axis}
         for name, asked in AXES[axis](u).items():
             yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)

@@ -4,7 +4,7 @@ A script names the layout and passes the candidate; inputs, layouts and what fre
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Operator:
             if used := USED.fullmatch(layout):
                 return again(s, used[1], used[2], once=bool(used[3]))
             out = self._gradients(s, layout, inputs, tensor) if tensor else self._outputs(s, layout, inputs)
-        return [t.detach() for t in (out if isinstance(out, (tuple, list)) else (out,))]
+        return [t.detach() for t in _each(out)]
 
     def _outputs(self, s: Subject, layout: str, inputs: str):
         if named := ROWS.fullmatch(layout):
@@ -82,6 +82,15 @@ class Operator:
 
 
 TRAINED = "outputs of a call that trains"
+
+
+def _each(out: torch.Tensor | Sequence) -> Iterator[torch.Tensor]:
+    """Yields the tensors of what an op returned, or of several calls of it."""
+    if isinstance(out, torch.Tensor):
+        yield out
+    else:
+        for part in out:
+            yield from _each(part)
 
 
 class Arguments(Target):

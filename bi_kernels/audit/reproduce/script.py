@@ -141,7 +141,7 @@ def settle(scripts: Sequence[Script]) -> list[Path]:
         unscripted([r for _, r in s.rows], f"{MOST} of this audit were run, the most")
         for path in s.beside:
             path.unlink(missing_ok=True)
-    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) // 2))) as pool:
+    with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0)) // 2))) as pool:
         [*pool.map(Script.run, order[:MOST])]
     shown = [s for s in order[:MOST] if s.settle()]
     return [s.path for s in scripts if any(s is x for x in shown)]

@@ -167,7 +167,7 @@ def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
 
     asked = [pickle.loads(message) for message in messages]
     kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = list(pool.map(answer, kernels, asked))
     good = [k for k in made if isinstance(k, CompiledKernel)]
     said = _attempt(read, good)

@@ -37,7 +37,7 @@ def atomics_free(
             detail = f"{compiled} of {len(variants)} variants compiled, of {kernels}"
             verdict = PASS if compiled == len(variants) else NEEDS_FIX
         else:
-            detail, verdict = "launches no Triton kernel: its binary is not seen", UNSUPPORTED
+            detail, verdict = "no Triton kernel was recorded: its binary is not seen", UNSUPPORTED
         drift = Drift(len(wrong) + bool(around), len(variants) + bool(around))  # variants, and the code around them
         row = subject.row(STATIC, LEVELS, drift, verdict=verdict, inputs="", detail=detail)
         row.max_abs = row.max_rel = row.max_ulp = None

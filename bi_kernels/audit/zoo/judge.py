@@ -72,10 +72,10 @@ def judge(
                 line = {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
             lines.append({"callable": name} | line)
             reports.append(report)
-        with ThreadPoolExecutor(os.cpu_count() // 2 or 1) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) // 2 or 1) as pool:
             for line, said in zip(lines, pool.map(reproduced, reports)):
                 line["reproducer"] = said
-        if folder:
+        if folder and folder.is_dir():  # else nothing drifts
             _lighten(folder, lines)
     return lines
 
