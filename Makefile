@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# Much of what is installed is never loaded; the rest is compiled when it first is, and kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: audit documents test test-all mutants lab notebooks clean
 
@@ -43,7 +45,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): two minutes, and two gigabytes of packages"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,transformers]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,transformers]'
 	touch $@
 
 clean:
