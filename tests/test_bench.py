@@ -18,12 +18,15 @@ from IPython.display import Markdown
 from bi_kernels.audit import profiler, start, worker
 from bi_kernels.audit.bench import attention, cases, gemm, goals, measure, rows, tables, timing
 from bi_kernels.audit.bench.session import MEASURES
+from bi_kernels.audit.evidence.verdicts import read_rows
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
 BENCH = CONTRACT["benchmark"]
 TINY = cases.settings("tiny")
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "audits/nvidia-h200-qwen3-8b/bench"
 
 
 class Clock(measure.Counter):
@@ -507,3 +510,21 @@ def test_without_a_profiler_a_sentence_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(profiler, "MOST", 0.2)
     with pytest.raises(RuntimeError, match="had not ended after 0.2 s"):
         profiler.counters()
+
+
+def test_the_readme_says_of_the_drawn_shapes_what_the_benchmark_reached():
+    reached = {g["what"]: g["reached"] for g in json.loads((DOCUMENT / "goals.json").read_text())}
+    of = lambda which: [reached[f"gemm: {which}, {k}"] for k in ("on average", "the slowest")]
+    lower = all(drawn < named for drawn, named in zip(of("drawn shapes"), of("families")))
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert ("they come out lower, on average and at worst" in said) == lower
+
+
+def test_the_readme_says_of_four_gpus_what_their_document_shows():
+    rows = [r for r in read_rows(DOCUMENT.with_name("world")) if not r["control"]]
+    hashes = {r["layout"]: r["detail"] for r in rows if r["detail"].startswith("SHA-256")}
+    one = {"1", "tp2", "dp2", "tp4", "dp4"} <= {*hashes} and len(set(hashes.values())) == 1
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert ("one rank, two and four are one hash, after 50 steps of 8 layers" in said) == one
+    asked = CONTRACT["chain"]["world"]["real"]
+    assert (asked["steps"], asked["layers"]) == (50, 8)
