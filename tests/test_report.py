@@ -203,6 +203,8 @@ def failed(**said) -> Row:
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
         ([ROW, replace(ROW, relation="weights after training")], "every bit agrees in 2 checks of 128 elements"),
+        ([ROW, replace(ROW, relation="precondition")], "every bit agrees in 1 checks of 64 elements (forward 1)"),
+        ([ROW, replace(ROW, elements=0, mismatches=0)], "64 elements (forward 1); 1 more are of a call"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -353,7 +355,7 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     figure = figures.heat(shares, "A map", "error / bound", top=1.0)
     ax = figure.axes[0]
     assert [t.get_text() for t in ax.texts] == ["0.99", "inf", "3e12", "<.01"]
-    assert figures._share(0.29) == "0.29" and figures._short(9.997e8) == "1e9" and figures._short(9.99e8) == "999M"
+    assert figures.share(0.29) == "0.29" and figures._short(9.997e8) == "1e9" and figures._short(9.99e8) == "999M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
 

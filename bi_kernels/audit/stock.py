@@ -116,6 +116,7 @@ def attention(
     v: Tensor,
     *,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     lengths_q: Tensor | None = None,
     lengths_k: Tensor | None = None,
     left_padded: bool = False,
@@ -127,9 +128,9 @@ def attention(
     """
     if cu_seqlens_q is not None:
         ends = cu_seqlens_q.tolist()
-        parts = [
-            attention(q[None, a:b], k[None, a:b], v[None, a:b], window=window) for a, b in zip(ends, ends[1:]) if a < b
-        ]
+        of_keys = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
+        each = zip(ends, ends[1:], of_keys, of_keys[1:])
+        parts = [attention(q[None, a:b], k[None, c:d], v[None, c:d], window=window) for a, b, c, d in each if a < b]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
     L, S = q.shape[1], k.shape[1]
     seen = visible(q, k, lengths_q, lengths_k, left_padded, window)

@@ -109,8 +109,9 @@ class BenchSession(Session):
         table = self.bench.settings["decode"]
         large = [cell for cell in cases.decode(table) if cell.bytes > table["largest"]]
         least = min((cell.bytes for cell in large), default=0) / 2**30
-        more = f"{len(large)} cells are left out, whose cache has {least:.0f} GiB or more." if large else ""
-        return more or "Every cell of the grid is there."
+        word = "cell is" if len(large) == 1 else "cells are"
+        more = f"Hatched, {len(large)} {word} left out, whose cache has {least:.0f} GiB or more."
+        return more if large else "Every cell of the grid is there."
 
     def bars(self, group: str, by: Sequence[str] = ("take",)) -> dict:
         """Returns the goals of a group by some of their fields, or of what they are of."""

@@ -58,9 +58,10 @@ def _walls(record: dict) -> float | None:
 
 def refused(records: Sequence[dict]) -> list[dict]:
     """Returns the peers that could not compute something, what they said first, and in how many measurements."""
+    cases = lambda mine: ", ".join(dict.fromkeys(r["case"] for r, _, _ in mine))
     errors = [(r, name, text) for r in records for name, text in r.get("errors", {}).items()]
     return [
-        {"group": group, "peer": name, "measurements": len(mine), "of": mine[0][0]["case"], "said": mine[0][2]}
+        {"group": group, "peer": name, "measurements": len(mine), "of": cases(mine), "said": mine[0][2]}
         for (group, name), mine in grouped(errors, lambda e: (e[0]["group"], e[1])).items()
     ]
 

@@ -223,7 +223,10 @@ GRADIENT_CONTROLS = (
     Control(
         "LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", ACCURACY, lm_head_bf16_slabs
     ),
-    Control("dW left in .grad beside a main_grad", "dtype", "linear", "contract", dw_beside_main_grad, case="o"),
+    *[
+        Control(f"dW in {dtype} left in .grad", "dtype", "linear", "contract", dw_beside_main_grad, dtype, "o")
+        for dtype in ("bf16", "fp32")
+    ],
     *controls(
         "backward",
         "linear",

@@ -13,7 +13,7 @@ from bi_kernels.audit.broken.forward import rope_by_row, row_count
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.chain.layouts import Step, sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
-from bi_kernels.audit.evidence.verdicts import Row, grouped
+from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row, grouped
 from bi_kernels.audit.problem.call_layouts import shapes_launched
 from bi_kernels.audit.problem.subject import Named
 from bi_kernels.contract import CONTRACT
@@ -49,7 +49,8 @@ def invariance(
     names, whole = list(step.gradients), tuple(g.clone() for g in step.gradients.values())
     unmoved = [name for name, g in zip(names, whole) if not g.any()]
     detail = f"SHA-256 {sha256({'logprob': logprob} | dict(zip(names, whole)))}"
-    yield about(GRADIENT, "packed", Drift(len(unmoved), len(names)), ["parameters without a gradient"], detail=detail)
+    without = Drift(len(unmoved), len(names))
+    yield about(PRECONDITION, "packed", without, ["parameters without a gradient"], detail=detail)
     runs = CONTRACT["sweep"]["runs" if step.device.type == "cuda" else "interpreter_gradient_runs"]
     layouts = {"packed": step.layouts["packed"]} | {k: v for k, v in step.layouts.items() if k != "packed"}
     for layout, calls in layouts.items():

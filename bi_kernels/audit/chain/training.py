@@ -17,7 +17,7 @@ from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
 from bi_kernels.audit.chain.relations import GRADIENT, PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
 from bi_kernels.audit.problem.inputs import generator, on
 from bi_kernels.audit.problem.subject import Named
@@ -172,7 +172,7 @@ def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
         parity = who.row(PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
         if run.candidate == "bi_kernels":
             moved = Drift(run.unmoved, run.tensors)
-            rows += [parity, who.row(GRADIENT, steps, moved, "the initial weights", tensor="tensors left unmoved")]
+            rows += [parity, who.row(PRECONDITION, steps, moved, "the initial weights", tensor="tensors left unmoved")]
             rows += [weights] if run is not first else []
         elif run.candidate == SEPARATE and run is not first:
             rows.append(weights.as_control())
@@ -192,6 +192,7 @@ def spread(found: Sequence[Trained]) -> list[dict]:
             {
                 "candidate": candidate,
                 "runs": len(mine),
+                "steps": len(mine[0].losses),
                 "SHA-256": len({run.sha256 for run in mine}),
                 "losses, largest spread": range_of("losses"),
                 "rewards, largest spread": range_of("rewards"),

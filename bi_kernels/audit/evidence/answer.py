@@ -40,6 +40,7 @@ OF_GRADIENTS = {
     Kind.DEMAND: "depend on what is asked of the backward",
     Kind.LAYOUT: "change with the layout of the call",
 }
+WHOLES = Side.FORWARD, Side.CALL  # sides of which a sentence says "the result"
 SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
 
 
@@ -56,7 +57,7 @@ def answer(rows: Iterable[Row | dict]) -> str:
     passing = {side(r) for r in every if r["verdict"] == PASS and r["relation"] in INVARIANCES}
     said = _finding(*lead, bad, every)
     unmoved = [s for s in (Side.FORWARD, Side.INPUT) if s in passing and not any(whose == s for whose, _ in bad)]
-    if lead[0] != Side.FORWARD and lead[1] not in (Kind.RANDOM, Kind.ACCURACY, Kind.ERROR) and unmoved:
+    if lead[0] not in WHOLES and lead[1] not in (Kind.RANDOM, Kind.ACCURACY, Kind.ERROR) and unmoved:
         said += f"; {' and '.join(unmoved)} {'do' if unmoved != [Side.FORWARD] else 'does'} not"
     if lead[1] in (Kind.RANDOM, Kind.BEFORE):
         return said
@@ -109,14 +110,14 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return f"its sums have no fixed order: {escape.line(first['detail'])[:LONGEST]}"
     if kind == Kind.ACCURACY:
         share = f", {share_of(rows)} × the bound" if share_of(rows) else ""
-        return f"{'results are' if whose == Side.FORWARD else 'gradients are'} less accurate than allowed{share}"
+        return f"{'results are' if whose in WHOLES else 'gradients are'} less accurate than allowed{share}"
     if kind == Kind.ERROR:
         return _raised(rows)
     if kind == Kind.OTHER:
         what = f"{first['relation']} needs a fix"
         return f"{what}: {escape.line(first['detail'])[:LONGEST]}" if first["detail"] else what
     where = f" ({names(rows)})" if kind in SAY_WHERE else ""
-    if whose == Side.FORWARD:
+    if whose in WHOLES:
         named = {Kind.NEIGHBOURS: lambda: _who(rows), Kind.COUNT: lambda: _counted(rows, every)}
         said = named[kind]() if kind in named else ALONE[kind] + where
     else:
@@ -132,7 +133,7 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
 def _again(whose: str, rows: list[dict]) -> str:
     """Names what differs when a call is repeated: all of it, or its gradients."""
     tensors = ", ".join(dict.fromkeys(r["tensor"] for r in rows))
-    return "it is" if whose == Side.FORWARD else f"{whose} ({escape.line(tensors)}) are"
+    return "it is" if whose in WHOLES else f"{whose} ({escape.line(tensors)}) are"
 
 
 def _who(rows: list[dict]) -> str:
@@ -195,11 +196,14 @@ def _passed(every: list[dict]) -> str:
     if not good:
         why = next((r["detail"] for r in every_refused if r["detail"]), "nothing was asked")
         return f"it could not be judged: {escape.line(why)[:LONGEST]}"
-    compared = [r for r in good if r["relation"] in BITS]
+    asked = [r for r in good if r["relation"] in BITS]
+    compared = [r for r in asked if r["elements"]]
     sides = Counter(map(side, compared))
     listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
     said = f"every bit agrees in {len(compared):,} checks of {sum(r['elements'] or 0 for r in compared):,} elements"
     parts = [f"{said} ({listed})"] if compared else []
+    without = f"{len(asked) - len(compared):,} more are of a call without rows, or refused in a sentence"
+    parts += [without] * (len(asked) > len(compared))
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
     parts += [f"{len(good):,} checks pass"] if not parts else []

@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
@@ -70,14 +71,16 @@ def condensed(rows: Iterable[Row | dict]) -> list[dict]:
 
 def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> dict:
     first = min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
-    tensors = listed((r["tensor"] for r in mine if r["mismatches"]), 2)
+    found = Counter(r["tensor"] for r in mine if r["mismatches"] and r["tensor"])  # the first that differs of a row
+    tensors = listed((f"{t} in {n}" if len(found) > 1 else t for t, n in found.most_common()), 2)
     relative, share, worst = number(mine, "max_rel"), share_of(mine), _furthest(mine)
-    says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), first["relation"]) | {Kind.ERROR: "raised"}
+    says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), first["relation"])
+    says |= {Kind.ERROR: Kind.ERROR}
     return {
         "": says.get(kind, side),
         "tensors": "" if tensors == "out" or kind == Kind.ATOMICS else tensors,
         "where": "" if kind == Kind.ATOMICS else where(mine),
-        "checks": f"{len(mine)} of {asked}",
+        "checks": f"{len(mine)}" if kind == Kind.ERROR else f"{len(mine)} of {asked}",
         "inputs": listed(r["inputs"] for r in mine),
         "differ": differ(mine),
         "max abs": "–" if number(mine, "max_abs") is None else f"{number(mine, 'max_abs'):.3g}",

@@ -32,14 +32,16 @@ def _short(v: float) -> str:
     return f"{v / power:.3g}{unit}"
 
 
-def _share(v: float) -> str:
+def share(v: float) -> str:
     """Two digits, rounded down: what is below 1 does not look like 1."""
     return f"{math.floor(round(v * 100, 6)) / 100:.2f}" if v >= 0.01 else "<.01"
 
 
-def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None) -> plt.Figure:
+def heat(
+    values: dict[str, dict[str, float]], title: str, unit: str, top: float | None = None, across: str = ""
+) -> plt.Figure:
     """Rows × columns of non-negative numbers, on a logarithmic scale or from 0 to `top`: zeros pale, hatched what a row
-    does not have, and said of NaN that it raised."""
+    does not have, and said of NaN that it raised; across: what the columns are."""
     frame = pd.DataFrame(values).T
     data = frame.to_numpy(dtype=float)
     height, width = data.shape
@@ -54,7 +56,7 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
         figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
     asked = np.array([[name in line for name in frame.columns] for line in values.values()])
     for (i, j), v in np.ndenumerate(data):
-        text = "raised" if np.isnan(v) else "0" if v == 0 else _share(v) if top and v < 10 else _short(v)
+        text = "raised" if np.isnan(v) else "0" if v == 0 else share(v) if top and v < 10 else _short(v)
         text = text if asked[i, j] else ""
         color = "white" if v > 0 and norm(bounded[i, j]) > 0.45 else "#333333"
         ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color=color)
@@ -63,8 +65,8 @@ def heat(values: dict[str, dict[str, float]], title: str, unit: str, top: float 
     ax.set(xlim=(0, width), ylim=(height, 0), title=title)
     for i, j in np.argwhere(~asked):
         ax.add_patch(Rectangle((j, i), 1, 1, fill=False, hatch="////", edgecolor="#bbbbbb", linewidth=0))
-    if not asked.all():
-        ax.set_xlabel("hatched: not asked", fontsize=7, loc="left")
+    said = [across] * bool(across) + ["hatched: not asked"] * (not asked.all())
+    ax.set_xlabel("; ".join(said), fontsize=7, loc="left")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     figure.tight_layout()

@@ -11,6 +11,7 @@ class Side(StrEnum):
     """Whose bits a row compares."""
 
     FORWARD = "forward"
+    CALL = "outputs and gradients"  # of a call, together
     INPUT = "input gradients"
     WEIGHT = "weight gradients"
     GRADIENT = "gradients"  # of which it is not known
@@ -36,7 +37,7 @@ class Kind(StrEnum):
     ATOMICS = "no order"
     ACCURACY = "accuracy"
     OTHER = "other"
-    ERROR = "raised"
+    ERROR = "no result"
 
 
 RANK, SIDES = list(Kind), list(Side)
@@ -70,6 +71,8 @@ def side(r: dict) -> str:
     """Says whose bits a row compares: the forward's, those of gradients, of which where it is known, or weights."""
     if r["relation"] == Side.TRAINED:
         return Side.TRAINED
+    if r["against"] == ONCE:
+        return r.get("gradient") or Side.CALL
     return r.get("gradient") or (Side.GRADIENT if r["relation"].startswith("gradient") else Side.FORWARD)
 
 

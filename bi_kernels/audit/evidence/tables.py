@@ -8,11 +8,20 @@ from IPython.display import Markdown
 from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline, share_of, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, verdict_of, worst_of
+from bi_kernels.audit.evidence.verdicts import (
+    NEEDS_FIX,
+    PASS,
+    PRECONDITION,
+    UNSUPPORTED,
+    Row,
+    grouped,
+    verdict_of,
+    worst_of,
+)
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
-RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training"
+RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training", PRECONDITION
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in markdown.MARK.items()}
 
 

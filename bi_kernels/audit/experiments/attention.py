@@ -159,8 +159,9 @@ def by_layout(rows: Iterable[Row]) -> Counts:
 def title(rows: Iterable[Row]) -> str:
     """Returns what a generation's rows say, in one line."""
     ways = [r for r in rows if r.relation == "invariance" and not r.control]
+    whose = ", ".join(dict.fromkeys(r.candidate for r in ways))
     failed = sum(r.mismatches is None for r in ways)
     return (
-        f"{len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
+        f"{whose}, {len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
         + f", {failed} could not be computed" * (failed > 0)
     )

@@ -10,7 +10,7 @@ import bi_kernels
 from bi_kernels.audit import parallel, stock
 from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.experiments import training
 from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.audit.memory import patiently
@@ -90,7 +90,7 @@ def _split_drift(session, op: str) -> Counts:
     out: Counts = {}
     for name, function in {"bi_kernels": getattr(bi_kernels, op), **foreign(op)}.items():
         s = session.subject(op, "bf16", function, name)
-        step, line = Step(s, "normal", s.lengths), dict.fromkeys(LAYOUTS[1:], float("nan"))
+        step, line, raised = Step(s, "normal", s.lengths), dict.fromkeys(LAYOUTS[1:], float("nan")), {}
         if op == "lm_head_logprob":  # cross entropy, summed, as Liger has it
             step.dy = [torch.full((step.count,), value, device=session.device) for value in (1.0, 0.0)]
         try:
@@ -98,11 +98,17 @@ def _split_drift(session, op: str) -> Counts:
         except Exception as error:
             out[f"{name} {op} ({type(error).__name__})"] = line
             continue
+        # the fused loss counts every token that it is given, and cannot know of padding
+        padded = [layout for layout in line if any((call.index < 0).any() for call in step.layouts[layout])]
+        for layout in padded if (name, op) == ("Liger", "lm_head_logprob") else ():
+            del line[layout]
         for layout in line:
-            with contextlib.suppress(Exception):
+            try:
                 found = patiently(partial(step.gradients, step.layouts[layout]))
                 line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
-        out[f"{name} {op}"] = line
+            except Exception as error:
+                raised[type(error).__name__] = None
+        out[" ".join([name, op, *[f"({', '.join(raised)})"] * bool(raised)])] = line
         del step, whole
     return out
 
@@ -112,14 +118,15 @@ def trained(session) -> Found:
     began; with a dW that depends on the split, the control, it must not."""
     s, steps = session.subject("linear"), _steps(session)
 
-    def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights") -> Row:
+    def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights", asked=INVARIANCE) -> Row:
         drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
-        return s.row(INVARIANCE, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
+        return s.row(asked, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 
     lines, (*_, split), theirs = parallel.each(session, training.hashes, TRAINED, steps)
     first, *others = lines
     *rows, control = (row(x, first["layout"], x["weights that differ"], x["of"]) for x in (*others, split))
-    rows.append(row(first, "the initial weights", first["unmoved"], first["tensors"], "tensors left unmoved"))
+    moved = first["unmoved"], first["tensors"], "tensors left unmoved"
+    rows.append(row(first, "the initial weights", *moved, PRECONDITION))
     control.candidate = training.CONTROL
     return [*rows, control.as_control()], [*lines, split, *theirs]
 

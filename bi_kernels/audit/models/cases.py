@@ -19,7 +19,7 @@ from bi_kernels.integrations.transformers import apply, logprobs
 CONFIGS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
 STOCK, OURS = "stock Transformers", "bi_kernels"
-CHECKPOINTING = "checkpointing", "checkpointing:reentrant"  # layouts of micro_batches:2, and of packed
+CHECKPOINTING = "micro_batches:2, checkpointing", "packed, checkpointing:reentrant"
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Step:
             "micro_batches:2": [pad(part) for part in parts(s, 2)],
             "micro_batches:4": [pad(part, left=True) if i % 2 else pack(part) for i, part in enumerate(parts(s, 4))],
         }
-        self.layouts |= {name: self.layouts[of] for name, of in zip(CHECKPOINTING, ("micro_batches:2", "packed"))}
+        self.layouts |= {name: self.layouts[name.partition(",")[0]] for name in CHECKPOINTING}
 
     def arguments(self, layout: str, call: Call, ours: bool = True) -> dict:
         """Returns what a model is told of a call; packed sequences by cu_seqlens, or by positions as stock needs."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bi_kernels.audit.chain.layouts import sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.models.cases import CONFIGS, OURS, Step, built, case, quiet
 from bi_kernels.audit.problem.call_layouts import shapes_launched
 from bi_kernels.audit.problem.subject import Named
@@ -70,7 +70,7 @@ def layouts(
     unmoved = [name for name, t in first.items() if not t.any()]
     detail = f"SHA-256 {sha256(first)}"
     missing = Drift(len(unmoved), len(first))
-    yield who.about(GRADIENT, "packed", missing, ["tensors that are zero"], "", rows=step.count, detail=detail)
+    yield who.about(PRECONDITION, "packed", missing, ["tensors that are zero"], "", rows=step.count, detail=detail)
     for layout, calls in step.layouts.items():
         if only and layout not in only:
             continue

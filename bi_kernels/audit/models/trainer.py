@@ -11,6 +11,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from bi_kernels.audit.chain.layouts import sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.verdicts import PRECONDITION
 from bi_kernels.audit.models.cases import OURS, STOCK, built, case, quiet, vocabulary
 from bi_kernels.audit.models.relations import GRADIENT, Model
 from bi_kernels.audit.problem.inputs import generator
@@ -86,8 +87,8 @@ def run(session, dtype: str) -> list[dict]:
             said = {"rows": sum(c["rows"]), "detail": f"{c['steps']} steps; SHA-256 {sha256(found)}"}
             row = who.about(GRADIENT, split, drift, found, f"Trainer, {c['splits'][0]} × …", **said)
             if ours:
-                still = Drift(len(found) - moved, len(found))
-                session.add([who.about(GRADIENT, split, still, ["tensors left unmoved"], "the initial weights"), row])
+                still = Drift(len(found) - moved, len(found)), ["tensors left unmoved"], "the initial weights"
+                session.add([who.about(PRECONDITION, split, *still), row])
             elif size != c["splits"][0] and not (control and control.mismatches):
                 control = row
             line = {"model": OURS if ours else STOCK, "sequences × micro-batches": split.partition(", ")[2]}

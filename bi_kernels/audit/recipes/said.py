@@ -122,7 +122,8 @@ def headline(document: dict) -> str:
     if not asked:
         return "No recipe was measured"
     if ON_A_CPU.name in asked:
-        return f"{ON_A_CPU.name} {'drifts with M' if bad else 'has the same bits at every M asked'}"
+        found = "drifts with M" if bad else "has the same bits at every M asked"
+        return f"{ON_A_CPU.name}, {document['dtype']}, {found}"
     return f"{len(bad)} of {len(asked)} recipes drift with M" + (f": {', '.join(bad)}" if bad else "")
 
 

@@ -20,10 +20,13 @@ def judge(subject: Subject) -> list[Row]:
 
 
 def _left(subject: Subject, way: str) -> list[Row]:
-    p, rows = subject.problem, []
-    for k, y in Step(subject, "normal", [5, 3]).gradients(main_grad=way == BUFFERED).items():
-        wanted = torch.float32 if way == BUFFERED and k in p.op.shared else p.input_dtype
-        other = y.dtype != wanted
-        said = dtype_name(y.dtype) + f", expected {dtype_name(wanted)}" * other
+    p, rows, step = subject.problem, [], Step(subject, "normal", [5, 3])
+    for k, y in step.gradients(main_grad=way == BUFFERED).items():
+        buffered = way == BUFFERED and k in p.op.shared
+        wanted = torch.float32 if buffered else p.input_dtype
+        beside = buffered and k in step.in_grad
+        other = y.dtype != wanted or beside
+        place = f"{dtype_name(y.dtype)}{' in .grad' * beside}"
+        said = place + f", expected {dtype_name(wanted)}{' in main_grad' * buffered}" * other
         rows.append(subject.row(RELATION, way, Drift(int(other), 1), tensor=f"d{k}", detail=said))
     return rows

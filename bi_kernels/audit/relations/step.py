@@ -59,6 +59,7 @@ class Step:
             self.tokens["targets"][self.at == 0] = max(0, p.op.constants["ignore_index"] + 1)
         self.says_layout = True  # else an op has the shapes of a call alone
         self.dy: list[torch.Tensor] = []
+        self.in_grad: set[str] = set()  # parameters whose gradient the last step left in `.grad`
         self.outputs: list[torch.Tensor] = []  # of the calls that were last made, in logical order
 
     @cached_property
@@ -98,10 +99,13 @@ class Step:
             t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
         out = {k: torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
         self.outputs = []
+        self.in_grad.clear()
         for call in self.layouts[calls] if isinstance(calls, str) else calls:
             self._backward(call, shared, view, out)
         for k, t in trained.items():
             out[k] = t.main_grad if t.grad is None and main_grad else t.grad
+            if t.grad is not None:
+                self.in_grad.add(k)
             if out[k] is None:
                 raise ValueError(f"the candidate's backward left no gradient for {k}")
         return out

@@ -16,6 +16,7 @@ COLUMNS = {
 def drawn(rows: list[Row]):
     """Returns a figure: a line a world or a control, a column a kind of result, in each cell how many differ of how
     many; hatched where nothing was asked."""
+    rows = [r for r in rows if r.relation in COLUMNS and (r.control or r.against == "one rank")]
     lines = list(dict.fromkeys((r.candidate if r.control else "ours", r.layout) for r in rows))
     share = np.full((len(lines), len(COLUMNS)), np.nan)
     said = {}
@@ -34,7 +35,7 @@ def drawn(rows: list[Row]):
         axes.text(x, y, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
     axes.set_xticks(range(len(COLUMNS)), COLUMNS.values())
     axes.set_yticks(range(len(lines)), [f"{world}" if who == "ours" else f"{who}, {world}" for who, world in lines])
-    judged = [r for r in rows if not r.control and r.against]
+    judged = [r for r in rows if not r.control]
     wrong, asked = sum(bool(r.mismatches) or r.mismatches is None for r in judged), len(judged)
     axes.set_title(
         f"Every world has one rank's bits ({asked} comparisons)"
@@ -42,6 +43,6 @@ def drawn(rows: list[Row]):
         else f"{wrong} of {asked} comparisons differ",
         loc="left",
     )
-    figure.colorbar(image, ax=axes, label="share that differs from one rank")
+    figure.colorbar(image, ax=axes, label="share that differs from one rank; hatched: not asked")
     plt.close(figure)
     return figure

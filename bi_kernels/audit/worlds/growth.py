@@ -74,7 +74,7 @@ def measured(costs: list[dict], shapes: str) -> list[dict]:
         paper = more / CONTRACT["chain"]["world"]["growth"]["nvlink"] * 1e3
         ours, theirs = cost["ms"].values()
         took = (ours - theirs) / timed["layers"]
-        said = {"world": cost["world"], "a layer's": " and ".join(which)}
+        said = {"world": cost["world"], "a layer's": " and ".join(which), "tokens": tokens}
         found.append(said | {"measured, ms more": f"{took:.3g}", "on paper, ms more": f"{paper:.3g}"})
     return found
 
@@ -92,5 +92,6 @@ def sentence(shapes: str) -> str:
 
     return (
         f"For a layer and {tokens} tokens, beside two all-reduces in a ring, gathering moves over 2 ranks {said(2)}; "
-        f"over 8 {said(8)}. Of that, the weights are exchanged once a micro-batch, whatever its tokens."
+        f"over 8 {said(8)}. Of a product's input and its weight that one is sent "
+        "which is less, and the weight's size does not grow with the tokens."
     )

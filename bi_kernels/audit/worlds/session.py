@@ -12,7 +12,7 @@ import torch
 
 from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, PARITY, Whole
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
@@ -159,9 +159,9 @@ class WorldSession(Session):
             numbers = torch.cat([_numbers(v) for v in one.logprob.values()] or [torch.zeros(0)])
             wrong = Drift(int((~numbers.isfinite()).sum()), numbers.numel())
             parameters = len({name.rsplit(" ", 1)[0] for name in one.leaves if name.startswith("gradient")})
-            rows = [self._row(INVARIANCE, world, wrong, "logprobs that are no numbers")]
+            rows = [self._row(PRECONDITION, world, wrong, "logprobs that are no numbers")]
             unmoved = Drift(len(one.unmoved), parameters)
-            rows.append(self._row(GRADIENT, world, unmoved, "parameters without a gradient", detail=detail))
+            rows.append(self._row(PRECONDITION, world, unmoved, "parameters without a gradient", detail=detail))
         else:
             logprob = _values(mine.against(one, "logprob", world), one.logprob)
             rows = [self._row(INVARIANCE, world, logprob, "logprob")]
@@ -179,7 +179,7 @@ class WorldSession(Session):
         if not drift.elements:
             return replace(self._missing(world, f"{part}: there was nothing to compare"), relation=relation)
         row = self.who.about(relation, world.name, drift, [part], rows=count, **more)
-        return replace(row, against="one rank" if world != World() else "")
+        return replace(row, against="one rank" if world != World() else "its own prefill" if relation == PARITY else "")
 
     def controls(self) -> list[Row]:
         """Judges the ways that others take, each by what has to differ; returns their rows."""
