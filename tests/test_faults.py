@@ -6,8 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from bi_kernels.audit import faults, load, parallel
+from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -126,3 +128,26 @@ def test_an_error_of_a_part_is_raised_and_its_process_replaced_and_no_other_is(t
 
 def process(session, item):
     return os.getpid() // item
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["another process goes on", "in one process"])
+def test_what_goes_wrong_late_is_said_of_the_check_that_did_it(others, monkeypatch):
+    dead = []
+
+    def synchronize():
+        if dead:
+            raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    s = load("elementwise", GIVEN).make()[0]
+    asked = lambda: s.attempt("invariance", "late", lambda: dead.append(1) or Drift(0, 1))
+    if others:
+        with faults.going_on({}), pytest.raises(faults.Lost) as lost:
+            asked()
+        (row,) = [lost.value.row]
+    else:
+        (row,) = asked()
+    assert row.layout == "late" and row.verdict == NEEDS_FIX and "misaligned address" in row.detail

@@ -356,6 +356,7 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     ax = figure.axes[0]
     assert [t.get_text() for t in ax.texts] == ["0.99", "inf", "3e12", "<.01"]
     assert figures.share(0.29) == "0.29" and figures._short(9.997e8) == "1e9" and figures._short(9.99e8) == "999M"
+    assert figures.share(1 - 1e-12) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
 
@@ -364,7 +365,8 @@ def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():
     nan = float("nan")
     some = {"a": {"singles": 3, "batch": nan}, "b": {"singles": 0, "batch": 0}}
     assert split_said(some) == "bf16: 1 of 2 backward passes drift with the split"
-    assert split_said(some | {"c": {"singles": nan}}) == "bf16: 1 of 2 backward passes drift with the split; 1 raised"
+    for line in ({"singles": nan}, {"singles": 0, "batch": nan}):
+        assert split_said(some | {"c": line}) == "bf16: 1 of 2 backward passes drift with the split; 1 raised"
 
 
 def test_a_contract_that_refuses_what_it_should_is_passed():

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Row = TypeVar("Row")  # that of verdicts.py, which needs this module
 
-MOST = 8  # processes that one part of an audit may lose
+MOST = 8  # checks that may lose their process before no further one of the same part is asked
 _rows: dict | None = None  # of the checks that lost a process; None where no other would go on
 _asked: Counter = Counter()
 _over = False  # the last check that may be lost is reached
@@ -52,9 +52,9 @@ def answers() -> bool:
 
 
 def settled() -> None:
-    """Waits for the GPU, where another process can go on: what went wrong there is raised in the check that did it."""
+    """Waits for the GPU, where one is in use: what went wrong there is raised in the check that did it."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if _rows is not None and cuda and cuda.is_initialized():
+    if cuda and cuda.is_initialized():
         cuda.synchronize()
 
 

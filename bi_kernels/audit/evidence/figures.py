@@ -28,13 +28,14 @@ def _short(v: float) -> str:
     """Three digits: 8, 1.02k, 5.1M; beyond them the power of ten."""
     if v >= 9.995e8:
         return f"{v:.0e}".replace("e+0", "e").replace("e+", "e")
-    power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= p or p == 1)
+    power, unit = next((p, u) for p, u in ((1e6, "M"), (1e3, "k"), (1, "")) if v >= 0.9995 * p or p == 1)
     return f"{v / power:.3g}{unit}"
 
 
 def share(v: float) -> str:
     """Two digits, rounded down: what is below 1 does not look like 1."""
-    return f"{math.floor(round(v * 100, 6)) / 100:.2f}" if v >= 0.01 else "<.01"
+    down = math.floor(round(v * 100, 6)) / 100
+    return f"{min(down, 0.99) if v < 1 else down:.2f}" if v >= 0.01 else "<.01"
 
 
 def heat(

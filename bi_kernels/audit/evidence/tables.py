@@ -131,12 +131,12 @@ def drifts(rows: Sequence[Row]) -> Markdown:
         {
             "op": escape.text(" ".join(filter(None, (x["row"][k] for k in ("op", "case", "dtype"))))),
             "what": f"{x['']} ({escape.text(x['tensors'] or x['row']['tensor'])})",
-            "where": escape.text(x["where"] or x["row"]["layout"]) + f" ({x['inputs']})",
+            "where": escape.text(x["where"] or x["row"]["layout"]) + (f" ({x['inputs']})" if x["inputs"] else ""),
             "checks": x["checks"],
             "differ": x["differ"] or "–",
             "max abs, relative, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
             "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
-            "first at [row, …]": _first(x["row"], x["detail"]),
+            "first at [row, …], or why": _first(x["row"], x["detail"]),
         }
         for x in sorted(condensed(rows), key=lambda x: -x["harm"])
     ]

@@ -73,8 +73,9 @@ def split_drift(session) -> Counts:
 
 def split_said(counts: Counts) -> str:
     """Says how many of the backward passes drift, of those that could be computed."""
-    computed = [line for line in counts.values() if not all(map(math.isnan, line.values()))]
-    drifting = sum(any(v > 0 for v in line.values()) for line in computed)
+    drifts = lambda line: any(v > 0 for v in line.values())
+    drifting = sum(map(drifts, counts.values()))
+    computed = [line for line in counts.values() if drifts(line) or not any(map(math.isnan, line.values()))]
     raised = f"; {len(counts) - len(computed)} raised" * (len(computed) < len(counts))
     return f"bf16: {drifting} of {len(computed)} backward passes drift with the split{raised}"
 
@@ -84,6 +85,11 @@ def begin(session) -> None:
     if session.audit == "backward":
         parallel.ahead(session, training.hashes, TRAINED, _steps(session))
     parallel.ahead(session, _split_drift, SHOWN[session.audit])
+
+
+def _differing(step: Step, layout: str, whole: dict) -> int:
+    found = step.gradients(step.layouts[layout])
+    return sum(compare(found[k], whole[k]).mismatches for k in whole)
 
 
 def _split_drift(session, op: str) -> Counts:
@@ -104,8 +110,7 @@ def _split_drift(session, op: str) -> Counts:
             del line[layout]
         for layout in line:
             try:
-                found = patiently(partial(step.gradients, step.layouts[layout]))
-                line[layout] = sum(compare(found[k], whole[k]).mismatches for k in whole)
+                line[layout] = patiently(partial(_differing, step, layout, whole))
             except Exception as error:
                 raised[type(error).__name__] = None
         out[" ".join([name, op, *[f"({', '.join(raised)})"] * bool(raised)])] = line

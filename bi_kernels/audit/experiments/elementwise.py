@@ -1,5 +1,7 @@
 """The experiments of the elementwise and RoPE audit."""
 
+from functools import partial
+
 import torch
 
 import bi_kernels
@@ -9,7 +11,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.subject import SHARPEST
+from bi_kernels.audit.problem.subject import SHARPEST, poisoned_memory
 
 
 def layout_map(session, rows: list[Row], dtype: str) -> Counts:
@@ -73,12 +75,26 @@ def packed_reset(session, lengths: tuple[int, ...] = (5, 1, 17, 9)) -> Found:
     return rows, [{"positions from": name, "against each sequence alone": str(d)} for name, d in drifts.items()]
 
 
-def outside_table(session) -> Row:
-    """Judges that a position outside the table gives NaN, and not the angle of a neighbour; a token between two such
-    has its own bits."""
-    x, table = _rope_inputs(session, 3)
-    y = bi_kernels.rope(x, table, torch.tensor([-1, 7, len(table.cos)], device=session.device))
-    drift = compare(y[1:2], bi_kernels.rope(x[1:2], table, torch.tensor([7], device=session.device)))
-    wrong = drift.mismatches + int((~y[::2].isnan()).sum())
-    said = {"against": "NaN", "rows": len(x), "detail": f"positions -1, 7 and {len(table.cos)} of {len(table.cos)}"}
-    return session.subject("rope").row("contract", "outside the table", Drift(wrong, y.numel()), **said)
+def outside_table(session) -> list[Row]:
+    """Judges that a position outside the table gives NaN, in the output and in dx, and not the angle of a neighbour;
+    a token between such has its own bits."""
+    s = session.subject("rope", session.dtypes[0])
+    x, table = _rope_inputs(session, 5)
+    x, end = x.to(s.problem.input_dtype), len(table.cos)
+    at = torch.tensor([-1, 7, end, -(2**33), 2**40], device=session.device)
+
+    def made(rows: list[int], interleaved: bool) -> list[torch.Tensor]:
+        leaf = x[rows].requires_grad_()
+        with poisoned_memory(2):  # zeros: what is left unwritten is no NaN
+            y = bi_kernels.rope(leaf, table, at[rows], interleaved=interleaved)
+            (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        return [torch.where(t.isnan(), torch.nan, t) for t in (y.detach(), dx)]
+
+    def compared(interleaved: bool) -> Drift:
+        found, alone = made([*range(len(x))], interleaved), made([1], interleaved)
+        expected = [torch.full_like(t, torch.nan).index_copy_(0, at.new_ones(1), own) for t, own in zip(found, alone)]
+        return compare(tuple(found), tuple(expected))
+
+    said = {"against": "NaN", "rows": len(x), "detail": f"positions {at.tolist()} of {end}; out and dx"}
+    each = {"outside the table": False, "outside the table, interleaved": True}
+    return [row for name, way in each.items() for row in s.attempt("contract", name, partial(compared, way), **said)]

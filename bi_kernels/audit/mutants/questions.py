@@ -85,7 +85,7 @@ def _vocabulary(session) -> Iterator[Row]:
 # what else the audit of an op's family judges in its notebook
 MORE: dict[str, Callable] = {
     "attention": _experiments,
-    "rope": lambda session: [*elementwise.packed_reset(session)[0], elementwise.outside_table(session)],
+    "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "lm_head_logprob": _vocabulary,
     "embedding": lambda session: (r for r in vocabulary.tied(session)[0] if not r.control),

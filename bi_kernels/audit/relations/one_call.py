@@ -15,6 +15,11 @@ Made = dict  # {output, or d and an input: its bits}; None for a gradient that i
 Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
 
 
+def gradients(step: Step, layout: str = "packed") -> Made:
+    """Returns the gradients of a step under a layout, by the names that they have here."""
+    return {f"d{k}": t for k, t in step.gradients(layout).items()}
+
+
 class OneCall:
     """One packed call of a subject with its backward, and the same made in other ways."""
 

@@ -11,7 +11,7 @@ from bi_kernels import RopeTable
 from bi_kernels.audit.evidence.drift import Tensors
 from bi_kernels.audit.problem.registry import Op
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall
+from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall, gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT
 from bi_kernels.reference_gradients import gradient
@@ -112,7 +112,7 @@ def _one_id(u: OneCall) -> tuple[Made, Made]:
     for k, dims in u.subject.problem.op.tokens.items():
         if dims.endswith(":id"):
             step.tokens[k] = torch.where(torch.arange(step.count, device=step.at.device) % 50 == 9, step.tokens[k], 5)
-    return step.gradients(), step.gradients("micro_batches:each")
+    return gradients(step), gradients(step, "micro_batches:each")
 
 
 def _int32(u: OneCall) -> tuple[Made, Made]:

@@ -16,7 +16,7 @@ from triton.runtime.errors import InterpreterError
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall
+from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall, gradients
 from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, no_rows, populations
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
@@ -214,11 +214,11 @@ def memories(u: OneCall) -> dict[str, Asked]:
     def shapes_alone() -> tuple[Made, Made]:
         """Compares gradients of samples of one length where a token layout says so and where shapes do."""
         step = Step(u.subject, SHARPEST, [ALIKE] * 3)
-        told = step.gradients(step.layouts["batch"])
+        told = gradients(step, "batch")
         with TokenLayout([0], [step.count], step.count):
             pass  # what was left again must not count
         step.says_layout = False
-        return step.gradients(step.layouts["batch"]), told
+        return gradients(step, "batch"), told
 
     return {
         "no token layout": shapes_alone,
