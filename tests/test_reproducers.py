@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bi_kernels
 from bi_kernels.audit import audit
+from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import Subject
@@ -246,6 +248,23 @@ def test_what_cannot_be_reproduced_says_why(tmp_path):
     for r in drifting:
         why = f"no script: in a fresh process 0 of {r.elements} elements differ, by up to 0"
         assert not r.repro and r.detail.endswith(why), r.detail
+
+
+def test_what_ran_short_of_memory_beside_others_is_run_again_by_itself(tmp_path, monkeypatch):
+    runs = []
+
+    def run(self):
+        runs.append(self.title)
+        self.why = f"it raised, in a fresh process: torch.{SHORT}: CUDA out of memory" * (
+            runs.count("a") == 1 and self.title == "a"
+        )
+        self.words = {} if self.why else {0: ["packed", "singles"]}
+
+    monkeypatch.setattr(script.Script, "run", run)
+    monkeypatch.setattr(script.Script, "settle", lambda self: bool(self.words))
+    made = [script.Script(tmp_path / f"{n}.py", n, "", "", "cpu", [((), SimpleNamespace(op=n))]) for n in ("a", "b")]
+    assert script.settle(made) == [s.path for s in made]
+    assert sorted(runs) == ["a", "a", "b"] and runs[-1] == "a"
 
 
 def test_an_op_of_several_outputs_is_replayed_at_every_address():
