@@ -50,14 +50,14 @@ def acceptance(session) -> Found:
             try:
                 got = subject.call(*arguments, (3,), at)
                 dtypes = [t.dtype for t in (got if isinstance(got, tuple) else [got])]
-                said = f"returns {', '.join(map(dtype_name, dtypes))}"
+                said = short = f"returns {', '.join(map(dtype_name, dtypes))}"
                 kept = dtype in DTYPES.values() and dtypes == list(op.returned(dtype).values())
             except Exception as error:
-                said = str(error)
+                said, short = str(error), "raised"
                 named = dtype_name(dtype) in said and (op.function or name) in said and all(d in said for d in DTYPES)
                 kept = dtype not in DTYPES.values() and isinstance(error, TypeError) and named
             right = PASS if dtype in DTYPES.values() else UNSUPPORTED
-            line[dtype_name(dtype)] = TOLD[right] if kept else f"❌ {said[:24]}"
+            line[dtype_name(dtype)] = TOLD[right] if kept else f"❌ {short}"
             verdict = right if kept else NEEDS_FIX
             row = s.row("contract", "dtype", Drift(int(not kept), 1), verdict=verdict, detail=said[:200])
             rows.append(replace(row, dtype=dtype_name(dtype)))
