@@ -204,6 +204,10 @@ def failed(**said) -> Row:
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
         ([ROW, replace(ROW, relation="weights after training")], "every bit agrees in 2 checks of 128 elements"),
         ([ROW, replace(ROW, relation="precondition")], "every bit agrees in 1 checks of 64 elements (forward 1)"),
+        (
+            [ROW, failed(relation="precondition", tensor="tensors left unmoved", mismatches=3, elements=7)],
+            "precondition needs a fix: tensors left unmoved, 3 of 7",
+        ),
         ([ROW, replace(ROW, elements=0, mismatches=0)], "64 elements (forward 1); 1 more are of a call"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.kinds import BITS, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped
 
 NAMED = 3  # layouts, or row counts, in a sentence
 LONGEST = 160  # characters of what comes from outside
@@ -115,6 +115,8 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return _raised(rows)
     if kind == Kind.OTHER:
         what = f"{first['relation']} needs a fix"
+        if first["relation"] == PRECONDITION:  # its detail is a hash
+            return f"{what}: {escape.line(first['tensor'])}, {first['mismatches']} of {first['elements']}"
         return f"{what}: {escape.line(first['detail'])[:LONGEST]}" if first["detail"] else what
     where = f" ({names(rows)})" if kind in SAY_WHERE else ""
     if whose in WHOLES:
