@@ -360,7 +360,7 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     ax = figure.axes[0]
     assert [t.get_text() for t in ax.texts] == ["0.99", "inf", "3e12", "<.01"]
     assert figures.share(0.29) == "0.29" and figures._short(9.997e8) == "1e9" and figures._short(9.99e8) == "999M"
-    assert figures.share(1 - 1e-12) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
+    assert figures.share(0.9999999999) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
 
