@@ -1,14 +1,14 @@
-# lm_head_logprob, bf16: hidden population: one id in most positions against population: one id in most positions, as one packed call.
-# Run in a fresh process (NVIDIA H200): 244154741 of 623112192 elements differ, as reported; 5 more rows of the report, by the words in their commands.
+# lm_head_logprob, bf16: dhidden population: one id in most positions against population: one id in most positions, as one packed call.
+# Run in a fresh process (NVIDIA H200): 244154741 of 623112192 elements differ, as reported; 30 more rows of the report, by the words in their commands.
 import sys
 
 import torch
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.stock import lm_head_logprob as fn
 
-judged = replay.Operator('lm_head_logprob', '', 'bf16', 'qwen3-8b', 'cuda', 0, 16)
+judged = replay.Operator('lm_head_logprob', '', 'bf16', 'qwen3-8b', 'cuda', 0, 10)
 bits = lambda parts: torch.cat([t.contiguous().view(replay.INTEGER[t.element_size()]).flatten().long() for t in parts])
-asked, found = sys.argv[1:] or ['population: one id in most positions', 'population: one id in most positions, as one packed call', 'cancelling', 'hidden', '00'], 0
+asked, found = sys.argv[1:] or ['population: one id in most positions', 'population: one id in most positions, as one packed call', 'cancelling', 'dhidden', '00'], 0
 for one, other, inputs, tensor, memory in zip(*[iter(asked)] * 5):
     a = judged.result(fn, one, inputs, tensor, memory[0])  # calls fn as this layout does
     b = judged.result(fn, other, inputs, tensor, memory[1])
