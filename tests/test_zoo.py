@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bi_kernels.audit import load, parallel
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
@@ -26,8 +27,15 @@ def test_the_zoo_is_large():
 
 
 @pytest.mark.slow
-def test_the_auditor_is_right_about_what_is_known(tmp_path):
-    lines = {line["callable"]: line for line in zoo.judge(torch.device("cpu"), animals.SMALL, tmp_path, only=SOME)}
+def test_the_auditor_is_right_about_what_is_known(tmp_path, monkeypatch):
+    """In processes of their own, as on a GPU."""
+    monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
+    given = {"animals": "; ".join(SOME), "device": "cpu"}
+    session = load("zoo", given)
+    session.pool = parallel.Processes(2, "zoo", given)
+    with session.pool:
+        lines = {line["callable"]: line for line in session.judge()}
+    assert {path.stem for path in (tmp_path / "repro").glob("*.py")} >= {"F_rms_norm-gradient"}
     assert set(lines) == set(SOME)
     assert lines["F.silu"]["verdict"] == lines["SDPA, math"]["verdict"] == PASS
     assert lines["a batch's mean taken off"]["reproducer"] == lines["F.rms_norm"]["reproducer"] == "drifts", lines
@@ -35,7 +43,7 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path):
         "random" not in lines["a batch's mean taken off"]["determinism"]
         and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
     )
-    rows = zoo.rows(list(lines.values()), "cpu")
+    rows = session.rows
     assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
     assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows
 

@@ -164,8 +164,7 @@ class ZooSession(AnySession):
 
     def judge(self) -> list[dict]:
         """Returns a line a callable; the rows say whether the auditor was right about it."""
-        p, folder = self.parameters, self.out and self.out / "repro"
-        lines = zoo.judge(self.device, self.size, folder, p["seconds"], self.chosen(), p["seed"])
+        lines = zoo.judge(self)
         self.add(zoo.rows(lines, self.device_label))
         return lines
 

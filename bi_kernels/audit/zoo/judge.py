@@ -1,6 +1,5 @@
 """Judges the callables of the zoo, and says whether the auditor was right about them."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -8,17 +7,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.progress import track
 
 from bi_kernels.audit.callables.audit import audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.parallel import each
 from bi_kernels.audit.zoo.animals import zoo
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops
@@ -39,45 +37,40 @@ FEW = (
 RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
 
 
-def judge(
-    device: torch.device,
-    size: dict,
-    folder: Path | None,
-    seconds: float = 60.0,
-    only: Sequence[str] = (),
-    seed: int = 0,
-) -> list[dict]:
-    """Returns a line an animal: verdicts, how much drifts, and whether its reproducer, run by itself, reproduces."""
-    lines, reports = [], []
-    every = [animal for animal in zoo(device, size) if not only or animal[0] in only]
+def judge(session) -> list[dict]:
+    """Returns a line an animal that the session has chosen: verdicts, how much drifts, and whether its reproducer, run
+    by itself, reproduces."""
+    folder = session.out and session.out / "repro"
     with tempfile.TemporaryDirectory() as scratch:
-        for name, make in track(every, description="zoo", transient=True, disable=not sys.stderr.isatty()):
-            started, report = time.monotonic(), None
-            try:
-                animal = make()
-                report = audit(
-                    animal.function,
-                    *animal.inputs,
-                    seconds=seconds,
-                    seed=seed,
-                    folder=folder or scratch,
-                    name=name,
-                    imports=IMPORTS.format(name=name, device=device.type),
-                    **animal.options,
-                )
-                report.target = None  # the tensors
-                line = summary(report) | {"seconds": round(time.monotonic() - started)}
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)
-                line = {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
-            lines.append({"callable": name} | line)
-            reports.append(report)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) // 2 or 1) as pool:
-            for line, said in zip(lines, pool.map(reproduced, reports)):
-                line["reproducer"] = said
-        if folder and folder.is_dir():  # else nothing drifts
-            _lighten(folder, lines)
+        names = list(dict.fromkeys(session.chosen()))
+        found = each(session, judge_one, names, folder or Path(scratch))
+        lines = list(track(found, "zoo", len(names), transient=True, disable=not sys.stderr.isatty()))
+    if folder and folder.is_dir():  # else nothing drifts
+        _lighten(folder, lines)
     return lines
+
+
+def judge_one(session, name: str, folder: Path) -> dict:
+    """Returns the line of one animal."""
+    started, device, p = time.monotonic(), session.device, session.parameters
+    try:
+        animal = dict(zoo(device, session.size))[name]()
+        report = audit(
+            animal.function,
+            *animal.inputs,
+            seconds=p["seconds"],
+            seed=p["seed"],
+            folder=folder,
+            name=name,
+            imports=IMPORTS.format(name=name, device=device.type),
+            **animal.options,
+        )
+        report.target = None  # the tensors
+        line = summary(report) | {"seconds": round(time.monotonic() - started)}
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        report, line = None, {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+    return {"callable": name} | line | {"reproducer": reproduced(report)}
 
 
 def _lighten(folder: Path, lines: Sequence[dict]) -> None:
