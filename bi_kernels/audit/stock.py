@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bi_kernels.ops.rope import RopeTable, packed_positions
 
@@ -14,6 +15,8 @@ add = torch.add
 bias_add = torch.add
 mask_fill = torch.masked_fill
 cast = Tensor.to
+
+_read = WeakIdKeyDictionary()  # (version, values) of tensors that say where sequences end
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -110,6 +113,15 @@ def visible(
     return seen[:, None]
 
 
+def _numbers(t: Tensor) -> list[int]:
+    """Returns a tensor's values, read once: while a CUDA graph is captured nothing can be."""
+    if t.is_inference():
+        return t.tolist()
+    if _read.get(t, (-1,))[0] != t._version:
+        _read[t] = t._version, t.tolist()
+    return _read[t][1]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -127,8 +139,8 @@ def attention(
     The LSE is a product and a logsumexp of its own.
     """
     if cu_seqlens_q is not None:
-        ends = cu_seqlens_q.tolist()
-        of_keys = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
+        ends = _numbers(cu_seqlens_q)
+        of_keys = ends if cu_seqlens_k is None else _numbers(cu_seqlens_k)
         each = zip(ends, ends[1:], of_keys, of_keys[1:])
         parts = [attention(q[None, a:b], k[None, c:d], v[None, c:d], window=window) for a, b, c, d in each if a < b]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))

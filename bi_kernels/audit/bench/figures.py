@@ -35,16 +35,21 @@ def _bars(ax: plt.Axes, bars: dict[str, float]) -> None:
         )
 
 
-def _said(ratios: Sequence[float], bars: dict[str, float]) -> str:
-    """Says what ratios come to, and whether both bars are reached."""
+def _peers(records: Sequence[dict]) -> str:
+    return " or ".join(dict.fromkeys(r["against"] for r in records)) or "nobody"
+
+
+def _said(records: Sequence[dict], bars: dict[str, float]) -> str:
+    """Says what ratios come to, to whom, and whether both bars are reached."""
+    ratios = [r["ratio"] for r in records]
     mean, least = statistics.geometric_mean(ratios), min(ratios)
     met = mean >= bars.get("geometric mean", 0) and least >= bars.get("smallest", 0)
     word = "both goals met" if met else "not both goals met"
-    return f"{number(mean)} of cuBLAS on average, {number(least)} at least: {word}"
+    return f"{number(mean)} of {_peers(records)} on average, {number(least)} at least: {word}"
 
 
 def strip(records: Sequence[dict], column: str, what: str, bars: dict[str, float]) -> plt.Figure:
-    """Draws every ratio to cuBLAS over a number of rows, by the path that computed it; a line through the means."""
+    """Draws every ratio to the peer over a number of rows, by the path that computed it; a line through the means."""
     records = [r for r in records if "ratio" in r]
     places = {x: i for i, x in enumerate(sorted({r[column] for r in records}))}
     rng = np.random.default_rng(0)
@@ -64,7 +69,7 @@ def strip(records: Sequence[dict], column: str, what: str, bars: dict[str, float
     ticks = [t for t in TICKS if least / 1.1 < t < most * 1.1]
     ax.set_yticks(ticks, [str(t) for t in ticks])
     ax.set_xticks(list(places.values()), [str(x) for x in places])
-    ax.set(xlabel=column, ylabel="time of cuBLAS / ours", title=f"{what}: {_said([r['ratio'] for r in records], bars)}")
+    ax.set(xlabel=column, ylabel=f"time of {_peers(records)} / ours", title=f"{what}: {_said(records, bars)}")
     ax.legend(edgecolor="none", fontsize=8, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.14))
     figure.tight_layout()
     return figure
@@ -82,8 +87,8 @@ def scatter(records: Sequence[dict], bars: dict[str, float]) -> plt.Figure:
         )
     _bars(ax, bars)
     ax.set_xscale("log")
-    title = f"{len(records)} drawn shapes: {_said([r['ratio'] for r in records], bars)}"
-    ax.set(xlabel="M · N · K", ylabel="time of cuBLAS / ours", title=title)
+    title = f"{len(records)} drawn shapes: {_said(records, bars)}"
+    ax.set(xlabel="M · N · K", ylabel=f"time of {_peers(records)} / ours", title=title)
     ax.legend(edgecolor="none", fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.16))
     figure.tight_layout()
     return figure

@@ -1,7 +1,9 @@
 """Holds measurements against the contract's goals, and says what came of it."""
 
+import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 FILE = "goals.json"
 MET, MISSED, UNKNOWN = "✔", "✘", "–"
@@ -55,6 +57,12 @@ def lines(found: Sequence[dict]) -> list[dict]:
         }
         for f in found
     ]
+
+
+def told(folder: Path) -> str:
+    """Returns the sentence on the goals of a document, '' where it has none."""
+    path = folder / FILE
+    return sentence(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ""
 
 
 def sentence(found: Sequence[dict]) -> str:

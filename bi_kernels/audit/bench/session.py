@@ -108,9 +108,9 @@ class BenchSession(Session):
         """Says which cells of decode's grid are left out."""
         table = self.bench.settings["decode"]
         large = [cell for cell in cases.decode(table) if cell.bytes > table["largest"]]
-        least = min((cell.bytes for cell in large), default=0) / 2**30
-        word = "cell is" if len(large) == 1 else "cells are"
-        more = f"Hatched, {len(large)} {word} left out, whose cache has {least:.0f} GiB or more."
+        gib = lambda n: f"{n / 2**30:.0f} GiB"
+        named = "; ".join(f"{cell.name}, of {gib(cell.bytes)}" for cell in large)
+        more = f"Hatched, contiguous and paged, are the caches of more than {gib(table['largest'])} ({named})."
         return more if large else "Every cell of the grid is there."
 
     def bars(self, group: str, by: Sequence[str] = ("take",)) -> dict:

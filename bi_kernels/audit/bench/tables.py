@@ -84,7 +84,8 @@ def slowest(records: Sequence[dict]) -> list[dict]:
             "path": r["path"],
             "ratio": number(r["ratio"]),
             "ms": _ms(r["ms"][r["who"]]),
-            f"{r['against']} ms": _ms(r["ms"][r["against"]]),
+            "peer": r["against"],
+            "its ms": _ms(r["ms"][r["against"]]),
         }
         for r in mine
     ]
@@ -113,7 +114,8 @@ def everybody(records: Sequence[dict]) -> list[dict]:
         line |= {("ours" if name == r["who"] else name): _ms(times) for name, times in r[unit].items()}
         if walls := r.get("wall µs"):
             line["ours, wall µs"] = f"{walls[r['who']][0]:.0f}"
-        line |= {k: number(r[k]) for k in ("ratio", "TB/s", "of limit", "TFLOP/s") if r.get(k) is not None}
+        line |= {"ratio": f"{number(r['ratio'])} of {r['against']}"} if "ratio" in r else {}
+        line |= {k: number(r[k]) for k in ("TB/s", "of limit", "TFLOP/s") if r.get(k) is not None}
         found.append(line)
     columns = dict.fromkeys(k for line in found for k in line)
     return [{k: line.get(k, UNKNOWN) for k in columns} for line in found]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -68,6 +69,13 @@ def figures(rolled: torch.Tensor, found: torch.Tensor) -> tuple[Drift, dict]:
     }
 
 
+def _apart(one: Generated, other: Generated) -> tuple[int, int]:
+    """Returns how many tokens of two sequences, or their logprobs, differ, and how many there are."""
+    pairs = zip_longest(zip(one.ids, one.logprobs), zip(other.ids, other.logprobs))
+    found = [mine != theirs for mine, theirs in pairs]
+    return sum(found), len(found)
+
+
 def judge(session, dtype: str, ops, layers: str = "") -> tuple[list[Row], dict]:
     """Generates, rescores, and continues a few prompts once more in another batch; returns the rows of that, and the
     figures."""
@@ -89,9 +97,9 @@ def judge(session, dtype: str, ops, layers: str = "") -> tuple[list[Row], dict]:
     rows = [who.row(PARITY, "generated, rescored packed", drift, "generated", detail=detail, **said)]
     again = list(range(0, len(generated), max(1, len(generated) // AGAIN)))[::-1]
     found, wanted = rollout.run(model, again, 2), [generated[i] for i in again]
-    differ = sum(a.ids != b.ids or a.logprobs != b.logprobs for a, b in zip(found, wanted))
-    layout, tokens = "generated 2 at a time, in another order", sum(len(one.ids) for one in found)
-    rows.append(who.row(INVARIANCE, layout, Drift(differ, len(again)), "generated", rows=tokens, tensor="sequences"))
+    differ, tokens = map(sum, zip(*map(_apart, found, wanted)))
+    layout, tensor = "generated 2 at a time, in another order", "ids and logprobs"
+    rows.append(who.row(INVARIANCE, layout, Drift(differ, tokens), "generated", rows=tokens, tensor=tensor))
     return rows, told | {
         "tokens / s": told["tokens"] / seconds,
         "prompts": len(generated),

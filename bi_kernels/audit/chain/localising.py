@@ -10,9 +10,9 @@ from bi_kernels.audit.bench.timing import GPU
 from bi_kernels.audit.broken.judge_models import judge_faults
 from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.chain import plain
-from bi_kernels.audit.chain.relations import INVARIANCE, Whole
+from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, Whole
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import NONE_NAMED, Row
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.contract import CONTRACT
@@ -63,9 +63,10 @@ def rows(session, found: dict[tuple[str, str], Report]) -> list[Row]:
     who, out = _who(session), []
     for (candidate, setting), report in found.items():
         if candidate == "bi_kernels":
-            drift = Drift(len(report.causes), report.compared)
-            said = {"tensor": "tensors of its ops", "against": " and ".join(report.layouts)}
-            out.append(who.row(INVARIANCE, f"localiser, {setting}", drift, rows=report.tokens, **said))
+            drift, said = Drift(len(report.causes), report.compared), {"against": " and ".join(report.layouts)}
+            detail = f"named {report.rows()[0]['op']}" if report.causes else ""
+            said |= {"tensor": "tensors of its ops", "rows": report.tokens, "detail": detail}
+            out.append(who.row(NONE_NAMED, f"localiser, {setting}", drift, **said))
     return out
 
 
@@ -97,6 +98,9 @@ def planted(session, name: str) -> tuple[Row, dict]:
     report = line.pop("report", None)
     drift = report.first.drift if report and report.causes else None
     detail = f"{line['expected']}; named {line['named']}"
-    row = _who(session).row(INVARIANCE, "localiser", drift or Drift(1, 1), detail=detail)
+    relation = INVARIANCE if line["expected"].startswith("forward") else GRADIENT
+    said = {"inputs": "", "rows": report.tokens if report else 0, "tensor": "", "detail": detail}
+    row = _who(session).row(relation, "localiser", drift or Drift(1, 1), **said)
+    row.op, row.case, row.dtype = "a model of its own", "", ""
     row.candidate, row.control, row.caught = f"{name}, by name", True, line["right"]
     return row, line

@@ -13,6 +13,7 @@ from bi_kernels.audit.broken.forward import rope_by_row, row_count
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.chain.layouts import Step, sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row, grouped
 from bi_kernels.audit.problem.call_layouts import shapes_launched
 from bi_kernels.audit.problem.subject import Named
@@ -68,7 +69,7 @@ def invariance(
         if layout == [*layouts][-1]:
             detail += f"; SHA-256 {sha256({'logprob': found} | step.gradients)}"
         yield about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
-        yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail)
+        yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail, gradient=Side.GRADIENT)
     torch.cuda.empty_cache()
     if not only or {layout.partition(":")[0] for layout in only} & {"chunked", "decode"}:
         for layout, found, computed in step.in_chunks():

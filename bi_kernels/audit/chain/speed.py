@@ -96,10 +96,11 @@ def steps(session) -> list[dict]:
             {
                 "sequences": f"{len(lengths)} uneven" if uneven else f"{len(lengths)} × {lengths[0]}",
                 "tokens": ids.numel(),
+                "layers": ours.config.layers,
             }
             | {"ms": ms["ours"]}
             | {f"of stock {name}": ms["ours"] / ms[name] for name in ("eager", "compiled")}
-            | {f"GiB {name}": peak for name, peak in peaks.items()}
+            | {f"GiB more, {name}": peak for name, peak in peaks.items()}
         )
         torch._dynamo.reset()
     return lines

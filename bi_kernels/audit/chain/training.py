@@ -15,8 +15,9 @@ from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
-from bi_kernels.audit.chain.relations import GRADIENT, PARITY, with_ops
+from bi_kernels.audit.chain.relations import PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
 from bi_kernels.audit.problem.inputs import generator, on
@@ -164,7 +165,7 @@ def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
         who.whose = "training", "decoder", f"{run.parameters:,} parameters", run.candidate, dtype, session.device_label
         who.command = session.command
         told = {"against": first.split, "tensor": "SHA-256 of the weights", "detail": run.sha256}
-        weights = who.row(GRADIENT, steps, Drift(int(run.sha256 != first.sha256), 1), **told)
+        weights = who.row(Side.TRAINED, steps, Drift(int(run.sha256 != first.sha256), 1), **told)
         differ, tokens = (sum(p[k] for p in run.parity) for k in ("logprobs that differ", "tokens"))
         worst, kl = (max(p[k] for p in run.parity) for k in ("max |Δ logprob|", "KL"))
         said = {"against": "generated", "tensor": "logprob", "detail": f"{len(run.parity)} rollouts; KL {kl:.3g}"}
@@ -197,7 +198,7 @@ def spread(found: Sequence[Trained]) -> list[dict]:
                 "losses, largest spread": range_of("losses"),
                 "rewards, largest spread": range_of("rewards"),
                 "weights looked at, largest spread": range_of("sample"),
-                "logprobs that differ": sum(p["logprobs that differ"] for p in several)
+                "share of logprobs that differ": sum(p["logprobs that differ"] for p in several)
                 / sum(p["tokens"] for p in several),
                 "max |Δ logprob|": max(p["max |Δ logprob|"] for p in several),
                 "KL, largest": max(p["KL"] for p in several),

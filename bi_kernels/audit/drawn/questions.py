@@ -10,6 +10,7 @@ import torch
 
 from bi_kernels.audit.drawn.cases import FEW, Case
 from bi_kernels.audit.evidence.drift import Tensors, compare
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem import problem
 from bi_kernels.audit.problem.call_layouts import Call, pack, spans
@@ -53,7 +54,7 @@ def judge(case: Case) -> list[Row]:
     def same(layout: str, step: Step, calls: list[Call], against: str = "packed") -> None:
         def row() -> Row:
             drift, tensor = compared(made(step, calls), expected)
-            return s.row("gradient invariance", layout, drift, against, tensor=tensor, **said)
+            return s.row("gradient invariance", layout, drift, against, tensor=tensor, gradient=Side.CALL, **said)
 
         asked("gradient invariance", layout, row, against)
 

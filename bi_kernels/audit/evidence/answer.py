@@ -10,6 +10,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UN
 
 NAMED = 3  # layouts, or row counts, in a sentence
 LONGEST = 160  # characters of what comes from outside
+WHICH = " in the runs asked"
 STEPS = 100_000  # ULP up to which they are counted; beyond, the relative difference says more
 RAISED = re.compile(r"\b\w*(?:Error|Exception|Interrupt|Exit)\b:?.*", re.S)
 FOLLOWS = {  # kinds that come of another one, so that they are no second finding
@@ -77,13 +78,15 @@ def headline(rows: Iterable[Row | dict]) -> str:
         return escape.line(stopped[0])[:LONGEST]
     if not bad:
         return _passed(every)
-    many = f"{len(bad)} of {len(ops)} need a fix, the first " if len(bad) > 1 else ""
+    many = f"{len(bad)} of {len(ops)} need a fix (each op in each case and dtype), the first " if len(bad) > 1 else ""
     return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
 
 
-def led(body: str, rows: Sequence[Row | dict]) -> str:
-    """Returns a document, Markdown, with the sentence on its rows under its title."""
+def led(body: str, rows: Sequence[Row | dict], said: str = "") -> str:
+    """Returns a document, Markdown, with a sentence under its title: what is `said`, else that on its rows."""
     title, _, rest = body.lstrip().partition("\n")
+    if said:
+        return f"{title}\n\n{said}\n{rest}"
     return f"{title}\n\n**{escape.text(headline(rows))}.**\n{rest}" if any(fields(r)["op"] for r in rows) else body
 
 
@@ -102,7 +105,7 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return (
             "it draws random numbers: other bits in every call, unless seeded before it"
             if random
-            else f"{_again(whose, rows)} not deterministic: the same call gives other bits{_size(rows)}"
+            else f"{_again(whose, rows)} not deterministic: the same call gives other bits{_size(rows, WHICH)}"
         )
     if kind == Kind.BEFORE:
         return f"the result depends on the calls before: the same one gives other bits after others{_size(rows)}"
@@ -202,9 +205,12 @@ def _passed(every: list[dict]) -> str:
     compared = [r for r in asked if r["elements"]]
     sides = Counter(map(side, compared))
     listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
-    said = f"every bit agrees in {len(compared):,} checks of {sum(r['elements'] or 0 for r in compared):,} elements"
+    hashes = [r for r in compared if r["tensor"].startswith("SHA-256")]  # each stands for what it is of
+    elements = sum(r["elements"] for r in compared) - sum(r["elements"] for r in hashes)
+    said = f"every bit agrees in {len(compared):,} checks of {elements:,} elements"
+    said += f" and {len(hashes):,} SHA-256" * bool(hashes)
     parts = [f"{said} ({listed})"] if compared else []
-    without = f"{len(asked) - len(compared):,} more are of a call without rows, or refused in a sentence"
+    without = f"{len(asked) - len(compared):,} more are of a call without elements, or refused in a sentence"
     parts += [without] * (len(asked) > len(compared))
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
@@ -251,9 +257,9 @@ def size(rows: Collection[dict]) -> str:
     return found or (f"{relative:.2g} relative" if relative else "–")
 
 
-def _size(rows: list[dict]) -> str:
+def _size(rows: list[dict], where: str = "") -> str:
     """Says how far bits are off: in ULP, else relative to the larger one; of inputs that cancel, or that are not
-    finite, only if of no others."""
+    finite, only if of no others. where: for which the number holds."""
     finite = [r for r in rows if r["mismatches"] and r["max_abs"] not in (None, "inf")]
     plain = [r for r in finite if r["inputs"] != "cancelling"] or finite or rows
     far, most, relative = (number(plain, name) for name in ("max_ulp", "max_abs", "max_rel"))
@@ -264,7 +270,7 @@ def _size(rows: list[dict]) -> str:
     if not most:
         return ", in the sign of zeros" if far == 0 and all(r["first_index"] for r in plain) else ""
     if steps(plain):
-        return f", by at most {steps(plain)} ULP"
+        return f",{where} by at most {steps(plain)} ULP"
     if relative and relative > 1:
         return ", even in its sign"
-    return f", by up to {relative:.2g} of the larger number" if relative else f", by up to {most:.3g}"
+    return f",{where} by up to {f'{relative:.2g} of the larger number' if relative else f'{most:.3g}'}"

@@ -57,7 +57,8 @@ def heat(
         figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
     asked = np.array([[name in line for name in frame.columns] for line in values.values()])
     for (i, j), v in np.ndenumerate(data):
-        text = "raised" if np.isnan(v) else "0" if v == 0 else share(v) if top and v < 10 else _short(v)
+        two = share(v) if v < 1 and unit != "times" else f"{v:.2f}"
+        text = "raised" if np.isnan(v) else "0" if v == 0 else two if top and v < 10 else _short(v)
         text = text if asked[i, j] else ""
         color = "white" if v > 0 and norm(bounded[i, j]) > 0.45 else "#333333"
         ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6.5, color=color)

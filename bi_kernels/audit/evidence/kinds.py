@@ -37,7 +37,7 @@ class Kind(StrEnum):
     ATOMICS = "no order"
     ACCURACY = "accuracy"
     OTHER = "other"
-    ERROR = "no result"
+    ERROR = "not compared"
 
 
 RANK, SIDES = list(Kind), list(Side)

@@ -1,9 +1,12 @@
 """What a document must name: date, commit, device, driver, versions, parameters, command. No path, no host."""
 
+import contextlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +46,13 @@ def driver() -> str:
         return "none"
 
 
+def _peers() -> Iterator[str]:
+    """Yields what is installed of those whose ops and models are judged beside ours."""
+    for name in ("transformers", "liger-kernel", "flag_gems", "torchao"):
+        with contextlib.suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
+
+
 def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
     """Field name to value, in the order in which a reader wants them."""
     arch = architecture(device)
@@ -58,6 +68,7 @@ def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
         "Triton": triton.__version__,
         "numpy": np.__version__,
         "Python": platform.python_version(),
+        "beside": ", ".join(_peers()) or "none",
         "contract": contract.VERSION,
         "parameters": ", ".join(f"{k}={v}" for k, v in parameters.items()),
     }

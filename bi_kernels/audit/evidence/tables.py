@@ -8,8 +8,10 @@ from IPython.display import Markdown
 from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline, share_of, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
+from bi_kernels.audit.evidence.kinds import BITS, Side
 from bi_kernels.audit.evidence.verdicts import (
     NEEDS_FIX,
+    NONE_NAMED,
     PASS,
     PRECONDITION,
     UNSUPPORTED,
@@ -21,7 +23,7 @@ from bi_kernels.audit.evidence.verdicts import (
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
-RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", "weights after training", PRECONDITION
+RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", Side.TRAINED, NONE_NAMED, PRECONDITION
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in markdown.MARK.items()}
 
 
@@ -60,18 +62,26 @@ def label(r: Row) -> str:
 
 
 def by_op(rows: Sequence[Row]) -> Markdown:
-    """Op × dtype: the verdict of each relation, checks run, elements compared, and the largest share of the bound."""
+    """Op × dtype: the verdict of each relation, checks run, elements whose bits were compared, and the largest share of
+    the bound."""
     relations = [k for k in RELATIONS if any(r.relation == k for r in rows)]
     lines = []
     for (op, dtype), mine in grouped((r for r in rows if not r.control), lambda r: (label(r), r.dtype)).items():
+        bits = [r for r in mine if r.relation in BITS]
         counted = {
             "checks": len(mine),
-            "elements differing": f"{sum(r.mismatches or 0 for r in mine):,} of {sum(r.elements or 0 for r in mine):,}",
+            "elements differing": _of(bits),
             "error / bound": share_of([vars(r) for r in mine]) or "–",
         }
         marks = {k: _mark([r for r in mine if r.relation == k]) for k in relations}
         lines.append({"op": escape.text(op), "dtype": dtype} | marks | counted)
     return table(lines)
+
+
+def _of(rows: Sequence[Row]) -> str:
+    """Returns how many elements differ, of how many; of rows that compare bits."""
+    differ, elements = (sum(getattr(r, k) or 0 for r in rows) for k in ("mismatches", "elements"))
+    return f"{differ:,} of {elements:,}" if rows else "–"
 
 
 def _far(r: Row) -> str:
@@ -111,8 +121,8 @@ def controls(rows: Sequence[Row]) -> Markdown:
             "dtype": r.dtype,
             "flagged by": r.relation,
             "caught": "✅" if r.caught else "❌ missed",
-            "where": escape.text(f"{r.layout}, M = {r.rows}, {r.inputs}"),
-            "elements": f"{r.mismatches} of {r.elements}",
+            "where": escape.text(", ".join(filter(None, (r.layout, f"M = {r.rows}" * bool(r.rows), r.inputs)))),
+            "elements": f"{r.mismatches} of {r.elements}{' variants' * (r.relation == 'atomics-free')}",
             "max ULP": _far(r),
             "first at [row, …]": r.first_index,
         }
@@ -133,8 +143,8 @@ def drifts(rows: Sequence[Row]) -> Markdown:
             "what": f"{x['']} ({escape.text(x['tensors'] or x['row']['tensor'])})",
             "where": escape.text(x["where"] or x["row"]["layout"]) + (f" ({x['inputs']})" if x["inputs"] else ""),
             "checks": x["checks"],
-            "differ": x["differ"] or "–",
-            "max abs, relative, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
+            "differ, or exceed the bound": x["differ"] or "–",
+            "max abs, relative or × bound, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
             "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
             "first at [row, …], or why": _first(x["row"], x["detail"]),
         }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read with
 T = TypeVar("T")
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 PRECONDITION = "precondition"  # relation of a row that compares no bits, and without which others say nothing
+NONE_NAMED = "no op named"  # relation of a row that says that the localiser names none
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
 
@@ -42,7 +43,7 @@ class Row:
     max_rel: float | str | None = None
     max_ulp: int | str | None = None
     tensor: str = "out"
-    gradient: str = ""  # of what the tensor is one: "input gradients", "weight gradients" or, of an output, nothing
+    gradient: str = ""  # whose bits, where no relation says it: one of kinds.Side; of an output, nothing
     first_index: list[int] | None = None
     first_failing_op: str | None = None
     threshold_share: float | str | None = None  # of the contract's bound

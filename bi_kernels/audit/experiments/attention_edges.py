@@ -30,8 +30,9 @@ from bi_kernels.contract import DTYPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
 
-# queries, keys
+# queries, keys; of 16 sequences, as many as a kernel looks through, so that none behind the last is masked by chance
 EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]
+EDGES += [(2, 65), (31, 31)]
 COUNTS = dict(zip("qk", zip(*EDGES)))
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 TRAINED = ("edges", "edges, huge scores")
@@ -96,8 +97,8 @@ def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bo
 
 
 def padded_edges(s: Subject, layout: str) -> list[Row]:
-    """Judges the edges in a batch, whose padding gives 0 and −inf."""
-    lengths = {f"lengths_{name}": torch.tensor(n, device=s.problem.device) for name, n in COUNTS.items()}
+    """Judges the edges in a batch, whose padding gives 0 and −inf, and whose lengths have another behind the last."""
+    lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=s.problem.device)[:-1] for name, n in COUNTS.items()}
 
     def judged() -> list[Row]:
         given, exact = _edge_inputs(s)

@@ -10,11 +10,12 @@ import bi_kernels
 from bi_kernels.audit import parallel, stock
 from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.experiments import training
 from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.audit.memory import patiently
-from bi_kernels.audit.relations.gradient import INVARIANCE, LAYOUTS
+from bi_kernels.audit.relations.gradient import LAYOUTS
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS
 
@@ -77,7 +78,7 @@ def split_said(counts: Counts) -> str:
     drifting = sum(map(drifts, counts.values()))
     computed = [line for line in counts.values() if drifts(line) or not any(map(math.isnan, line.values()))]
     raised = f"; {len(counts) - len(computed)} raised" * (len(computed) < len(counts))
-    return f"bf16: {drifting} of {len(computed)} backward passes drift with the split{raised}"
+    return f"bf16, normal inputs: {drifting} of {len(computed)} backward passes drift with the split{raised}"
 
 
 def begin(session) -> None:
@@ -123,7 +124,7 @@ def trained(session) -> Found:
     began; with a dW that depends on the split, the control, it must not."""
     s, steps = session.subject("linear"), _steps(session)
 
-    def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights", asked=INVARIANCE) -> Row:
+    def row(line: dict, against: str, differ: int, of: int, tensor: str = "all weights", asked=Side.TRAINED) -> Row:
         drift, layout = Drift(differ, of, line["max abs"]), f"{steps} AdamW steps, {line['layout']}"
         return s.row(asked, layout, drift, against, tensor=tensor, detail=line["SHA-256"])
 

@@ -129,10 +129,10 @@ def rounding_said(errors: dict[str, dict[int, float]]) -> str:
     of = lambda ours: [v for who, line in errors.items() if who.startswith("candidate") == ours for v in line.values()]
     worst, least = max(of(True)), min(of(False))
     beyond = ", beyond it" if worst > 1 else ""
+    dtypes = " and ".join(who.partition(", ")[2] for who in errors if who.startswith("candidate"))
     seen = "seen at every K" if least > 1 else "not seen at every K"
-    return (
-        f"Candidate: {worst:.3g} of the bound{beyond}\nRounding on the way: {seen}, {least:.3g} times the bound or more"
-    )
+    others = f"Rounding on the way: {seen}, {least:.3g} times the bound or more"
+    return f"Candidate, {dtypes}: {worst:.3g} of the bound{beyond}\n{others}"
 
 
 def shares(rows: list[Row], dtype: str) -> Counts:

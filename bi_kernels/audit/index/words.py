@@ -8,6 +8,7 @@ import ast
 import json
 from pathlib import Path
 
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence.answer import led
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.verdicts import read_rows
@@ -51,7 +52,7 @@ def follow(folder: Path) -> bool:
         file.unlink()
     for name, data in figures.items():
         (folder / name).write_bytes(data)
-    text = f"{led(body, read_rows(folder)).strip()}\n\n{promised(folder)}"
+    text = f"{led(body, read_rows(folder), goals.told(folder)).strip()}\n\n{promised(folder)}"
     (folder / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
     _record(folder, notebook)
     executed.write_text(whole + "\n", encoding="utf-8")  # last: who is interrupted before it begins again

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bi_kernels.audit.chain.layouts import sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.models.cases import CONFIGS, OURS, Step, built, case, quiet
 from bi_kernels.audit.problem.call_layouts import shapes_launched
@@ -83,7 +84,8 @@ def layouts(
             drift = joined([compare(t, first[name]) for name, t in found.items()])
             if shares is not None:
                 shares[layout] = drift.mismatches / drift.elements
-            yield who.about(DETERMINISM if again else GRADIENT, layout, drift, found, "packed", **told)
+            whose = {"gradient": Side.GRADIENT}
+            yield who.about(DETERMINISM if again else GRADIENT, layout, drift, found, "packed", **told | whose)
 
 
 def accuracy(session, who: Model, ours: Tensor, stock: Tensor) -> tuple[Row, dict]:

@@ -11,9 +11,10 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from bi_kernels.audit.chain.layouts import sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION
 from bi_kernels.audit.models.cases import OURS, STOCK, built, case, quiet, vocabulary
-from bi_kernels.audit.models.relations import GRADIENT, Model
+from bi_kernels.audit.models.relations import Model
 from bi_kernels.audit.problem.inputs import generator
 
 TRAINED = "mistral"  # untied, with a window
@@ -85,10 +86,10 @@ def run(session, dtype: str) -> list[dict]:
             split = f"Trainer, {size} × {len(c['rows']) // size}"
             moved = sum(bool((t != before[name]).any()) and bool(t.isfinite().all()) for name, t in found.items())
             said = {"rows": sum(c["rows"]), "detail": f"{c['steps']} steps; SHA-256 {sha256(found)}"}
-            row = who.about(GRADIENT, split, drift, found, f"Trainer, {c['splits'][0]} × …", **said)
+            row = who.about(Side.TRAINED, split, drift, found, f"Trainer, {c['splits'][0]} × …", **said)
             if ours:
                 still = Drift(len(found) - moved, len(found)), ["tensors left unmoved"], "the initial weights"
-                session.add([who.about(PRECONDITION, split, *still), row])
+                session.add([who.about(PRECONDITION, split, *still), *[row] * (found is not first)])
             elif size != c["splits"][0] and not (control and control.mismatches):
                 control = row
             line = {"model": OURS if ours else STOCK, "sequences × micro-batches": split.partition(", ")[2]}

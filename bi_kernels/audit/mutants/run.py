@@ -20,7 +20,9 @@ from bi_kernels.audit.problem.registry import OPS
 SERVER = Path(__file__).with_name("server.py")
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
-DTYPE_ORDER = ("fp32", "bf16")  # the first, which shows most reorderings, is asked everything; fp16 is as bf16
+# the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
+# several programs, compute the second; fp16 is as bf16
+DTYPE_ORDER = ("fp32", "bf16")
 SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 
 
@@ -63,7 +65,7 @@ class Server:
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
-        asks = [(op, dtype, dtype == DTYPE_ORDER[0]) for dtype in dtypes for op in ops]
+        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or OPS[op].cache) for dtype in dtypes for op in ops]
         job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
         job |= {"device": self.device, "seconds": int(seconds)}
         self.process.stdin.write(json.dumps(job) + "\n")

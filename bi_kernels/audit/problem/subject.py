@@ -48,7 +48,8 @@ class Named(Judged):
         tensor = parts[part] if part < len(parts) else f"{parts[0]}[{part}]"
         said = {"tensor": tensor} | (drift.json() if drift else {}) | more
         of = said["tensor"].partition(",")[0].removesuffix(".grad")
-        said["gradient"] = next((side for side, names in self.sides.items() if of[:1] == "d" and of[1:] in names), "")
+        side = next((side for side, names in self.sides.items() if of[:1] == "d" and of[1:] in names), "")
+        said.setdefault("gradient", side)
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         if verdict == NEEDS_FIX:
             said |= {"first_failing_op": self.whose[1], "repro": self.command}

@@ -124,7 +124,12 @@ def headline(document: dict) -> str:
     if ON_A_CPU.name in asked:
         found = "drifts with M" if bad else "has the same bits at every M asked"
         return f"{ON_A_CPU.name}, {document['dtype']}, {found}"
-    return f"{len(bad)} of {len(asked)} recipes drift with M" + (f": {', '.join(bad)}" if bad else "")
+    mine = [name for name in bad if name != PLAIN.name]
+    listed = f"{len(mine)}{': ' * bool(mine)}{', '.join(mine)}"
+    if PLAIN.name not in asked:
+        return f"Drift with M: of {len(asked)} recipes {listed}"
+    drifts = "drifts" if PLAIN.name in bad else "does not drift"
+    return f"{PLAIN.name} {drifts} with M; of {len(asked) - 1} recipes {listed}"
 
 
 def drifting_in(found: dict) -> list[str]:
@@ -150,7 +155,7 @@ def sentence(document: dict) -> str:
     for recipe in (*THEIRS, OURS):
         if found := every.get(recipe.name):
             most = max(_costs(found, every[PLAIN.name]).values(), default=0) if PLAIN.name in every else 0
-            paid = f", at up to {most:.1f} times plain cuBLAS's time" if most and recipe in (STARVED, UNSPLIT) else ""
+            paid = f", at up to {most:.2f} times plain cuBLAS's time" if most and recipe in (STARVED, UNSPLIT) else ""
             parts.append(f"{SHORT[recipe.name]} {_clause(found)}{paid}")
     rows = document["rows"]
     where = f"On an {document['device']} (torch {document['torch'].partition('+')[0]}, {document['dtype']})"

@@ -9,6 +9,7 @@ from bi_kernels.audit.evidence.verdicts import Row, grouped
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, UNTRAINED
+from bi_kernels.audit.relations.long_sequences import LONG
 from bi_kernels.audit.relations.uses import ONCE
 from bi_kernels.audit.relations.views import ALIGNED
 from bi_kernels.audit.reproduce.imports import import_of
@@ -38,12 +39,18 @@ def words(r: Row, largest: int) -> tuple[str, str, str, str]:
     return r.layout, r.layout if r.against == "itself" else r.against, r.inputs, ""
 
 
+def _long(r: Row) -> bool:
+    """Tells whether a row is of the gradients of long sequences, whose step is not the one that is replayed."""
+    return r.relation == INVARIANCE and r.rows == sum(LONG["lengths"])
+
+
 def scripts(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> list[Script]:
     """Returns the scripts of what drifts among `rows`, all of one subject; says in a row why it has none."""
     p, found = s.problem, []
     drifting = [r for r in rows if r.relation in RELATIONS and r.mismatches]
     unscripted([r for r in drifting if r.layout == "random"], "hypothesis drew its layouts; the audit draws them again")
-    drifting = [r for r in drifting if r.layout != "random"]
+    unscripted([r for r in drifting if _long(r)], "none replays the step of long sequences; the audit does")
+    drifting = [r for r in drifting if r.layout != "random" and not _long(r)]
     drifting.sort(key=lambda r: (r.layout != "rows", r.rows))
 
     def relation(r: Row) -> str:

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import led
 from bi_kernels.audit.evidence.limits import promised
@@ -109,7 +110,7 @@ def publish(
     write_rows(built / "verdicts.json", rows)
     if error and not finished:
         body += f"\n\n**The audit stopped here:** {escape.code(error[:300])}\n"
-    text = f"{led(body, rows).strip()}\n\n{promised(out / audit.name)}"
+    text = f"{led(body, rows, goals.told(built)).strip()}\n\n{promised(out / audit.name)}"
     (built / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
     folder.place(built, out / audit.name, folder.fingerprint(audit.notebook, parameters) if whole else "", seconds)
     return not error and not needs_fix(rows)
