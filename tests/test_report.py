@@ -368,9 +368,12 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
 def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():
     nan = float("nan")
     some = {"a": {"singles": 3, "batch": nan}, "b": {"singles": 0, "batch": 0}}
-    assert split_said(some) == "bf16: 1 of 2 backward passes drift with the split"
+    assert split_said(some) == "bf16, normal inputs: 1 of 2 backward passes drift with the split"
     for line in ({"singles": nan}, {"singles": 0, "batch": nan}):
-        assert split_said(some | {"c": line}) == "bf16: 1 of 2 backward passes drift with the split; 1 raised"
+        assert (
+            split_said(some | {"c": line})
+            == "bf16, normal inputs: 1 of 2 backward passes drift with the split; 1 raised"
+        )
 
 
 def test_a_contract_that_refuses_what_it_should_is_passed():

@@ -30,13 +30,14 @@ from bi_kernels.contract import DTYPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
 
-# queries, keys; of 16 sequences, as many as a kernel looks through, so that none behind the last is masked by chance
+Lengths = list[tuple[int, int]]  # queries and keys of each sequence
+# of 16 sequences, as many as a kernel looks through, so that none behind the last is masked by chance
 EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]
 EDGES += [(2, 65), (31, 31)]
-COUNTS = dict(zip("qk", zip(*EDGES)))
+FEW = [(i % 4, 7 * i) for i in range(16)]  # so few queries that steps apart compute them
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 TRAINED = ("edges", "edges, huge scores")
-LAYOUTS = (*TRAINED, "edges, padded", "edges, as prefill", "edges, padded, as prefill")
+LAYOUTS = (*TRAINED, "edges, padded", "few queries, padded", "edges, as prefill", "edges, padded, as prefill")
 WIDTHS = {True: (64, 96, 256), False: (96,)}
 WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
@@ -48,11 +49,12 @@ def edges(session, number: int) -> list[Row]:
     s = session.make()[number]
     decode = scheduled(session, s, few=10**9, split=64)  # several splits
     prefill = scheduled(session, s, few=0, split=SCHEDULE.split)
-    plain, huge, padded, prefilled, padded_prefill = LAYOUTS
+    plain, huge, padded, few, prefilled, padded_prefill = LAYOUTS
     return [
         *packed_edges(decode, plain),
         *packed_edges(decode, huge, HUGE),
         *padded_edges(decode, padded),
+        *padded_edges(decode, few, FEW),
         *packed_edges(prefill, prefilled, backward=False),
         *padded_edges(prefill, padded_prefill),
     ]
@@ -64,21 +66,27 @@ def nan_without_keys(session, _) -> list[Row]:
     return [as_control(packed_edges(s))]
 
 
-def _edge_inputs(s: Subject, large: int = 1) -> tuple[dict, tuple]:
+def _counts(lengths: Lengths) -> dict[str, tuple[int, ...]]:
+    return dict(zip("qk", zip(*lengths)))
+
+
+def _edge_inputs(s: Subject, large: int = 1, of: Lengths = EDGES) -> tuple[dict, tuple]:
     """Returns q, k and v of the edges, and what fp64 makes of them."""
-    key = "edges", large
+    key = "edges", large, tuple(of)
     if key not in s.memo:
-        queries, keys = map(sum, COUNTS.values())
+        queries, keys = map(sum, _counts(of).values())
         tokens, _ = s.problem.inputs("normal", max(queries, keys))
         given = {"q": tokens["q"][:queries] * large, "k": tokens["k"][:keys] * large, "v": tokens["v"][:keys]}
-        s.memo[key] = given, reference.attention(*given.values(), lengths=EDGES, **s.problem.op.constants)
+        s.memo[key] = given, reference.attention(*given.values(), lengths=of, **s.problem.op.constants)
     return s.memo[key]
 
 
 def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
     """Judges the edges in one packed call, with their gradients; large: the factor of q and of k."""
     p, constants = s.problem, s.problem.op.constants
-    ends = {f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(n)], device=p.device) for name, n in COUNTS.items()}
+    ends = {
+        f"cu_seqlens_{name}": torch.tensor([0, *np.cumsum(n)], device=p.device) for name, n in _counts(EDGES).items()
+    }
 
     def judged() -> list[Row]:
         inputs, exact = _edge_inputs(s, large)
@@ -96,15 +104,16 @@ def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bo
     return s.attempt("accuracy", layout, judged, against="fp64")
 
 
-def padded_edges(s: Subject, layout: str) -> list[Row]:
+def padded_edges(s: Subject, layout: str, of: Lengths = EDGES) -> list[Row]:
     """Judges the edges in a batch, whose padding gives 0 and −inf, and whose lengths have another behind the last."""
-    lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=s.problem.device)[:-1] for name, n in COUNTS.items()}
+    counts, device = _counts(of), s.problem.device
+    lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=device)[:-1] for name, n in counts.items()}
 
     def judged() -> list[Row]:
-        given, exact = _edge_inputs(s)
-        wide = [pad_sequence(t.split(COUNTS["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        given, exact = _edge_inputs(s, of=of)
+        wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
         found = s.called(*wide, **lengths, **s.problem.op.constants)
-        real = torch.arange(wide[0].shape[1], device=s.problem.device) < lengths["lengths_q"][:, None]
+        real = torch.arange(wide[0].shape[1], device=device) < lengths["lengths_q"][:, None]
         every = []
         for y, own, nothing in zip(found, exact, (0.0, -torch.inf), strict=True):
             y64, size = (torch.full_like(y, value, dtype=torch.float64) for value in (nothing, 0.0))
