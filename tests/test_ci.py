@@ -146,7 +146,14 @@ def test_a_pass_has_no_failure_and_a_stopped_audit_is_an_error():
         ("drift", DRIFT, [], ["drift", "needs-fix", "warning"]),
         *[
             (r, replace(DRIFT, relation=r), [], ["drift", "needs-fix", "warning"])
-            for r in ("gradient invariance", "determinism", "parity", "atomics-free")
+            for r in (
+                "gradient invariance",
+                "determinism",
+                "parity",
+                "weights after training",
+                "localiser",
+                "atomics-free",
+            )
         ],
         ("control missed", MISSED, [], ["drift", "needs-fix", "warning"]),
         ("stopped", Row(**stopped("gemm", "it died")), [], ["drift", "needs-fix", "warning"]),

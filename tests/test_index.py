@@ -112,6 +112,12 @@ def colors(svg: str) -> list[str]:
     return [style.partition("fill: ")[2][:7] for style in filled if "stroke: #ffffff" in style and "fill: #" in style]
 
 
+def test_weights_after_training_and_what_the_localiser_names_have_their_cells():
+    for relation, column in (("weights after training", "gradient invariance"), ("localiser", "forward invariance")):
+        (found,) = cells(replace(ROW, relation=relation, verdict=v).json() for v in (PASS, NEEDS_FIX)).values()
+        assert {name: of for name, of in found.items() if of} == {column: {ROW.dtype: NEEDS_FIX}}
+
+
 def test_the_picture_has_a_colour_for_every_outcome_and_the_same_bytes_twice():
     rows = [replace(ROW, dtype=d) for d in ("bf16", "fp16", "fp32")]
     rows += [replace(ROW, op="two", dtype=d) for d in ("bf16", "fp16")] + [replace(ROW, op="one")]

@@ -203,6 +203,12 @@ def failed(**said) -> Row:
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
         ([ROW, replace(ROW, relation="weights after training")], "every bit agrees in 2 checks of 128 elements"),
+        ([replace(ROW, tensor="SHA-256 of all", elements=1)], "every bit agrees in 1 checks of 1 SHA-256 (forward 1)"),
+        (
+            [ROW, failed(relation="weights after training", layout="2 steps, batch", tensor="all weights")],
+            "weights after training (all weights) change with the layout of the call (2 steps, batch)",
+        ),
+        ([ROW, failed(relation="localiser", detail="it names linear")], "localiser needs a fix: it names linear"),
         ([ROW, replace(ROW, relation="precondition")], "every bit agrees in 1 checks of 64 elements (forward 1)"),
         (
             [ROW, failed(relation="precondition", tensor="tensors left unmoved", mismatches=3, elements=7)],
@@ -363,6 +369,13 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     assert figures.share(0.9999999999) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
+
+
+def test_a_document_leads_with_its_goals_unless_something_needs_a_fix():
+    body, said = "# Speed\n\ntext", "1 of 1 goals met."
+    assert led(body, [ROW], said) == f"# Speed\n\n{said}\n\ntext"
+    for rows in ([failed()], [ROW, replace(ROW, control=True, caught=False)]):
+        assert said not in led(body, rows, said) and led(body, rows, said) == led(body, rows)
 
 
 def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():

@@ -36,7 +36,7 @@ def _bars(ax: plt.Axes, bars: dict[str, float]) -> None:
 
 
 def _peers(records: Sequence[dict]) -> str:
-    return " or ".join(dict.fromkeys(r["against"] for r in records)) or "nobody"
+    return " or ".join(dict.fromkeys(r["against"] for r in records))
 
 
 def _said(records: Sequence[dict], bars: dict[str, float]) -> str:

@@ -12,9 +12,10 @@ from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, Whole
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NONE_NAMED, Row
+from bi_kernels.audit.evidence.verdicts import LOCALISER, Row
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.problem.subject import Named
 from bi_kernels.contract import CONTRACT
 
 SETTINGS = {  # the layouts of each, the tokens of its sequences at tiny shapes and at real ones
@@ -64,9 +65,9 @@ def rows(session, found: dict[tuple[str, str], Report]) -> list[Row]:
     for (candidate, setting), report in found.items():
         if candidate == "bi_kernels":
             drift, said = Drift(len(report.causes), report.compared), {"against": " and ".join(report.layouts)}
-            detail = f"named {report.rows()[0]['op']}" if report.causes else ""
+            detail = f"it names {report.rows()[0]['op']}" if report.causes else ""
             said |= {"tensor": "tensors of its ops", "rows": report.tokens, "detail": detail}
-            out.append(who.row(NONE_NAMED, f"localiser, {setting}", drift, **said))
+            out.append(who.row(LOCALISER, f"localiser, {setting}", drift, **said))
     return out
 
 
@@ -100,7 +101,8 @@ def planted(session, name: str) -> tuple[Row, dict]:
     detail = f"{line['expected']}; named {line['named']}"
     relation = INVARIANCE if line["expected"].startswith("forward") else GRADIENT
     said = {"inputs": "", "rows": report.tokens if report else 0, "tensor": "", "detail": detail}
-    row = _who(session).row(relation, "localiser", drift or Drift(1, 1), **said)
-    row.op, row.case, row.dtype = "a model of its own", "", ""
+    who = Named()
+    who.whose = "chain", "a model of its own", "", "bi_kernels", "", session.device_label
+    row = who.row(relation, "localiser", drift or Drift(1, 1), **said)
     row.candidate, row.control, row.caught = f"{name}, by name", True, line["right"]
     return row, line

@@ -5,8 +5,20 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.kinds import BITS, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped
+from bi_kernels.audit.evidence.kinds import (
+    BITS,
+    HASH,
+    INVARIANCES,
+    RANK,
+    SIDES,
+    WHOLE,
+    Kind,
+    Side,
+    by_kind,
+    fields,
+    side,
+)
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix
 
 NAMED = 3  # layouts, or row counts, in a sentence
 LONGEST = 160  # characters of what comes from outside
@@ -83,9 +95,10 @@ def headline(rows: Iterable[Row | dict]) -> str:
 
 
 def led(body: str, rows: Sequence[Row | dict], said: str = "") -> str:
-    """Returns a document, Markdown, with a sentence under its title: what is `said`, else that on its rows."""
+    """Returns a document, Markdown, with a sentence under its title: that on its rows, or, where none of them needs a
+    fix, what is `said`."""
     title, _, rest = body.lstrip().partition("\n")
-    if said:
+    if said and not needs_fix(rows):
         return f"{title}\n\n{said}\n{rest}"
     return f"{title}\n\n**{escape.text(headline(rows))}.**\n{rest}" if any(fields(r)["op"] for r in rows) else body
 
@@ -205,10 +218,9 @@ def _passed(every: list[dict]) -> str:
     compared = [r for r in asked if r["elements"]]
     sides = Counter(map(side, compared))
     listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
-    hashes = [r for r in compared if r["tensor"].startswith("SHA-256")]  # each stands for what it is of
-    elements = sum(r["elements"] for r in compared) - sum(r["elements"] for r in hashes)
-    said = f"every bit agrees in {len(compared):,} checks of {elements:,} elements"
-    said += f" and {len(hashes):,} SHA-256" * bool(hashes)
+    units = grouped(compared, lambda r: HASH if r["tensor"].startswith(HASH) else "elements")
+    of = " and ".join(f"{sum(r['elements'] for r in mine):,} {unit}" for unit, mine in units.items())
+    said = f"every bit agrees in {len(compared):,} checks of {of}"
     parts = [f"{said} ({listed})"] if compared else []
     without = f"{len(asked) - len(compared):,} more are of a call without elements, or refused in a sentence"
     parts += [without] * (len(asked) > len(compared))

@@ -58,6 +58,7 @@ LAYOUTS = {  # a pattern of names: the kind of what differs there, the first tha
 }
 MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere
 RELATIONS = {"accuracy": Kind.ACCURACY, "gradient accuracy": Kind.ACCURACY, "atomics-free": Kind.ATOMICS}
+HASH = "SHA-256"  # how the tensor of a row begins that compares hashes
 INVARIANCES = "invariance", "gradient invariance", "parity"
 BITS = *INVARIANCES, "determinism", Side.TRAINED  # relations that compare bits
 
@@ -80,6 +81,8 @@ def kind(r: dict) -> str:
     """Says what the bits that a row compares would depend on."""
     if r["verdict"] == NEEDS_FIX and r["mismatches"] is None:
         return Kind.ERROR
+    if r["relation"] == Side.TRAINED:
+        return Kind.LAYOUT
     if r["relation"] == "determinism":
         return Kind.BEFORE if r["layout"] == "at the end" or r["against"] == ONCE else Kind.RANDOM
     if r["relation"] not in INVARIANCES:

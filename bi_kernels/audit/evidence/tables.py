@@ -8,10 +8,10 @@ from IPython.display import Markdown
 from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline, share_of, steps
 from bi_kernels.audit.evidence.condensed import condensed, remaining
-from bi_kernels.audit.evidence.kinds import BITS, Side
+from bi_kernels.audit.evidence.kinds import BITS, HASH, Side
 from bi_kernels.audit.evidence.verdicts import (
+    LOCALISER,
     NEEDS_FIX,
-    NONE_NAMED,
     PASS,
     PRECONDITION,
     UNSUPPORTED,
@@ -23,7 +23,7 @@ from bi_kernels.audit.evidence.verdicts import (
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
-RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", Side.TRAINED, NONE_NAMED, PRECONDITION
+RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", Side.TRAINED, LOCALISER, PRECONDITION
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in markdown.MARK.items()}
 
 
@@ -79,9 +79,10 @@ def by_op(rows: Sequence[Row]) -> Markdown:
 
 
 def _of(rows: Sequence[Row]) -> str:
-    """Returns how many elements differ, of how many; of rows that compare bits."""
-    differ, elements = (sum(getattr(r, k) or 0 for r in rows) for k in ("mismatches", "elements"))
-    return f"{differ:,} of {elements:,}" if rows else "–"
+    """Returns how many elements, and how many hashes, differ, of how many; of rows that compare bits."""
+    total = lambda mine: " of ".join(f"{sum(getattr(r, k) or 0 for r in mine):,}" for k in ("mismatches", "elements"))
+    parts = grouped(rows, lambda r: f" {HASH}" * r.tensor.startswith(HASH))
+    return "; ".join(f"{total(mine)}{unit}" for unit, mine in parts.items()) or "–"
 
 
 def _far(r: Row) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read with
 T = TypeVar("T")
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 PRECONDITION = "precondition"  # relation of a row that compares no bits, and without which others say nothing
-NONE_NAMED = "no op named"  # relation of a row that says that the localiser names none
+LOCALISER = "localiser"  # relation of a row that says whether it names an op
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
 

@@ -3,20 +3,23 @@
 from collections.abc import Iterable
 
 from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.markdown import MARK, table
-from bi_kernels.audit.evidence.verdicts import grouped, worst_of
+from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, worst_of
 from bi_kernels.contract import DTYPES
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {
     name: name
     for name in ("gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity", "contract")
 }
+COUNTS_AS = {Side.TRAINED: "gradient invariance", LOCALISER: "invariance"}  # relations without a column of their own
 
 
 def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
     """Returns {op: {column: {dtype: the worst verdict}}}; a column without a verdict has no dtype."""
     found = {}
-    judged = (r for r in rows if r["op"] and r["relation"] in RELATION.values() and not r["control"])
+    asked = ({**r, "relation": COUNTS_AS.get(r["relation"], r["relation"])} for r in rows)
+    judged = (r for r in asked if r["op"] and r["relation"] in RELATION.values() and not r["control"])
     for op, mine in grouped(judged, lambda r: r["op"]).items():
         told = [(r["relation"], d, r) for r in mine for d in (DTYPES if r["dtype"] == "all" else [r["dtype"]])]
         dtypes, found[op] = dict.fromkeys(d for _, d, _ in told), {}

@@ -65,7 +65,7 @@ class Server:
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
-        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or OPS[op].cache) for dtype in dtypes for op in ops]
+        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or bool(OPS[op].cache)) for dtype in dtypes for op in ops]
         job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
         job |= {"device": self.device, "seconds": int(seconds)}
         self.process.stdin.write(json.dumps(job) + "\n")

@@ -129,7 +129,7 @@ def headline(document: dict) -> str:
     if PLAIN.name not in asked:
         return f"Drift with M: of {len(asked)} recipes {listed}"
     drifts = "drifts" if PLAIN.name in bad else "does not drift"
-    return f"{PLAIN.name} {drifts} with M; of {len(asked) - 1} recipes {listed}"
+    return f"{PLAIN.name} {drifts} with M" + f"; of {len(asked) - 1} recipes {listed}" * (len(asked) > 1)
 
 
 def drifting_in(found: dict) -> list[str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import answer, number, size, steps
 from bi_kernels.audit.evidence.condensed import where, wrapped
-from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
+from bi_kernels.audit.evidence.kinds import BITS
+from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, needs_fix
 
 LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 # relations; "": it did not run to its end
-DRIFT = ("invariance", "gradient invariance", "determinism", "parity", "atomics-free", "")
+DRIFT = (*BITS, LOCALISER, "atomics-free", "")
 LAYOUTS = 6  # named in one line
 INDENT = "    "
 SHOWN = 3  # rows of evidence in one test case

@@ -3,14 +3,10 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 
-COLUMNS = {
-    "invariance": "logprobs",
-    "parity": "decode",
-    "gradient invariance": "gradients",
-    "weights after training": "weights",
-}
+COLUMNS = {"invariance": "logprobs", "parity": "decode", "gradient invariance": "gradients", Side.TRAINED: "weights"}
 
 
 def drawn(rows: list[Row]):

@@ -12,6 +12,7 @@ import torch
 
 from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, PARITY, Whole
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
@@ -20,8 +21,6 @@ from bi_kernels.audit.worlds.first import differing
 from bi_kernels.audit.worlds.launch import launched
 from bi_kernels.audit.worlds.ways import CONTROLS, HERE
 from bi_kernels.audit.worlds.world import WORLDS, World, case, digest
-
-WEIGHTS = "weights after training"
 
 
 def start(audit: str, given: dict) -> "WorldSession":
@@ -166,7 +165,7 @@ class WorldSession(Session):
             logprob = _values(mine.against(one, "logprob", world), one.logprob)
             rows = [self._row(INVARIANCE, world, logprob, "logprob")]
             rows.append(self._row(GRADIENT, world, _leaves(mine, one, "gradient", world), "gradients", detail=detail))
-            rows.append(self._row(WEIGHTS, world, _leaves(mine, one, "weight", world), "weights"))
+            rows.append(self._row(Side.TRAINED, world, _leaves(mine, one, "weight", world), "weights"))
         if world.dp == 1:
             ends = {name: _ending(one.logprob[name], value) for name, value in one.decode.items()}
             decoded = mine.against(Evidence(decode=ends), "decode", world)

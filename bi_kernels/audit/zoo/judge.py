@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from bi_kernels.audit.callables.audit import audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
-from bi_kernels.audit.zoo.animals import zoo
+from bi_kernels.audit.zoo.animals import Animal, zoo
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops
 # are judged by audits of their own; the drifting ones see the batch by what they are.
@@ -54,23 +55,22 @@ def judge_one(session, name: str, folder: Path) -> dict:
     """Returns the line of one animal."""
     started, device, p = time.monotonic(), session.device, session.parameters
     try:
-        animal = dict(zoo(device, session.size))[name]()
-        report = audit(
-            animal.function,
-            *animal.inputs,
-            seconds=p["seconds"],
-            seed=p["seed"],
-            folder=folder,
-            name=name,
-            imports=IMPORTS.format(name=name, device=device.type),
-            **animal.options,
-        )
-        report.target = None  # the tensors
+        imports = IMPORTS.format(name=name, device=device.type)
+        how = {"seconds": p["seconds"], "seed": p["seed"], "folder": folder, "name": name, "imports": imports}
+        report = patiently(lambda: _audited(dict(zoo(device, session.size))[name], how))
         line = summary(report) | {"seconds": round(time.monotonic() - started)}
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         report, line = None, {"verdict": UNSUPPORTED, "detail": f"not judged: {sentence(error)}"}
+    give_back()
     return {"callable": name} | line | {"reproducer": reproduced(report)}
+
+
+def _audited(make: Callable[[], Animal], how: dict) -> Report:
+    animal = make()
+    report = audit(animal.function, *animal.inputs, **how, **animal.options)
+    report.target = None  # the tensors
+    return report
 
 
 def _lighten(folder: Path, lines: Sequence[dict]) -> None:
