@@ -26,6 +26,7 @@ INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "b
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
 IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
 LONGEST = 300  # seconds that a reproducer may take
+NAME = 20  # characters of a tensor's name that a table has room for, its last ones
 KEPT = 2**22  # bytes of arguments that a reproducer may keep beside it; with more it is run and not kept
 FEW = (
     "F.silu",
@@ -156,9 +157,11 @@ def summary(report: Report) -> dict:
             line[relation] = mine[0].verdict if mine else "–"
         elif most.mismatches and most.max_ulp is not None:
             share = 100 * most.mismatches / most.elements
-            line[relation] = f"{share:.1f}% of {most.tensor}, {size([vars(most)])} ({most.layout})"
+            tensor = most.tensor if len(most.tensor) <= NAME else f"…{most.tensor[-NAME:]}"
+            line[relation] = f"{share:.1f}% of {tensor}, {size([vars(most)])} ({most.layout})"
         else:  # it raised, or time was up
-            share, line[relation] = float("nan"), most.detail
+            listed = relation == "atomics-free"  # below the table, in whole lines of source
+            share, line[relation] = float("nan"), most.verdict if listed else most.detail
         line["shares"][relation] = share
     return line
 
