@@ -172,7 +172,7 @@ def test_a_control_of_what_rounds_is_caught_on_integers():
 
 def test_the_figure_of_what_rounds_has_a_title_for_either_outcome():
     good = dtype_experiments.rounding_said({"candidate, bf16": {64: 0.5}, "wrong, bf16": {64: 8.0, 96: 5.0}})
-    assert good == "Candidate: 0.5 of the bound\nRounding on the way: seen at every K, 5 times the bound or more"
+    assert good == "Candidate, bf16: 0.5 of the bound\nRounding on the way: seen at every K, 5 times the bound or more"
     bad = dtype_experiments.rounding_said({"candidate, bf16": {64: 3.0}, "wrong, bf16": {64: 8.0, 96: 0.5}})
     assert "3 of the bound, beyond it" in bad and "not seen at every K, 0.5 times" in bad
 
