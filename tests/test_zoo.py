@@ -1,12 +1,13 @@
 """The zoo on the CPU: what is known is found, and every drift is shown by a script of its own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from bi_kernels.audit import load, parallel
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, read_rows
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 
@@ -84,3 +85,18 @@ def test_what_is_known_and_not_judged_needs_a_fix():
         if r.relation == "no false alarm"
     ]
     assert row.verdict == NEEDS_FIX
+
+
+def test_the_readme_says_of_the_zoo_what_its_document_shows():
+    """Which drifts no script shows, and whose ops were not judged."""
+    root = Path(__file__).resolve().parents[1]
+    rows = read_rows(root / "audits/nvidia-h200-any-zoo-all/zoo")
+    said = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    unshown = [r["op"] for r in rows if r["relation"] == "reproducer" and r["verdict"] == NEEDS_FIX]
+    assert (
+        f"Of two of the ops that drift there no script shows it: {' and '.join(f'`{op}`' for op in unshown)};" in said
+    )
+    assert len(unshown) == 2
+    unjudged = [r["op"] for r in rows if r["verdict"] == UNSUPPORTED]
+    assert {op.split()[0] for op in unjudged} == {"torchao", "FlagGems"}
+    assert "torchao's and FlagGems' ops were not judged." in said
