@@ -1,6 +1,7 @@
 """`audit` beside the layouts: each function here breaks one axis, demand, memory or history, and is named by it."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +239,18 @@ def test_each_axis_names_what_breaks_it(name):
     report = audit(function, *inputs, name=name)
     found = {r.layout for r in in_need(report)}
     assert found and found <= axes, report.markdown()
+
+
+@pytest.mark.parametrize("name", ["expanded", "strided", "twice", "slice", "strides", "columns"])
+def test_a_script_shows_what_a_demand_or_a_place_in_memory_moves(name, tmp_path):
+    """In a fresh process, as `settle` ran it, with the numbers of the report."""
+    function, inputs, axes = BROKEN[name]
+    place = f"import sys\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_axes\n\n"
+    imports = f"{place}fn = test_axes.BROKEN[{name!r}][0]"
+    report = audit(function, *inputs, name="broken", folder=tmp_path, imports=imports)
+    rows = [r for r in in_need(report) if r.layout in axes and r.mismatches]
+    assert rows and report.repro, report.markdown()
+    assert all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
 
 
 # which call deviates

@@ -14,6 +14,7 @@ from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.relations.gradient import INVARIANCE
 
 STRIDED, UNBUFFERED = "a strided upstream gradient", "no main_grad, the batch in reverse"
+IN_MEMORY = "the same in memory"
 LEAVES = 6  # inputs and parameters each of which is asked for its gradient alone
 TWICE, EXPANDED, KEPT = "a graph kept, backward twice", "an expanded upstream gradient", "the upstream gradient is kept"
 
@@ -113,6 +114,15 @@ def _signed_zeros_apart(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torc
     return torch.where(wanted.isfinite(), found + 0.0, wanted), wanted + 0.0
 
 
+# what one step shows of a demand; the last is what an expanded gradient is held against
+STEPS: dict[str, Callable[[Target], Step]] = {
+    STRIDED: _Strided,
+    TWICE: _Twice,
+    EXPANDED: partial(_Expanded, expanded=True),
+    IN_MEMORY: partial(_Expanded, expanded=False),
+}
+
+
 def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each demand against `whole`, the gradients that `step` has when all are wanted of all
     outputs."""
@@ -123,8 +133,8 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
         return left(t, layout, step.gradients(every), {k: whole[k] for k in names}, **said)
 
     def expanded() -> list[Row]:
-        found, wanted = (_Expanded(t, way).gradients(every) for way in (True, False))
-        return left(t, EXPANDED, found, wanted, **said | {"against": "the same in memory"})
+        found, wanted = (STEPS[way](t).gradients(every) for way in (EXPANDED, IN_MEMORY))
+        return left(t, EXPANDED, found, wanted, **said | {"against": IN_MEMORY})
 
     def used(layout: str, number: int) -> list[Row]:
         found, wanted = (_OneUsed(t, number, zeros).gradients(every) for zeros in (False, True))
@@ -159,9 +169,9 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
             layout = f"output {number} alone is used"
             out[layout] = partial(used, layout, number)
     out[EXPANDED] = expanded
-    out[STRIDED] = partial(same, STRIDED, _Strided(t), list(whole))
+    out[STRIDED] = partial(same, STRIDED, STEPS[STRIDED](t), list(whole))
     out[UNBUFFERED] = unbuffered
-    out[TWICE] = partial(same, TWICE, _Twice(t), list(whole))
+    out[TWICE] = partial(same, TWICE, STEPS[TWICE](t), list(whole))
     out[KEPT] = watched
     return {layout: partial(refusable, t, layout, run) for layout, run in out.items()}
 

@@ -73,17 +73,31 @@ def _as_given(v: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _placed(t: Target, layout: str, place: Callable, whole: list[torch.Tensor]) -> list[Row]:
-    """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
-    what does not lie in one piece, and says so, is not judged."""
+def on_views(t: Target, place: Callable) -> list[torch.Tensor]:
+    """Returns the whole batch's outputs, a row a sample, of inputs that lie where `place` puts them."""
     arguments = t.take(t.every)
     for k, v in tensors(t.values).items():
         if k not in t.outputs:
             arguments[k] = place(k, v)
+    with torch.no_grad(), t.layout(t.every):
+        return t.rows(t.results(arguments), t.count)
+
+
+def places(t: Target) -> dict[str, Callable]:
+    """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
+    sliced = lambda columns: lambda k, v: _neighboured(v, t.batch, columns) if k in t.batched else v.clone()
+    out = {SLICE: sliced(False), COLUMNS: sliced(True)}
+    if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
+        out[GIVEN] = lambda k, v: _as_given(v)
+    return out
+
+
+def _placed(t: Target, layout: str, place: Callable, whole: list[torch.Tensor]) -> list[Row]:
+    """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
+    what does not lie in one piece, and says so, is not judged."""
     said = {"against": "in one piece", "rows": t.count}
     try:
-        with torch.no_grad(), t.layout(t.every):
-            found = t.rows(t.results(arguments), t.count)
+        found = on_views(t, place)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return compared(t, "invariance", layout, found, whole, **said)
@@ -91,11 +105,7 @@ def _placed(t: Target, layout: str, place: Callable, whole: list[torch.Tensor]) 
 
 def memory(t: Target, whole: list[torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each place in memory against the whole batch."""
-    sliced = lambda columns: lambda k, v: _neighboured(v, t.batch, columns) if k in t.batched else v.clone()
-    places = {SLICE: sliced(False), COLUMNS: sliced(True)}
-    if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
-        places[GIVEN] = lambda k, v: _as_given(v)
-    out = {layout: partial(_placed, t, layout, place, whole) for layout, place in places.items()}
+    out = {layout: partial(_placed, t, layout, place, whole) for layout, place in places(t).items()}
     return {LATER: partial(_kept, t)} | out
 
 

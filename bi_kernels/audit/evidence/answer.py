@@ -90,7 +90,9 @@ def headline(rows: Iterable[Row | dict]) -> str:
         return escape.line(stopped[0])[:LONGEST]
     if not bad:
         return _passed(every)
-    many = f"{len(bad)} of {len(ops)} need a fix (each op in each case and dtype), the first " if len(bad) > 1 else ""
+    judged = [op for op, mine in ops.items() if any(r["verdict"] != UNSUPPORTED for r in mine)]
+    each = " (each op in each case and dtype)" * any(case or dtype for _, case, dtype in ops)
+    many = f"{len(bad)} of {len(judged)} need a fix{each}, the first " if len(bad) > 1 else ""
     return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
 
 

@@ -186,7 +186,8 @@ def verdict(session) -> Bundle:
     }
     interpreted = session.device_label == "interpreter"
     where = "on Triton's interpreter; no statement about a GPU" if interpreted else f"on {session.device_label}"
-    subject = ", ".join(filter(None, (escape.code(session.candidate.spec), *session.dtypes, where)))
+    dtypes = [d for d in session.dtypes if any(r.dtype == d for r in session.rows if not r.control)]
+    subject = ", ".join(filter(None, (escape.code(session.candidate.spec), *dtypes, where)))
     said = "" if word == PASS else f"{escape.text(headline(rows))}.\n\n"
     text = (
         f"### Verdict: {MARK[word]}\n\n{said}{subject}. Controls caught: {caught} of {len(shown)}.\n\n"

@@ -161,7 +161,8 @@ def title(rows: Iterable[Row]) -> str:
     ways = [r for r in rows if r.relation == "invariance" and not r.control]
     whose = ", ".join(dict.fromkeys(r.candidate for r in ways))
     failed = sum(r.mismatches is None for r in ways)
+    said = f"{len({r.layout for r in ways})} ways to compute a sequence, compared {len(ways)} times"
     return (
-        f"{whose}, {len(ways)} ways to compute a sequence: {sum(r.mismatches or 0 for r in ways)} elements differ"
+        f"{whose}, {said}: {sum(r.mismatches or 0 for r in ways)} elements differ"
         + f", {failed} could not be computed" * (failed > 0)
     )

@@ -161,4 +161,5 @@ def sentence(document: dict) -> str:
     where = f"On an {document['device']} (torch {document['torch'].partition('+')[0]}, {document['dtype']})"
     asked = f"{len(document['shapes'])} linear layers at M = {rows[0]} to {rows[-1]}, forward and dX"
     against = f"held against the bits of the same rows in a call of {document['largest']}"
-    return f"{where}, {asked}, {against}: {'; '.join(parts)}."
+    timed = {m for found in every.values() for way in found["ms"].values() for times in way.values() for m in times}
+    return f"{where}, {asked}, {against}, and timed at {len(timed)} M: {'; '.join(parts)}."

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import cloudpickle
 
+from bi_kernels.audit.callables.demand import IN_MEMORY, STEPS
+from bi_kernels.audit.callables.memory import places
 from bi_kernels.audit.callables.modes import FEW, modes
 from bi_kernels.audit.callables.relations import RANDOM, plan
 from bi_kernels.audit.callables.sharper import SHARP, layouts
@@ -41,6 +43,10 @@ def words(t: Target, r: Row) -> tuple[str, str, str, str] | None:
         return WHOLE, WHOLE, r.inputs, r.tensor
     if r.against == "no_grad" and r.layout in modes(t):
         return r.layout, "no_grad", r.inputs, r.tensor
+    if r.layout in places(t):
+        return r.layout, "no_grad", r.inputs, r.tensor
+    if r.layout in STEPS:
+        return r.layout, IN_MEMORY if r.against == IN_MEMORY else WHOLE, r.inputs, r.tensor
     if r.layout.endswith(FEW):
         few = f"{r.against}, the first {r.rows}"
         return few, f"{few} of all", r.inputs, r.tensor

@@ -115,7 +115,7 @@ def table(lines: Sequence[dict]) -> list[dict]:
 
     def known(name: str, reproducer: str) -> str:
         if reproducer == "drifts":
-            return "its reproducer"
+            return "its script"
         if name.startswith("bi_kernels"):
             return "its own audits"
         if name in INVARIANT:
@@ -125,8 +125,9 @@ def table(lines: Sequence[dict]) -> list[dict]:
     return [
         {
             "callable": f"`{line['callable']}`",
-            **{k: line.get(k, "–") for k in ("verdict", *RELATIONS, "reproducer")},
-            "established by": known(line["callable"], line["reproducer"]),
+            **{k: line.get(k, "–") for k in ("verdict", *RELATIONS)},
+            "script": line["reproducer"].partition(":")[0],
+            "known from": known(line["callable"], line["reproducer"]),
             "seconds": line.get("seconds", "–"),
         }
         for line in sorted(lines, key=lambda line: (NEEDS_FIX, PASS, UNSUPPORTED).index(line["verdict"]))
@@ -134,8 +135,9 @@ def table(lines: Sequence[dict]) -> list[dict]:
 
 
 def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Returns {callable: {relation: the largest share of elements that differ, in percent}} of those judged."""
-    return {line["callable"]: {k: line["shares"][k] for k in RELATIONS[:2]} for line in lines if "shares" in line}
+    """Returns {callable: {relation: the largest share of elements that differ, in percent}} of what was asked."""
+    asked = lambda line: {k: share for k, share in line["shares"].items() if k in RELATIONS[:2]}
+    return {line["callable"]: asked(line) for line in lines if "shares" in line}
 
 
 def summary(report: Report) -> dict:
@@ -152,9 +154,9 @@ def summary(report: Report) -> dict:
             key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1),
             default=None,
         )
-        share = 0.0 if mine else float("nan")
+        share = 0.0
         if most is None:
-            line[relation] = mine[0].verdict if mine else "–"
+            line[relation] = mine[0].verdict if mine and mine[0].verdict != UNSUPPORTED else "–"
         elif most.mismatches and most.max_ulp is not None:
             share = 100 * most.mismatches / most.elements
             tensor = most.tensor if len(most.tensor) <= NAME else f"…{most.tensor[-NAME:]}"
@@ -162,7 +164,8 @@ def summary(report: Report) -> dict:
         else:  # it raised, or time was up
             listed = relation == "atomics-free"  # below the table, in whole lines of source
             share, line[relation] = float("nan"), most.verdict if listed else most.detail
-        line["shares"][relation] = share
+        if mine:
+            line["shares"][relation] = share
     return line
 
 
@@ -172,11 +175,12 @@ def _seen_as_drift(row: Row) -> bool:
 
 
 def reproduced(report: Report | None) -> str:
-    """Runs the standalone script by itself: 'drifts', 'does not', or '–' where nothing drifts."""
+    """Runs the standalone script by itself: 'drifts'; 'does not' or 'none found', and why; '–' where nothing drifts."""
     if report is None or not any(map(_seen_as_drift, report.rows)):
         return "–"
     if report.repro is None:
-        return "none found"
+        why = dict.fromkeys(r.detail for r in report.rows if _seen_as_drift(r) and r.detail)
+        return ": ".join(("none found", *list(why)[:1]))
     done = subprocess.run(
         [sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True, timeout=LONGEST
     )
