@@ -119,6 +119,7 @@ def document(**changed) -> dict:
 
 def test_the_sentence_says_who_drifts_and_who_does_not():
     text = said.sentence(document())
+    assert ", and timed at 2 M: plain" in text
     assert text.startswith("On an NVIDIA H100 (torch 2.11.0, bf16), 2 linear layers at M = 1 to 4096, forward and dX, ")
     for part in (
         "plain cuBLAS drifts forward up to M = 300, and not in dX;",

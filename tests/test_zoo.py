@@ -44,6 +44,7 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path, monkeypatch):
         "random" not in lines["a batch's mean taken off"]["determinism"]
         and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
     )
+    assert "nn.Dropout, training" not in zoo.shares([*lines.values()]) and zoo.shares([*lines.values()])
     rows = session.rows
     assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
     assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows

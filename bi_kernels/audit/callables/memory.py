@@ -73,12 +73,17 @@ def _as_given(v: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def on_views(t: Target, place: Callable) -> list[torch.Tensor]:
-    """Returns the whole batch's outputs, a row a sample, of inputs that lie where `place` puts them."""
+def laid(t: Target, place: Callable) -> dict:
+    """Returns the whole batch's arguments, its inputs lying where `place` puts them."""
     arguments = t.take(t.every)
     for k, v in tensors(t.values).items():
         if k not in t.outputs:
             arguments[k] = place(k, v)
+    return arguments
+
+
+def called(t: Target, arguments: dict) -> list[torch.Tensor]:
+    """Returns the whole batch's outputs, a row a sample, of arguments so laid."""
     with torch.no_grad(), t.layout(t.every):
         return t.rows(t.results(arguments), t.count)
 
@@ -95,9 +100,10 @@ def places(t: Target) -> dict[str, Callable]:
 def _placed(t: Target, layout: str, place: Callable, whole: list[torch.Tensor]) -> list[Row]:
     """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
     what does not lie in one piece, and says so, is not judged."""
+    arguments = laid(t, place)
     said = {"against": "in one piece", "rows": t.count}
     try:
-        found = on_views(t, place)
+        found = called(t, arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return compared(t, "invariance", layout, found, whole, **said)

@@ -175,18 +175,18 @@ def verdict(session) -> Bundle:
     missed = [r.candidate for r in shown if not r.caught]
     caught = len(shown) - len(missed)
     word = verdict_of(session.rows)
+    dtypes = [d for d in session.dtypes if any(r.dtype == d for r in session.rows if not r.control)]
     data = {
         "audit": session.audit,
         "candidate": session.candidate.spec,
         "device": session.device_label,
-        "dtypes": session.dtypes,
+        "dtypes": dtypes,
         "verdict": word,
         "ops": ops,
         "controls": {"caught": caught, "total": len(shown), "missed": missed},
     }
     interpreted = session.device_label == "interpreter"
     where = "on Triton's interpreter; no statement about a GPU" if interpreted else f"on {session.device_label}"
-    dtypes = [d for d in session.dtypes if any(r.dtype == d for r in session.rows if not r.control)]
     subject = ", ".join(filter(None, (escape.code(session.candidate.spec), *dtypes, where)))
     said = "" if word == PASS else f"{escape.text(headline(rows))}.\n\n"
     text = (

@@ -162,4 +162,4 @@ def sentence(document: dict) -> str:
     asked = f"{len(document['shapes'])} linear layers at M = {rows[0]} to {rows[-1]}, forward and dX"
     against = f"held against the bits of the same rows in a call of {document['largest']}"
     timed = {m for found in every.values() for way in found["ms"].values() for times in way.values() for m in times}
-    return f"{where}, {asked}, {against}, and timed at {len(timed)} M: {'; '.join(parts)}."
+    return f"{where}, {asked}, {against}{f', and timed at {len(timed)} M' * bool(timed)}: {'; '.join(parts)}."

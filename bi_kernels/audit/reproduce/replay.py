@@ -12,7 +12,7 @@ import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
 from bi_kernels.audit.callables.demand import STEPS
-from bi_kernels.audit.callables.memory import on_views, places
+from bi_kernels.audit.callables.memory import called, laid, places
 from bi_kernels.audit.callables.modes import modes
 from bi_kernels.audit.callables.relations import filled, output_names, plan, samples_of
 from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts
@@ -124,7 +124,7 @@ class Arguments(Target):
             out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self, self.every), self.count)
             return [out[output_names(self).index(tensor)]]
         if layout in places(self):
-            return [on_views(self, places(self)[layout])[output_names(self).index(tensor)]]
+            return [called(self, laid(self, places(self)[layout]))[output_names(self).index(tensor)]]
         if layout in STEPS:
             return [STEPS[layout](self).gradients([self.every])[tensor]]
         calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, inputs, tensor)

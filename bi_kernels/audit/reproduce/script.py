@@ -26,6 +26,7 @@ TEMPLATES = Environment(
 )
 MOST = 6  # scripts of an audit: each is run, which takes seconds
 ROWS = 64  # that a script shows
+NO_SCRIPT = "no script: "  # before the reason, last in a row's detail
 LONGEST = 120  # seconds that a script may take
 SHOWN = re.compile(r"^(\d+) of (\d+) elements differ; max abs (\S+)", re.M)
 PARITIES = ("00", "10", "01", "11")  # what fresh memory may hold in the first call of both layouts
@@ -126,7 +127,7 @@ def agrees(row: Row, count: int, of: int, most: float) -> bool:
 def unscripted(rows: Sequence[Row], why: str) -> None:
     """Says in rows why no script shows them."""
     for r in rows:
-        r.detail = "; ".join(filter(None, (r.detail, f"no script: {why}")))
+        r.detail = "; ".join(filter(None, (r.detail, f"{NO_SCRIPT}{why}")))
 
 
 def settle(scripts: Sequence[Script]) -> list[Path]:

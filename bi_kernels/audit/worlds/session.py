@@ -174,7 +174,7 @@ class WorldSession(Session):
 
     def _row(self, relation: str, world: World, drift: Drift, part: str, **more) -> Row:
         """Returns a row; without an element that was compared it needs a fix."""
-        count = drift.elements if part == "logprob" else sum(case(self.parameters["shapes"])["lengths"])
+        count = drift.elements if part.startswith("logprob") else sum(case(self.parameters["shapes"])["lengths"])
         if not drift.elements:
             return replace(self._missing(world, f"{part}: there was nothing to compare"), relation=relation)
         row = self.who.about(relation, world.name, drift, [part], rows=count, **more)

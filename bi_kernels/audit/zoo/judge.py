@@ -18,6 +18,7 @@ from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
+from bi_kernels.audit.reproduce.script import NO_SCRIPT
 from bi_kernels.audit.zoo.animals import Animal, zoo
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops
@@ -137,7 +138,7 @@ def table(lines: Sequence[dict]) -> list[dict]:
 def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
     """Returns {callable: {relation: the largest share of elements that differ, in percent}} of what was asked."""
     asked = lambda line: {k: share for k, share in line["shares"].items() if k in RELATIONS[:2]}
-    return {line["callable"]: asked(line) for line in lines if "shares" in line}
+    return {line["callable"]: asked(line) for line in lines if line.get("shares")}
 
 
 def summary(report: Report) -> dict:
@@ -148,7 +149,7 @@ def summary(report: Report) -> dict:
     worst = max(drifts, key=lambda r: r.mismatches, default=None)
     line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
     for relation in RELATIONS:
-        mine = [r for r in report.rows if r.relation == relation]
+        mine = [r for r in report.rows if r.relation == relation and r.verdict != UNSUPPORTED]
         most = max(
             (r for r in bad if r.relation == relation),
             key=lambda r: (r.mismatches or 0) / max(r.elements or 1, 1),
@@ -156,7 +157,7 @@ def summary(report: Report) -> dict:
         )
         share = 0.0
         if most is None:
-            line[relation] = mine[0].verdict if mine and mine[0].verdict != UNSUPPORTED else "–"
+            line[relation] = mine[0].verdict if mine else "–"
         elif most.mismatches and most.max_ulp is not None:
             share = 100 * most.mismatches / most.elements
             tensor = most.tensor if len(most.tensor) <= NAME else f"…{most.tensor[-NAME:]}"
@@ -179,8 +180,8 @@ def reproduced(report: Report | None) -> str:
     if report is None or not any(map(_seen_as_drift, report.rows)):
         return "–"
     if report.repro is None:
-        why = dict.fromkeys(r.detail for r in report.rows if _seen_as_drift(r) and r.detail)
-        return ": ".join(("none found", *list(why)[:1]))
+        details = [r.detail for r in report.rows if _seen_as_drift(r) and NO_SCRIPT in r.detail]
+        return ": ".join(("none found", *(d.rpartition(NO_SCRIPT)[2] for d in details[:1])))
     done = subprocess.run(
         [sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True, timeout=LONGEST
     )
