@@ -148,3 +148,15 @@ def test_a_document_of_the_promised_device_is_of_these_kernels():
         stale = sources.changed(json.loads(path.read_text()))[sources.KERNELS]
         promised = made["architecture"] in CONTRACT["architectures"]["promised"]
         assert not (promised and stale), f"{path.parent.relative_to(ROOT)}: other kernels since, in {stale}"
+
+
+def test_one_document_of_attention_stands_for_both_models():
+    """As limits say: what attention's audit takes of a model's shapes is the same, and not all of them are."""
+    asked = ("heads", "kv_heads", "head_dim", "lengths", "gradient_lengths")
+    one, other = (CONTRACT["shapes"][name] for name in ("qwen3-8b", "llama3-8b"))
+    same = [one[k] for k in asked] == [other[k] for k in asked]
+    said = " ".join((ROOT / "docs/limits.md").read_text(encoding="utf-8").split())
+    assert (
+        "Attention has the same shapes in Qwen3-8B and in Llama-3-8B: one document stands for both." in said
+    ) == same
+    assert one["mlp"] != other["mlp"], "blind"
