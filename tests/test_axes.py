@@ -253,6 +253,25 @@ def test_a_script_shows_what_a_demand_or_a_place_in_memory_moves(name, tmp_path)
     assert all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
 
 
+class Quantised(torch.Tensor):
+    """A weight that refuses arithmetic, as weights of few bits do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.mul_:
+            raise NotImplementedError("mul_ of a quantised weight")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_that_no_optimizer_can_update_are_no_fault_of_their_module():
+    linear = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised), requires_grad=False)
+    report = audit(linear.eval(), X, name="quantised", backward=False)
+    (row,) = [r for r in report.rows if r.layout == history.UPDATED]
+    assert (row.verdict, row.detail) == ("unsupported", "NotImplementedError: mul_ of a quantised weight")
+    assert "NotImplementedError" not in {r.detail.partition(":")[0] for r in in_need(report)}, report.markdown()
+
+
 # which call deviates
 
 

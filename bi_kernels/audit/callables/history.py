@@ -9,7 +9,7 @@ import torch
 from bi_kernels.audit.callables.relations import compared, output_names
 from bi_kernels.audit.callables.target import Target, tensors
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
 UPDATED = "weights updated in place"
 OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
@@ -78,6 +78,11 @@ def _called(t: Target, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         return [y.clone() for y in t.rows(t.results(arguments), t.count)]
 
 
+def _moved(v: torch.Tensor) -> torch.Tensor:
+    """Returns what an optimizer might make of a weight."""
+    return v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)
+
+
 def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
@@ -85,10 +90,14 @@ def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
     weights = own if t.module else {k: v.clone() for k, v in own.items()}
     kept = {k: v.detach().clone() for k, v in weights.items()}
     try:
+        moved = {k: _moved(v) for k, v in kept.items()}
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # such as of quantised weights
+        return [t.row("invariance", UPDATED, verdict=UNSUPPORTED, detail=sentence(error))]
+    try:
         _called(t, weights)
         with torch.no_grad():
-            for v in weights.values():
-                v.mul_(0.5).add_(v.detach().flip(0) if v.dim() else v.detach(), alpha=0.25)
+            for k, v in weights.items():
+                v.copy_(moved[k])
         fresh = {k: v.detach().clone() for k, v in weights.items()}  # before the call: it may write into them
         found = _called(t, weights)
         if t.module:
