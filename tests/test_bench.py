@@ -7,6 +7,7 @@ import re
 import time
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -520,6 +521,22 @@ def test_the_readme_says_of_the_drawn_shapes_what_the_benchmark_reached():
     assert ("they come out lower, on average and at worst" in said) == lower
 
 
+def test_readme_and_limits_say_what_is_slow_as_the_benchmark_measured_it():
+    cells = [json.loads(line) for line in (DOCUMENT / "benchmark.jsonl").read_text().splitlines()]
+    ratios = lambda **of: [c["ratio"] for c in cells if of.items() <= c.items()]
+    decode, added = ratios(group="decode"), []
+    for tokens in (1024, 4096, 16384):
+        added += ratios(group="gradients", direction="dW into main_grad", tokens=tokens)
+    (ms,) = (c["ms"] for c in cells if c["group"] == "lm_head" and c["case"] == "nothing kept, into main_grad")
+    head = median(ms["nothing kept, into main_grad"]) / median(ms["torch.compile"])
+    slower = lambda found: f"{sum(r < 1 for r in found)} of {len(found)}"
+    for path in ("README.md", "docs/limits.md"):
+        said = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        assert f"decode, {slower(decode)} cases of which take longer than SDPA's fastest backend" in said
+        assert f"with 1,024 tokens and more, {slower(added)} take longer than cuBLAS's in fp32" in said
+        assert f"The LM head that keeps no logits takes {head:.2f} times as long as `torch.compile`'s" in said
+
+
 def one_hash(rows: list[dict]) -> bool:
     """Tells whether worlds of one rank, two and four have one hash."""
     hashes = {r["layout"]: r["detail"] for r in rows if not r["control"] and r["detail"].startswith("SHA-256")}
@@ -540,3 +557,11 @@ def test_the_readme_says_of_worlds_what_their_documents_show(document, words):
     assert not one_hash([r | {"detail": f"{r['detail']}{r['layout']}"} for r in rows]), "blind"
     asked = CONTRACT["chain"]["world"]["real"]
     assert (asked["steps"], asked["layers"]) == (50, 8)
+
+
+def test_the_readme_counts_the_goals_of_worlds_that_are_missed():
+    table = (ROOT / "audits/nvidia-h200-qwen3-8b/world/README.md").read_text(encoding="utf-8")
+    met, missed = (len(re.findall(rf"\| {mark} [\d.]+ at most", table)) for mark in "✔✘")
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    words = ["", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    assert f"beside {words[met + missed]} goals, of which {words[missed]} are missed" in said
