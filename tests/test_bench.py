@@ -564,4 +564,4 @@ def test_the_readme_counts_the_goals_of_worlds_that_are_missed():
     met, missed = (len(re.findall(rf"\| {mark} [\d.]+ at most", table)) for mark in "✔✘")
     said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     words = ["", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    assert f"beside {words[met + missed]} goals, of which {words[missed]} are missed" in said
+    assert f"with {words[met + missed]} measurements that have a goal, {words[missed]} of which miss it." in said

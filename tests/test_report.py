@@ -237,7 +237,7 @@ def test_no_count_is_above_its_elements_and_no_ulp_beyond_a_binade(dtype, bits):
     assert "inf ULP" not in str(drift)
 
 
-TEXT = st.text(max_size=30)
+TEXT = st.text(max_size=30).filter(lambda text: not re.search(r"\d{7}", text))  # no count of ours
 ROWS = st.builds(
     failed,
     relation=st.sampled_from(tables.RELATIONS),
