@@ -150,15 +150,7 @@ def test_a_document_of_the_promised_device_is_of_these_kernels():
         assert not (promised and stale), f"{path.parent.relative_to(ROOT)}: other kernels since, in {stale}"
 
 
-def test_limits_say_that_the_drawn_cases_have_no_document_of_a_gpu():
-    """And that the document which they name instead passed, where git has its commit."""
+def test_limits_say_where_the_drawn_cases_have_no_document_of_a_gpu():
     said = " ".join((ROOT / "docs/limits.md").read_text(encoding="utf-8").split())
     missing = not any((ROOT / "audits").glob("nvidia-*/random"))
     assert ("The audit `random` has no document of a GPU here" in said) == missing
-    shown = subprocess.run(
-        ["git", "show", "3e478d9:audits/nvidia-h200-qwen3-8b/random/verdicts.json"], cwd=ROOT, capture_output=True
-    )
-    if missing and shown.returncode == 0:
-        rows = json.loads(shown.stdout)
-        assert {r["verdict"] for r in rows if not r["control"]} <= {"pass", "unsupported"}
-        assert all(r["caught"] for r in rows if r["control"])
