@@ -8,12 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from bi_kernels.audit.mutants import document, operators, plan, questions
+from bi_kernels.audit.mutants import document, operators, plan, questions, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
+from bi_kernels.audit.relations.views import VIEWED
 
 TOY = '''
 BLOCK = 32
@@ -119,6 +121,27 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     assert all(len(e.reason) > 20 for e in entries)
 
 
+def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
+    monkeypatch.setitem(questions.LARGE, "rms_norm", ({"hidden": 48}, True))  # sizes that an interpreter can
+    given = {"dtype": "bf16", "device": "cpu", "op": "rms_norm", "shapes": "tiny", "seed": 0}
+    rows = list(questions._large(questions.load("rms_norm", given).make(), "rms_norm"))
+    assert {"accuracy", "invariance", "gradient invariance", "determinism"} <= {r.relation for r in rows}
+    assert {*questions.QUICK, *VIEWED, "micro_batches:each"} <= {r.layout for r in rows}
+    assert not [r for r in rows if r.verdict != "pass"]
+
+
+def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    made = []
+    monkeypatch.setattr(run.subprocess, "Popen", lambda command, env, **pipes: made.append(env) or Mock())
+    with run.servers(3, "cuda"):
+        pass
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in made] == ["2", "5", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 4)
+    assert run.visible() == ["0", "1", "2", "3"]
+
+
 def mutate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [
@@ -214,7 +237,7 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
         asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
 
-    monkeypatch.setattr(Server, "__init__", lambda self, device: None)
+    monkeypatch.setattr(Server, "__init__", lambda self, device, number: None)
     monkeypatch.setattr(Server, "close", lambda self: None)
     monkeypatch.setattr(Server, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]

@@ -257,15 +257,16 @@ def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[
     """Returns every mutant of a source; public: the names of the ops that it holds."""
     s, found, counts = _Source(text), [], {}
 
-    def add(top: str, edit: Edit, more: str = "") -> None:
+    def add(top: ast.stmt, edit: Edit, more: str = "") -> None:
         operator, node, new = edit
-        start, end = s.span(node)
+        (start, end), (first, last) = s.span(node), s.span(top)
         if s.text[start:end] == new:
             return
         before = " ".join(s.text[s.offsets[node.lineno - 1] : s.offsets[node.end_lineno]].split())
-        key = top, operator, before, new
+        key = top.name, operator, before, new
         counts[key] = counts.get(key, -1) + 1
-        found.append(Mutant(file, top, operator, node.lineno, start, end, new, before, counts[key], more))
+        if _compiles(s.text[first:start] + new + s.text[end:last], file):  # the rest of the module does
+            found.append(Mutant(file, top.name, operator, node.lineno, start, end, new, before, counts[key], more))
 
     for top in s.tree.body:
         if not isinstance(top, (ast.FunctionDef, ast.ClassDef)) or top.name in FREE:
@@ -273,17 +274,17 @@ def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[
         for node in _walk(top):
             for operator in SYNTAX:
                 for edit in operator(s, node):
-                    add(top.name, edit)
+                    add(top, edit)
         functions = top.body if isinstance(top, ast.ClassDef) else [top]
         for function in (f for f in functions if isinstance(f, ast.FunctionDef)):
             for edit, more in _returns(s, function, function.name in public):
-                add(top.name, edit, more)
-    return [m for m in found if _compiles(m, text)]
+                add(top, edit, more)
+    return found
 
 
-def _compiles(mutant: Mutant, text: str) -> bool:
+def _compiles(statement: str, file: str) -> bool:
     try:
-        compile(mutant.applied(text), mutant.file, "exec")
+        compile(statement, file, "exec")
     except SyntaxError:
         return False
     return True

@@ -17,17 +17,44 @@ from bi_kernels.audit.relations import forward, gradient, uses
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
+# Asked at a model's sizes besides, on a GPU: tiny ones hardly reach the programs for sm_90. Sizes in place of the
+# model's, and whether values are held against fp64, which the logits of a whole vocabulary leave no memory for
+MODEL = "qwen3-8b"
+LARGE: dict[str, tuple[dict, bool]] = {
+    "linear": ({}, True),
+    "rms_norm": ({"hidden": 24_576}, True),  # a block of so wide a row fills shared memory
+    "attention": ({}, True),
+    "token_logprob": ({}, False),  # views of rows that are no multiple of 16
+    "lm_head_logprob": ({}, False),
+}
 
 
 def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
     """Yields the rows of one op of this package in one dtype, as its audits have them; whole: or those that kill
     most."""
-    session = load(OPS[op].audit, {"dtype": dtype, "device": device, "op": op, "shapes": "tiny", "seed": seed})
+    at = lambda shapes: load(
+        OPS[op].audit, {"dtype": dtype, "device": device, "op": op, "shapes": shapes, "seed": seed}
+    )
+    session = at("tiny")
     s = session.make()[0]
-    for stage in (_values, _quick, _drawn, _used, *[_rest] * whole):
+    for stage in (_values, _quick, _drawn, _used):
         yield from stage(s)
         s.forget()
-    yield from MORE[op](session) if whole and op in MORE else ()
+    yield from _large(at(MODEL).make(), op) if device == "cuda" and op in LARGE else ()
+    if whole:
+        yield from _rest(s)
+        s.forget()
+        yield from MORE[op](session) if op in MORE else ()
+
+
+def _large(subjects: list[Subject], op: str) -> Iterator[Row]:
+    sizes, held_to_fp64 = LARGE[op]
+    cases = {s.problem.dims.get("N"): s for s in subjects}  # of linear the widest and the narrowest
+    for n in {min(cases), max(cases)} if op == "linear" else [next(iter(cases))]:
+        s = replace(cases[n], problem=replace(cases[n].problem, sizes=sizes), memo={})
+        for stage in (*[_values] * held_to_fp64, _quick, gradient.by_split, forward.by_view):
+            yield from stage(s)
+            s.forget()
 
 
 def _values(s: Subject) -> Iterator[Row]:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
+import torch
+
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import ops_for, package
 from bi_kernels.audit.problem.registry import OPS
@@ -37,7 +39,7 @@ def made_of() -> str:
 class Server:
     """A process that judges mutants of a copy of the package, one after another."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, number: int = 0):
         self.device, self.folder = device, tempfile.TemporaryDirectory()
         self.copy = Path(self.folder.name, package().name)
         shutil.copytree(package(), self.copy)  # with what is compiled of it, numba's cache too
@@ -47,6 +49,7 @@ class Server:
         if device == "cuda":
             env.pop("TRITON_INTERPRET", None)
             env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and Path(p) != package().parent)
+            env["CUDA_VISIBLE_DEVICES"] = visible()[number % len(visible())]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, str(SERVER)], env=env, text=True, **pipes)
 
@@ -83,11 +86,17 @@ class Server:
         self.folder.cleanup()
 
 
+def visible() -> list[str]:
+    """Returns what CUDA calls each GPU that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+
+
 @contextmanager
 def servers(count: int, device: str) -> Iterator[Callable]:
     """Yields what calls a function with a server that is free, in a thread of the caller's."""
     free: SimpleQueue = SimpleQueue()
-    several = [Server(device) for _ in range(count)]
+    several = [Server(device, number) for number in range(count)]  # each of a GPU in turn
     for server in several:
         free.put(server)
 
