@@ -1,0 +1,224 @@
+"""Activation checkpointing changes no bit: a call that is computed again in the backward has the outputs and gradients
+of the plain one, or is refused in a sentence."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import bi_kernels
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import Subject, of_candidate, poisoned_memory
+from bi_kernels.audit.relations.one_call import LENGTHS, Made, OneCall
+from bi_kernels.audit.relations.step import token_layout
+from bi_kernels.audit.relations.uses import compared
+from bi_kernels.tokens import TokenLayout, layout_for
+
+pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either
+OTHER = LENGTHS[::-1]  # as many rows, so that no op sees by the shapes that a layout is another call's
+EVERY = pytest.mark.parametrize("name", OPS)
+WITH_PARAMETERS = pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.shared])
+# whether the checkpoint is reentrant, and whether its function has the layout of its own, `layout.within(function)`
+KINDS = {"not reentrant": (False, False), "not reentrant, within": (False, True), "reentrant, within": (True, True)}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+REFUSED = "called inside a backward, as activation checkpointing does, without its token layout; checkpoint layout.w"
+
+
+class Call(OneCall):
+    """One packed call with the backward of `.backward()`, the only one that a reentrant checkpoint has."""
+
+    def backward(self, outputs, leaves, upstream, left=0):
+        with poisoned_memory(self.subject.calls + left), of_candidate():
+            torch.autograd.backward(outputs, upstream)
+        return [t.grad for t in leaves]
+
+    @property
+    def layout(self) -> TokenLayout:
+        return token_layout(self.call, self.step.lengths)
+
+    @property
+    def parameters(self) -> list[str]:
+        return [k for k in self.floating if k in self.step.shared]
+
+    @property
+    def of_tokens(self) -> list[str]:
+        return [k for k in self.floating if k in self.step.tokens]
+
+    def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Made:
+        """Returns what the plain call gives."""
+        made = self.folded if main_grad else self.base
+        return self.results | {f"d{k}": made[f"d{k}"] for k in wanted}
+
+    def checkpointed(
+        self, reentrant: bool, within: bool, again: Callable | None = None, passed: bool = False, **more
+    ) -> Callable:
+        """Returns the op in a checkpoint that holds its parameters, as a layer does, or is `passed` them; again: what
+        is computed in the op's place the second time; more: arguments of the op."""
+
+        def function(*tensors, **told):
+            held = {} if passed else {i: t for i, t in enumerate(tensors) if isinstance(t, torch.nn.Parameter)}
+            given = [t for i, t in enumerate(tensors) if i not in held]
+            ways = [self.subject.called, again or self.subject.called]
+
+            def call(*given):
+                rest = iter(given)
+                every = [held[i] if i in held else next(rest) for i in range(len(tensors))]
+                return ways.pop(0)(*every, **told, **more)
+
+            if reentrant and not any(t.requires_grad for t in given):  # else PyTorch finds nothing to train
+                given.append(torch.zeros((), requires_grad=True))
+            return checkpoint(self.layout.within(call) if within else call, *given, use_reentrant=reentrant)
+
+        return function
+
+
+@cache
+def call_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> Call:
+    op = OPS[name]
+    problem = Problem(op, next(iter(op.cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
+    return Call(Subject(problem, getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter"), lengths)
+
+
+def others() -> TokenLayout:
+    """Returns the layout of another call of as many rows, whose sequences follow in another order."""
+    return TokenLayout.packed([0, *accumulate(OTHER)], range(len(OTHER))[::-1])
+
+
+def assert_same(found: Made, expected: Made, *what: object) -> None:
+    drift, tensor = compared(found, expected)
+    assert not drift.mismatches, (*what, tensor, str(drift))
+
+
+def differing(found: Made, expected: Made) -> set[str]:
+    """Returns the names of what differs, by the same comparison."""
+    return {k for k, t in expected.items() if compared({k: found[k]}, {k: t})[0].mismatches}
+
+
+@pytest.fixture(autouse=True)
+def no_layout_is_left(monkeypatch):
+    monkeypatch.setattr(TokenLayout, "assumed", False)  # else attention is reminded of layouts
+    yield
+    assert layout_for("linear", (1,)).rows == 1, "a layout is still entered"
+
+
+# What is computed again
+
+
+@EVERY_KIND
+@EVERY
+def test_all_that_is_wanted_has_the_bits_of_the_plain_call(name, kind):
+    u = call_of(name)
+    for wanted in filter(None, [u.floating, u.parameters]):
+        for main_grad in (False, True)[: 1 + bool(u.parameters)]:
+            found = u.made(wanted, main_grad=main_grad, function=u.checkpointed(*kind))
+            assert_same(found, u.expected(wanted, main_grad), wanted, main_grad)
+    for argument, values in u.subject.free.items():
+        for value in values:
+            found = u.made(main_grad=True, function=u.checkpointed(*kind, **{argument: value}))
+            assert_same(found, u.expected(u.floating), argument, value)
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), (True, False)], ids=[*KINDS, "reentrant"])
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.shared and name != "embedding"])
+def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name, kind):
+    u = call_of(name)
+    given = u.inputs()
+    for k in u.parameters:
+        given[k].main_grad = torch.full_like(given[k], 3.0, dtype=torch.float32)
+    found = u.made(u.of_tokens, given=given, function=u.checkpointed(*kind))
+    assert_same(found, u.expected(u.of_tokens))
+    for k in u.parameters:
+        assert given[k].grad is None and bool((given[k].main_grad == 3).all()), k
+
+
+@pytest.mark.slow(but=["linear", "matmul", "rms_norm", "embedding", "lm_head", "attention-"])
+@EVERY_KIND
+@EVERY
+def test_a_call_with_other_lengths_in_between_changes_neither(name, kind):
+    """Whose layout is even entered while the first is computed again."""
+    u, other = call_of(name), call_of(name, OTHER)
+    made = []
+    with ExitStack() as entered:
+        if not kind[1]:  # attention says that the layout entered is another's
+            entered.enter_context(warnings.catch_warnings(action="ignore"))
+
+        def between():
+            made.append(other.made(main_grad=True, function=other.checkpointed(*kind)))
+            entered.enter_context(others())
+
+        found = u.made(main_grad=True, function=u.checkpointed(*kind), between=between)
+    assert_same(found, u.expected(u.floating))
+    assert_same(made[0], other.expected(other.floating))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@WITH_PARAMETERS
+def test_a_parameter_that_is_passed_has_its_gradient_once(name, reentrant):
+    """In its main_grad, or, of a reentrant checkpoint, in `.grad`: PyTorch passes a copy that has no main_grad on."""
+    u = call_of(name)
+    given = u.inputs()
+    found = u.made(given=given, main_grad=True, function=u.checkpointed(reentrant, True, passed=True))
+    assert_same(found, u.expected(u.floating, main_grad=not reentrant))
+    for k in u.parameters:
+        assert (given[k].grad is None) != reentrant and bool(given[k].main_grad.any()) != reentrant, k
+
+
+# The layout that it is computed under
+
+
+@EVERY
+def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_trains(name):
+    u, given = call_of(name), call_of(name).inputs()
+    call = lambda: u.made(given=given, main_grad=True, function=u.checkpointed(True, False))
+    if not u.parameters:
+        assert_same(call(), u.expected(u.floating))
+        return
+    with pytest.raises(ValueError, match=f"^{OPS[name].function or name}: {REFUSED}"):
+        call()
+    for k in u.parameters:
+        assert given[k].grad is None and not given[k].main_grad.any(), f"{k} has part of a gradient"
+
+
+@WITH_PARAMETERS
+def test_where_no_layout_was_ever_entered_shapes_say_it_again(name, monkeypatch):
+    u = call_of(name)
+    function = u.checkpointed(True, False)
+    monkeypatch.setattr(TokenLayout, "entered", False)
+    monkeypatch.setattr(u.step, "says_layout", False)
+    expected = u.made(main_grad=True)
+    assert differing(expected, u.folded) <= {f"d{k}" for k in u.parameters}, "shapes say another layout, and no more"
+    assert_same(u.made(main_grad=True, function=function), expected)
+    TokenLayout.entered = True
+    with pytest.raises(ValueError, match=REFUSED):
+        u.made(main_grad=True, function=function)
+
+
+# Controls: what is computed again as another call is found
+
+
+@pytest.mark.parametrize("how", ["the layout of the moment", "a layout of its own"])
+@WITH_PARAMETERS
+def test_a_layout_of_another_call_is_found(name, how):
+    """An op cannot tell that a layout of as many rows, entered in the backward, is another call's."""
+    u = call_of(name)
+    of_its_own = how == "a layout of its own"
+    again = others().within(u.subject.called) if of_its_own else None
+    with ExitStack() as entered:
+        between = (lambda: None) if of_its_own else lambda: entered.enter_context(others())
+        found = u.made(main_grad=True, function=u.checkpointed(True, of_its_own, again), between=between)
+    assert differing(found, u.expected(u.floating)) == {f"d{k}" for k in u.parameters}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("name", ["silu", "swiglu", "linear", "matmul", "rms_norm", "lm_head_logprob", "attention"])
+def test_other_numbers_are_found(name, kind):
+    u = call_of(name)
+    again = lambda *tensors, **told: u.subject.called(-tensors[0], *tensors[1:], **told)
+    found = differing(u.made(main_grad=True, function=u.checkpointed(*kind, again)), u.expected(u.floating))
+    assert found and found <= {f"d{k}" for k in u.floating}
