@@ -167,7 +167,8 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
         yield SimpleNamespace(verdict="needs-fix" if bad else "pass", relation="invariance", layout="rows", detail="")
 
     monkeypatch.setattr(questions, "asked", rows)
-    found = questions.killer([(op, d, d == "fp32") for d in ("fp32", "bf16") for op in ("gelu", "silu")], SEEDS, "cpu")
+    asks = [(op, dtype, dtype == "fp32") for dtype in ("fp32", "bf16") for op in ("gelu", "silu")]
+    found = questions.killer(asks, SEEDS, "cpu", 0)
     assert found["verdict"] == verdict
     assert asked[:5] == [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0), asked[4]]
     assert asked[4] == ("silu", "bf16", 1), "what killed comes first"
@@ -182,7 +183,7 @@ def test_the_package_as_it_is_is_asked_with_every_seed(monkeypatch):
         [SimpleNamespace(verdict="needs-fix" if seed == 2 else "pass", relation="parity", layout="x", detail="")]
     )
     monkeypatch.setattr(questions, "asked", rows)
-    assert [questions.killer([("silu", "fp32", True)], [seed], "cpu")["verdict"] for seed in SEEDS] == [
+    assert [questions.killer([("silu", "fp32", True)], [seed], "cpu", 0)["verdict"] for seed in SEEDS] == [
         "survived",
         "survived",
         "killed",
@@ -233,7 +234,7 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 
 
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
-    def judge(self, mutant, ops, seconds, seeds=SEEDS, dtypes=("fp32", "bf16")):
+    def judge(self, mutant, ops, limits, seeds=SEEDS, dtypes=("fp32", "bf16")):
         asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
 
@@ -258,7 +259,7 @@ def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
     server = Server("cpu")
     hangs = operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=body)
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(server.judge, hangs, ["silu"], 600)
+        pending = pool.submit(server.judge, hangs, ["silu"], (600, 600))
         assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
         pid = int((tmp_path / "pid").read_text())
         server.close()
@@ -269,11 +270,15 @@ def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
 @pytest.mark.slow
 def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
     body = lambda text: operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=text)
+    hanging = "\n\ndef silu(x):\n    while True:\n        pass\n"
     server = Server("cpu")
     try:
-        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], 3)
-        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], 60)
-        fine = server.judge(None, ["add"], 600, [0])
+        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], (3, 3))
+        silent = server.judge(body(hanging), ["silu"], (120, 5))
+        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], (60, 60))
+        fine = server.judge(None, ["add"], (600, 100), [0])
     finally:
         server.close()
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
+    assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
+    assert 0 < fine["longest"] <= fine["seconds"]

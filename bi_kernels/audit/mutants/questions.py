@@ -1,5 +1,7 @@
 """What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
 
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -112,6 +114,7 @@ def _vocabulary(session) -> Iterator[Row]:
 # what else the audit of an op's family judges in its notebook
 MORE: dict[str, Callable] = {
     "attention": _experiments,
+    "attention_window": _experiments,
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "lm_head_logprob": _vocabulary,
@@ -119,15 +122,17 @@ MORE: dict[str, Callable] = {
 }
 
 
-def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str) -> dict:
+def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str, patience: int) -> dict:
     """Returns who killed the mutant that is imported with the first seed, op and dtype included; `verdict` is survived
-    where nobody did, or with another seed nobody does.
+    where nobody did, or with another seed nobody does; `longest` is how many seconds an answer took at most.
 
-    asks: ops and dtypes, and whether all is asked.
+    asks: ops and dtypes, and whether all is asked; patience: seconds after which a signal ends this process, where no
+    answer comes; 0: never.
     """
     asks, first = list(map(tuple, asks)), {}
     for seed in seeds:
-        found = _killer(asks, device, seed)
+        found = _killer(asks, device, seed, patience)
+        signal.alarm(0)
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
             return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
@@ -136,12 +141,15 @@ def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str)
     return first
 
 
-def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int) -> dict:
-    count = 0
+def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int, patience: int) -> dict:
+    count, longest, last = 0, 0.0, time.monotonic()
     for op, dtype, whole in asks:
         try:
+            signal.alarm(patience)
             for row in asked(op, dtype, device, whole, seed):
-                count += 1
+                signal.alarm(patience)
+                now = time.monotonic()
+                count, longest, last = count + 1, max(longest, now - last), now
                 if row.verdict == NEEDS_FIX:
                     said = {"relation": row.relation, "layout": row.layout, "detail": row.detail[:200]}
                     return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
@@ -150,4 +158,4 @@ def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int) -> dict:
         except Exception as error:
             said = {"relation": "raised", "layout": "", "detail": f"{type(error).__name__}: {error}"[:200]}
             return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
-    return {"verdict": "survived", "checks": count}
+    return {"verdict": "survived", "checks": count, "longest": round(longest, 1)}

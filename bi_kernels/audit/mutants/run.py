@@ -57,11 +57,11 @@ class Server:
         self,
         mutant: Mutant | None,
         ops: Sequence[str],
-        seconds: float,
+        limits: tuple[float, float],
         seeds: Sequence[int] = SEEDS,
         dtypes: Sequence[str] = DTYPE_ORDER,
     ) -> dict:
-        """Returns the verdict on a mutant, or on the package as it is."""
+        """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer."""
         path = self.copy / mutant.file if mutant else None
         if path:
             text = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ class Server:
                 compiled.unlink()
         asks = [(op, dtype, dtype == DTYPE_ORDER[0] or bool(OPS[op].cache)) for dtype in dtypes for op in ops]
         job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
-        job |= {"device": self.device, "seconds": int(seconds)}
+        job |= {"device": self.device, "seconds": int(limits[0]), "patience": int(limits[1])}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -116,11 +116,11 @@ def servers(count: int, device: str) -> Iterator[Callable]:
 
 class Clean:
     """The unbroken package, asked in each dtype and with each seed before anything of it is broken: the seconds that an
-    op takes, and what does not pass."""
+    op takes, those of the answer that takes longest, and what does not pass."""
 
     def __init__(self, ops: Sequence[str]):
         self.left = {(op, dtype, seed): op for op in ops for dtype in DTYPE_ORDER for seed in SEEDS}
-        self.seconds = dict.fromkeys(ops, 0.0)
+        self.seconds, self.longest = dict.fromkeys(ops, 0.0), dict.fromkeys(ops, 0.0)
         self.wrong: dict[str, str] = {}
 
     def take(self, found: dict) -> None:
@@ -128,15 +128,17 @@ class Clean:
         op = self.left.pop((found["op"], found["dtype"], found["seed"]), None)
         if op:
             self.seconds[op] += found["seconds"]
+            self.longest[op] = max(self.longest[op], found.get("longest", 0.0))
             if found["verdict"] != "survived":
                 self.wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
 
     def ready(self, ops: Sequence[str]) -> bool:
         return not set(ops) & set(self.left.values())
 
-    def limit(self, ops: Sequence[str]) -> float:
-        """Returns the seconds that a mutant of these ops may take."""
-        return max(LEAST, TIMES * sum(self.seconds[op] for op in ops))
+    def limits(self, ops: Sequence[str]) -> tuple[float, float]:
+        """Returns the seconds that a mutant of these ops may take, and an answer of it: one that hangs gives none."""
+        seconds, longest = sum(self.seconds[op] for op in ops), max(self.longest[op] for op in ops)
+        return max(LEAST, TIMES * seconds), max(LEAST, TIMES * longest)
 
 
 def judged(
@@ -163,8 +165,8 @@ def judged(
     for found in passed:
         clean.take(found)
     with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
-        broken = lambda server, m, mine: server.judge(m, mine, clean.limit(mine))
-        unbroken = lambda server, op, dtype, seed: server.judge(None, [op], 3600, [seed], [dtype])
+        broken = lambda server, m, mine: server.judge(m, mine, clean.limits(mine))
+        unbroken = lambda server, op, dtype, seed: server.judge(None, [op], (3600, 3600), [seed], [dtype])
         tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}
 
         def begin() -> None:

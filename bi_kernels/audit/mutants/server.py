@@ -1,8 +1,8 @@
 """Judges mutants, each in a process of its own that is forked from one which has imported torch and triton already.
 
 Run by its path, so that the package itself is not imported before a mutant's copy of it is. Reads a job a line, as
-JSON: the folder that holds the copy, what is asked of which op and dtype, the seeds, the device and the seconds that it
-may take; prints its verdict.
+JSON: the folder that holds the copy, what is asked of which op and dtype, the seeds, the device, and the seconds that
+all of it and an answer may take; prints its verdict.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
 def judge(job: dict, into: int) -> None:
     """Judges one mutant, in this process."""
     sys.path.insert(0, job["folder"])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not what the server has made of it: it ends this process
     if job["device"] == "cpu":
         resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
     try:
         from bi_kernels.audit.mutants.questions import killer  # noqa: PLC0415 (the mutant's own)
 
-        found = killer(job["asks"], job["seeds"], job["device"])
+        found = killer(job["asks"], job["seeds"], job["device"], job["patience"])
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:200]
         found = {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}
@@ -66,8 +67,11 @@ def forked(job: dict) -> dict:
     seconds = time.monotonic() - began
     if text:
         return json.loads(text) | {"seconds": round(seconds, 1)}
-    relation = "time" if seconds >= job["seconds"] - 1 else "crashed"
-    detail = f"more than {job['seconds']} s" if relation == "time" else f"status {status}"
+    relation, detail = "crashed", f"status {status}"
+    if seconds >= job["seconds"] - 1:
+        relation, detail = "time", f"more than {job['seconds']} s"
+    elif status == signal.SIGALRM:
+        relation, detail = "time", f"an answer took more than {job['patience']} s"
     return {"verdict": "killed", "relation": relation, "layout": "", "detail": detail, "seconds": round(seconds, 1)}
 
 
