@@ -1,7 +1,7 @@
 """Asks every op for a tensor of more than 2**31 elements, whose last ones no offset of 32 bits reaches.
 
     python tests/offsets.py [OP ...]      # of those named, or all; the registry's, on a GPU
-    python tests/offsets.py --json FILE   # appends a line of each call
+    python tests/offsets.py --json FILE   # appends a line of each call, with date, commit and versions
 
 One packed call holds sequences of one length: all have the content A, but for the last two, which have another, B, and
 lie wholly beyond `elements`. So what is read from, or written to, an offset that wrapped is A where B belongs, or the
@@ -24,6 +24,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject, of_candidate, poisoned_memory
@@ -37,6 +38,7 @@ LONGEST, FEWEST = 4090, 8  # tokens of a sequence at most; sequences with A at l
 BEYOND = 2  # sequences with B
 CASES = {"linear": ("lm_head", "o"), "attention": ("mha",)}  # the widest output, and all of one width
 OUTPUTS = {"linear": "N", "linear_bias": "N", "matmul": "N", "embedding": "hidden"}  # as wide as no input
+MADE = "date", "commit", "device", "driver", "torch", "Triton"  # what a line says of how it was made
 KEPT = {"keep_bytes": 10**12}  # of lm_head_logprob: all of the logits
 
 
@@ -200,6 +202,7 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in given.ops if name not in known]:
         parser.error(f"no op is called {', '.join(unknown)}; there are {', '.join(OPS)}")
     calls = [c for c in calls if not given.ops or c.name in given.ops or c.problem.op.name in given.ops]
+    made = provenance(calls[0].problem.device, {})
     wrong = given.wrong
     for i, call in enumerate(calls):
         said = attempt(call, given.elements, gpu)
@@ -207,7 +210,7 @@ def main(arguments: list[str]) -> int:
         print(line(said), flush=True)
         if given.json:
             with given.json.open("a") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(said | {k: v for k, v in made.items() if k in MADE}) + "\n")
         rest = [c.name for c in calls[i + 1 :]]
         if "raised" in said and rest and lost():  # a new process has a GPU that serves, and all of its memory
             more = ["--json", str(given.json)] if given.json else []

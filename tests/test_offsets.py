@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import offsets
 import pytest
@@ -12,6 +13,7 @@ from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.tokens import TokenLayout
 
 SMALL, FEWER = 2**13, 2**11  # elements in place of 2**31, on the interpreter; of attention, which takes long there
+GOLDEN = Path(__file__).parent / "golden"
 TINY = {call.name: call for call in offsets.every("tiny")}
 
 
@@ -31,6 +33,16 @@ def test_the_widest_tensor_goes_on_for_two_sequences_beyond_what_32_bits_reach(c
 
 def test_every_op_of_the_registry_is_asked():
     assert {call.problem.op.name for call in offsets.every()} == set(OPS)
+
+
+def test_every_call_was_made_on_an_h200_and_passed():
+    found = {one["op"]: one for one in map(json.loads, (GOLDEN / "offsets_h200.jsonl").read_text().splitlines())}
+    assert found.keys() == {call.name for call in offsets.every()}
+    for call in offsets.every():
+        one, (length, count) = found[call.name], call.sizes()
+        assert one["passed"] and not one["differs"] and one["elements"] == length * count * call.width > 2**31
+    said = " ".join((Path(__file__).parents[1] / "docs" / "limits.md").read_text().split())
+    assert f"all of its {len(found)} calls passed on an H200" in said
 
 
 def wrapped(x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +94,7 @@ def test_the_program_says_a_line_of_each_call_and_goes_on_behind_one_that_raises
     said = [json.loads(line) for line in file.read_text().splitlines()]
     assert [one["op"] for one in said] == ["scale", "silu", "soft_cap", "add"] and len(lines) == 4
     assert [one["passed"] for one in said] == [True, False, False, True]
+    assert all(one["device"] == "interpreter" and one["commit"] and one["date"] for one in said)
     assert "silu: x of 10,560 elements: ZeroDivisionError: division by zero" in lines[1]
     assert "out differs in" in lines[2] and "first at (85, 0)" in lines[2]
     with pytest.raises(SystemExit):
