@@ -203,6 +203,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no op is called {', '.join(unknown)}; there are {', '.join(OPS)}")
     calls = [c for c in calls if not given.ops or c.name in given.ops or c.problem.op.name in given.ops]
     made = provenance(calls[0].problem.device, {})
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
     wrong = given.wrong
     for i, call in enumerate(calls):
         said = attempt(call, given.elements, gpu)

@@ -85,7 +85,7 @@ def small(*arguments: object) -> int:
 
 
 def test_the_program_says_a_line_of_each_call_and_goes_on_behind_one_that_raises(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "found.jsonl"
+    file = tmp_path / "runs" / "found.jsonl"
     assert small("scale", "--json", file) == 0
     monkeypatch.setattr(bi_kernels, "silu", lambda x: 1 / 0)
     monkeypatch.setattr(bi_kernels, "soft_cap", lambda x, cap: bi_kernels.gelu(x[wrapped(x)]))
