@@ -42,7 +42,7 @@ notebooks: $(VENV)/installed
 		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): two minutes, and two gigabytes of packages"
+	@echo "Setting up $(VENV): a minute or two, and two gigabytes of packages"
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,transformers]'
