@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
+import bi_kernels
 from bi_kernels.audit.mutants import document, operators, plan, questions, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
@@ -124,10 +126,14 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     monkeypatch.setitem(questions.LARGE, "rms_norm", ({"hidden": 48}, True))  # sizes that an interpreter can
     given = {"dtype": "bf16", "device": "cpu", "op": "rms_norm", "shapes": "tiny", "seed": 0}
-    rows = list(questions._large(questions.load("rms_norm", given).make(), "rms_norm"))
+    subjects = questions.load("rms_norm", given).make()
+    rows = list(questions._large(subjects, "rms_norm"))
     assert {"accuracy", "invariance", "gradient invariance", "determinism"} <= {r.relation for r in rows}
     assert {*questions.QUICK, *VIEWED, "micro_batches:each"} <= {r.layout for r in rows}
     assert not [r for r in rows if r.verdict != "pass"]
+    other = lambda x, weight, eps: bi_kernels.rms_norm(x, weight, eps) * (1.015625 if len(x) > 64 else 1)
+    found = questions._large([replace(subjects[0], function=other)], "rms_norm")
+    assert "needs-fix" in {r.verdict for r in found}
 
 
 def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):

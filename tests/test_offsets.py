@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import offsets
@@ -118,3 +120,26 @@ def test_where_the_gpu_is_lost_a_new_process_goes_on(tmp_path, monkeypatch, caps
     assert offsets.main(started) == 1
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["silu", *started[:3]]
     assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 4
+
+
+HEADS_FIRST = """
+import sys, torch, bi_kernels
+q, k, v = torch.randn(3, 40, 5, 16).bfloat16()
+apart = int(sys.argv[1])
+far = torch.empty(4 * apart + 40 * 16, dtype=torch.bfloat16).as_strided(k.shape, (16, apart, 1)).copy_(k)
+given = [t[None] for t in (q, k, v, far)]
+attention = lambda k: bi_kernels.attention(given[0], k, given[2])[0]
+sys.exit(not torch.equal(attention(given[3]), attention(given[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        2**28,
+        pytest.param(2**29, marks=pytest.mark.xfail(strict=True, reason="docs/limits.md: head · stride in 32 bits")),
+    ],
+)
+def test_heads_that_lie_far_apart_are_read_where_they_lie(apart):
+    command = [sys.executable, "-c", HEADS_FIRST, str(apart)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
