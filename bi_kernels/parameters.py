@@ -62,6 +62,19 @@ def tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Par
     return list(found)
 
 
+def check_own(op: str, name: str, weight: torch.Tensor) -> None:
+    """Raises ValueError for the copy of a parameter that a reentrant checkpoint passes on: what an op leaves there goes
+    to the parameter's `.grad`, beside its main_grad."""
+    if not weight.is_leaf or type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward":
+        return
+    there = [p for owner in OWNERS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
+    if weight.numel() and there and all(p is not weight for p in there):
+        raise ValueError(
+            f"{op}: {name} is an argument of a reentrant checkpoint, which passes a copy of it on without main_grad; "
+            "expected the checkpointed function to hold the parameter itself, or use_reentrant=False"
+        )
+
+
 def masters_of(state: dict, expected: dict, masters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the masters that a saved state holds. Raises ValueError for a state of another run than `expected`
     says."""

@@ -26,12 +26,14 @@ import triton.language as tl
 from bi_kernels import checks
 from bi_kernels.checks import integers_of
 from bi_kernels.launch import jit
+from bi_kernels.parameters import check_own
 from bi_kernels.scalars import check_flag, integer_of, shown
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
-_current: ContextVar["TokenLayout | None"] = ContextVar("token layout", default=None)
+# the layout that is entered, and within which backward it was, by the number that autograd gives it; else -1
+_current: ContextVar["tuple[TokenLayout | None, int]"] = ContextVar("token layout", default=(None, -1))
 _outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
 
 
@@ -122,7 +124,7 @@ class TokenLayout(ContextDecorator):
     def __enter__(self) -> "TokenLayout":
         TokenLayout.entered = True
         _outer.set((*_outer.get(), _current.get()))
-        _current.set(self)
+        _current.set((self, torch._C._current_graph_task_id()))
         return self
 
     def __exit__(self, *error) -> None:
@@ -196,6 +198,15 @@ def _flat(length: int) -> TokenLayout:
     return layout
 
 
+def entered(op: str) -> TokenLayout | _Unset | None:
+    """Returns the layout that `with` set, or None. Inside a backward, where a call is made again, that is one entered
+    there, as by `within`; one around the backward may be another call's."""
+    if not TokenLayout.entered:
+        return None
+    (layout, within), backward = _current.get(), torch._C._current_graph_task_id()
+    return layout if backward == -1 or layout is not None and within == backward else _Unset(op)
+
+
 def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout:
     """Returns the layout that `with` set, or the one that the leading dimensions (..., length) say; ValueError if they
     differ.
@@ -207,11 +218,9 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     tokens = sequences * length
     if tokens >= 2**31:
         raise ValueError(f"{op}: {X.get(op, 'x')} has {tokens} tokens, expected fewer than 2**31")
-    layout = _current.get() if trains else None
-    if layout is not None and layout.rows == tokens:
+    layout = entered(op) if trains else None
+    if isinstance(layout, _Unset) or layout is not None and layout.rows == tokens:
         return layout
-    if trains and TokenLayout.entered and torch._C._current_graph_task_id() != -1:  # called inside a backward
-        return _Unset(op)
     if layout is not None:
         raise ValueError(
             f"{op}: {X.get(op, 'x')} has {tokens} tokens, shape {tuple(lead)}, but the token layout has "
@@ -230,24 +239,6 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     return _flat(length) if not outer else _dense(max(sequences, 1), length if sequences else 0)
 
 
-def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
-    """Warns where attention is told of other sequences than those of the layout that is entered. spans:
-    where each starts, and its length, as `value` says and `how`; asked once for them and a layout."""
-    layout = _current.get()
-    if layout is None or not checks.unseen(question := ("layout", layout, *how), value):
-        return
-    told = [span for span in spans() if span[1]]
-    if told != layout.spans:
-        lengths = [[length for _, length in of][:8] for of in (told, layout.spans)]
-        said = "in other places" if lengths[0] == lengths[1] else f"of lengths {lengths[1]}"
-        warnings.warn(
-            f"{op}: {name} holds sequences of lengths {lengths[0]}, but the token layout has sequences {said}, by "
-            "which parameters' gradients are added; expected the layout of this very call",
-            stacklevel=3,
-        )
-    checks.seen(question, value)
-
-
 def hint(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
     if not isinstance(layout, TokenLayout) or not layout.flat or not hasattr(buffer, "of_step"):
@@ -260,21 +251,12 @@ def hint(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
         )
 
 
-def remind(op: str, sequences: int) -> None:
-    """Warns of sequences that attention is told of, in a forward that trains, while other ops fold parameters'
-    gradients by the shapes that they see."""
-    if not torch.compiler.is_compiling() and TokenLayout.assumed and _current.get() is None:
-        warnings.warn(
-            f"{op}: {sequences} packed or padded sequences, but no token layout is entered, so parameters' gradients "
-            "depend on the batch; expected the forward inside `with TokenLayout.packed(...)` or `.padded(...)`",
-            stacklevel=3,
-        )
-
-
 def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:
-    """Returns the fp32 buffer on a parameter into which backward accumulates, checked; None if it has none."""
+    """Returns the fp32 buffer on a parameter into which backward accumulates, checked; None if it has none. Raises
+    ValueError for a reentrant checkpoint's copy of a parameter that has one."""
     buffer = getattr(weight, attribute, None)
     if buffer is None:
+        check_own(op, name, weight)
         return None
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"

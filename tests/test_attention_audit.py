@@ -14,7 +14,7 @@ import bi_kernels
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
-from bi_kernels.audit.experiments import attention
+from bi_kernels.audit.experiments import attention, attention_peers
 from bi_kernels.audit.experiments.attention_edges import packed_edges, padded_edges
 from bi_kernels.audit.experiments.attention_generation import SMALL
 from bi_kernels.audit.problem.attention_keys import keys
@@ -25,6 +25,7 @@ from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.session import start
+from bi_kernels.contract import SHAPES
 from bi_kernels.ops.attention.attention import arguments, attend
 
 LENGTHS = (5, 1, 40)
@@ -260,3 +261,14 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     lines = lambda names: [f"{name}_kernel sm_90 True True []" for name in names]
     expected = lines(kernels) + ["3"] * 2 + lines(late) + ["3", "5", "5"]  # a tile without keys is a branch
     assert done.stdout.splitlines() == expected, done.stdout + done.stderr
+
+
+def test_a_document_says_whether_another_set_of_shapes_has_its_heads():
+    said = attention_peers.whose_heads("llama3-8b")
+    assert said.startswith(
+        "Heads and lengths of `llama3-8b` are those of `qwen3-8b` too: attention's calls have the same"
+    )
+    assert attention_peers.whose_heads("tiny") == "No other set of shapes has the heads and lengths of `tiny`."
+    for size in attention_peers.SIZES:
+        sets = SHAPES | {"qwen3-8b": SHAPES["qwen3-8b"] | {size: 1}}
+        assert attention_peers.whose_heads("llama3-8b", sets).startswith("No other set"), size

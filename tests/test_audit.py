@@ -222,7 +222,9 @@ def test_a_tile_or_a_captured_call_that_was_not_run_needs_a_fix(on_gpu, monkeypa
         run.device, run.parameters["shapes"] = torch.device("cuda"), "qwen3-8b"
     run.rows = gemm.missing(run)
     assert {(r.dtype, r.layout) for r in run.rows} == {
-        (d, layout) for d in DTYPES for layout in ("tiles", *("cuda_graph", "torch.compile", "rows") * on_gpu)
+        (d, layout)
+        for d in DTYPES
+        for layout in ("tiles", "after other products", *("cuda_graph", "torch.compile", "rows") * on_gpu)
     }
     for dtype in DTYPES:
         mine = [r for r in run.rows if r.layout == ("cuda_graph" if on_gpu else "tiles") and r.dtype == dtype]

@@ -1,7 +1,7 @@
 """Activation checkpointing changes no bit: a call that is computed again in the backward has the outputs and gradients
-of the plain one, or is refused in a sentence."""
+of the plain one, or is refused in a sentence. Of a checkpoint that is not reentrant, with all gradients wanted, see
+audit/relations/checkpoints.py."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
+from bi_kernels import MainGrads
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import Subject, of_candidate, poisoned_memory
@@ -27,6 +28,7 @@ WITH_PARAMETERS = pytest.mark.parametrize("name", [name for name, op in OPS.item
 # whether the checkpoint is reentrant, and whether its function has the layout of its own, `layout.within(function)`
 KINDS = {"not reentrant": (False, False), "not reentrant, within": (False, True), "reentrant, within": (True, True)}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+REENTRANT = pytest.mark.parametrize("within", [False, True])
 REFUSED = "called inside a backward, as activation checkpointing does, without its token layout; checkpoint layout.w"
 
 
@@ -90,6 +92,12 @@ def others() -> TokenLayout:
     return TokenLayout.packed([0, *accumulate(OTHER)], range(len(OTHER))[::-1])
 
 
+def stepped(u: Call) -> tuple[dict, MainGrads]:
+    """Returns inputs of a call whose parameters MainGrads has."""
+    given = u.inputs()
+    return given, MainGrads([given[k].requires_grad_() for k in u.parameters])
+
+
 def assert_same(found: Made, expected: Made, *what: object) -> None:
     drift, tensor = compared(found, expected)
     assert not drift.mismatches, (*what, tensor, str(drift))
@@ -110,7 +118,7 @@ def no_layout_is_left(monkeypatch):
 # What is computed again
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", [(False, False), (True, True)], ids=["not reentrant", "reentrant, within"])
 @EVERY
 def test_all_that_is_wanted_has_the_bits_of_the_plain_call(name, kind):
     u = call_of(name)
@@ -124,14 +132,14 @@ def test_all_that_is_wanted_has_the_bits_of_the_plain_call(name, kind):
             assert_same(found, u.expected(u.floating), argument, value)
 
 
-@pytest.mark.parametrize("kind", [*KINDS.values(), (True, False)], ids=[*KINDS, "reentrant"])
+@REENTRANT
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.shared and name != "embedding"])
-def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name, kind):
+def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name, within):
     u = call_of(name)
     given = u.inputs()
     for k in u.parameters:
         given[k].main_grad = torch.full_like(given[k], 3.0, dtype=torch.float32)
-    found = u.made(u.of_tokens, given=given, function=u.checkpointed(*kind))
+    found = u.made(u.of_tokens, given=given, function=u.checkpointed(True, within))
     assert_same(found, u.expected(u.of_tokens))
     for k in u.parameters:
         assert given[k].grad is None and bool((given[k].main_grad == 3).all()), k
@@ -145,8 +153,6 @@ def test_a_call_with_other_lengths_in_between_changes_neither(name, kind):
     u, other = call_of(name), call_of(name, OTHER)
     made = []
     with ExitStack() as entered:
-        if not kind[1]:  # attention says that the layout entered is another's
-            entered.enter_context(warnings.catch_warnings(action="ignore"))
 
         def between():
             made.append(other.made(main_grad=True, function=other.checkpointed(*kind)))
@@ -169,13 +175,63 @@ def test_a_parameter_that_is_passed_has_its_gradient_once(name, reentrant):
         assert (given[k].grad is None) != reentrant and bool(given[k].main_grad.any()) != reentrant, k
 
 
+@WITH_PARAMETERS
+def test_a_parameter_of_main_grads_that_is_passed_is_refused_where_its_gradient_would_miss_them(name):
+    u = call_of(name)
+    function = u.checkpointed(True, True, passed=True)
+    for wanted in (u.floating, u.parameters):
+        given, grads = stepped(u)
+        with pytest.raises(
+            ValueError, match=r": (a|b|weight|bias) is an argument of a reentrant checkpoint, which pas"
+        ):
+            u.made(wanted, given=given, function=function)
+        grads.join()
+        assert not any(given[k].main_grad.any() for k in u.parameters), "part of a gradient was joined"
+    for kind in ((False, True, None, True), (True, True, None, False)):  # passed to one that is not, or held
+        given, grads = stepped(u)
+        made = u.made(given=given, function=u.checkpointed(*kind))
+        assert_same(made | {f"d{k}": given[k].main_grad for k in u.parameters}, u.expected(u.floating))
+
+
+def test_what_others_leave_in_grad_or_no_main_grads_has_may_be_passed():
+    weight, other = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    x = torch.ones(3, 8, requires_grad=True)
+    grads = MainGrads([weight])
+    calls = (lambda x, w: x @ w, weight), (lambda x, w: bi_kernels.linear(x, w.t()), weight), (bi_kernels.linear, other)
+    for call, passed in calls:
+        checkpoint(TokenLayout.packed([0, 3]).within(call), x, passed, use_reentrant=True).sum().backward()
+    grads.join()
+    assert weight.main_grad.eq(6).all() and other.grad.eq(3).all()
+
+
+def test_a_tensor_that_trains_and_is_no_module_s_may_be_held():
+    table = torch.ones(8, 4, requires_grad=True)
+    grads = MainGrads([table])
+    x, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([0, 1, 1])
+    call = TokenLayout.packed([0, 3]).within(lambda x: x + bi_kernels.embedding(ids, table))
+    checkpoint(call, x, use_reentrant=True).sum().backward()
+    grads.join()
+    assert table.main_grad.sum(1).tolist() == [4, 8, 0, 0, 0, 0, 0, 0]
+
+
 # The layout that it is computed under
 
 
+@pytest.mark.parametrize("around", ["", "its own", "another call's"])
 @EVERY
-def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_trains(name):
+def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_trains(name, around, monkeypatch):
+    """Whatever is entered around the backward, which is seen in a thread of its own or not."""
+    monkeypatch.setattr(
+        TokenLayout, "assumed", True
+    )  # an op has folded by shapes: of that, attention says nothing here
     u, given = call_of(name), call_of(name).inputs()
-    call = lambda: u.made(given=given, main_grad=True, function=u.checkpointed(True, False))
+
+    def call():
+        with ExitStack() as entered:
+            layout = {"its own": u.layout, "another call's": others()}.get(around)
+            between = lambda: layout and entered.enter_context(layout)
+            return u.made(given=given, main_grad=True, function=u.checkpointed(True, False), between=between)
+
     if not u.parameters:
         assert_same(call(), u.expected(u.floating))
         return
@@ -202,16 +258,11 @@ def test_where_no_layout_was_ever_entered_shapes_say_it_again(name, monkeypatch)
 # Controls: what is computed again as another call is found
 
 
-@pytest.mark.parametrize("how", ["the layout of the moment", "a layout of its own"])
 @WITH_PARAMETERS
-def test_a_layout_of_another_call_is_found(name, how):
+def test_a_layout_of_another_call_is_found(name):
     """An op cannot tell that a layout of as many rows, entered in the backward, is another call's."""
     u = call_of(name)
-    of_its_own = how == "a layout of its own"
-    again = others().within(u.subject.called) if of_its_own else None
-    with ExitStack() as entered:
-        between = (lambda: None) if of_its_own else lambda: entered.enter_context(others())
-        found = u.made(main_grad=True, function=u.checkpointed(True, of_its_own, again), between=between)
+    found = u.made(main_grad=True, function=u.checkpointed(True, True, others().within(u.subject.called)))
     assert differing(found, u.expected(u.floating)) == {f"d{k}" for k in u.parameters}
 
 

@@ -534,8 +534,6 @@ def test_the_workflow_reads_every_input_and_runs_no_input_as_a_script():
 
 def test_the_workflow_of_tests_makes_what_the_makefile_has():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
-    programs = [re.search(r"python\" (tests/\S+)", s.get("run", "")) for s in jobs["gpu"]["steps"]]
-    assert [p[1] for p in programs if p and (ROOT / p[1]).is_file()] == ["tests/offsets.py"]
     job = jobs["make"]
     made = re.findall(r'\["audit", "([\w-]+)"\]', job["strategy"]["matrix"]["target"])
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)

@@ -83,6 +83,9 @@ def test_goals_that_are_missed_have_no_tick(tmp_path):
     (place / "goals.json").write_text(json.dumps([{"met": True}, {"met": False}]))
     said = line(page.report(tmp_path)["README.md"], "bench")
     assert "1 of 2 goals met" in said and "1 missed" in said and "✅" not in said
+    (place / "verdicts.json").write_text(json.dumps([r.json() for r in (ROW, CONTROL)]))
+    said = line(page.report(tmp_path)["README.md"], "bench")
+    assert "✅ every bit agrees in 1 checks" in said and "1 of 2 goals met" in said, "bits were compared beside"
     (place / "verdicts.json").write_text(json.dumps([replace(ROW, verdict=NEEDS_FIX).json()]))
     assert "❌" in line(page.report(tmp_path)["README.md"], "bench"), "goals hide no verdict"
 

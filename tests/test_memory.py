@@ -82,3 +82,16 @@ def test_another_error_is_raised_at_once(others):
     with pytest.raises(ValueError, match="too little"):
         memory.patiently(thunk)
     assert len(called) == 1
+
+
+def test_who_takes_much_waits_for_its_turn_and_asks_again(others, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert memory.in_turn(check(3)[0]) == 3 and not memory._mine
+    assert memory.in_turn(lambda: bool(memory._mine))
+
+
+def test_where_no_gpu_is_in_use_nobody_looks_what_others_hold(monkeypatch):
+    monkeypatch.setattr(memory, "_held_by_others", lambda: 1 / 0)
+    assert memory.in_turn(check(1)[0]) == 1
+    with pytest.raises(OutOfMemoryError):
+        memory.in_turn(check(2)[0])

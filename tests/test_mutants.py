@@ -203,6 +203,14 @@ def waits_for(done, seconds: float) -> bool:
     return bool(done())
 
 
+def test_the_document_counts_the_mutants_of_the_audits_that_were_run(every):
+    some = plan.of_audits(every, ["rms_norm"])
+    assert 0 < len(some) < len(every)
+    assert document.of_how_many(len(every), []) == f"There are {len(every):,} mutants of all audits."
+    said = document.of_how_many(len(some), ["rms_norm", "gemm"])
+    assert said == f"There are {len(some):,} mutants of the audits named (rms_norm, gemm)."
+
+
 def status(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/status").read_text()

@@ -1,31 +1,64 @@
-"""The judge of offsets beyond 2**31 elements: what passes at a small size, and what it must find."""
+"""Offsets beyond 2**31 elements: what passes at a small size, what must be found, and who is asked."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 
-import offsets
 import pytest
 import torch
 
 import bi_kernels
+from bi_kernels.audit import start
+from bi_kernels.audit.broken import judge as broken
+from bi_kernels.audit.broken.forward import CONTROLS
+from bi_kernels.audit.callables import memory
+from bi_kernels.audit.callables import session as any_session
+from bi_kernels.audit.callables.audit import audit
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.problem.candidates import Candidate, resolve
+from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.relations import forward, offsets
+from bi_kernels.audit.reproduce.operator import scripts
+from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
 
 SMALL, FEWER = 2**13, 2**11  # elements in place of 2**31, on the interpreter; of attention, which takes long there
-GOLDEN = Path(__file__).parent / "golden"
-TINY = {call.name: call for call in offsets.every("tiny")}
+BEYOND = offsets.BEYOND
+
+
+def subjects(shapes: str, device: str, dtypes: tuple[str, ...] = ("bf16",), candidate: str = "bi_kernels") -> list:
+    """Returns what the audits that judge forward passes are made of."""
+    made = []
+    for name in dict.fromkeys(op.audit for op in OPS.values()):
+        functions = resolve(candidate, name).functions
+        every = problems(name, list(dtypes), shapes, torch.device(device), 0, tuple(functions))
+        made += [Subject(p, functions[p.op.name], candidate, device) for p in every]
+    return made
+
+
+ASKED = [s for s in subjects("qwen3-8b", "cuda", tuple(DTYPES)) if offsets.applies(s)]
+TINY = {f"{s.problem.op.name} {s.problem.case}".strip(): replace(s, device="interpreter") for s in ASKED}
+for s in TINY.values():
+    s.problem = replace(s.problem, shapes="tiny", device=torch.device("cpu"))
+
+
+def found(name: str, function=None, elements: int = SMALL) -> Row:
+    s = replace(TINY[name], function=function or TINY[name].function, memo={})
+    row, *_ = offsets.by_call(s, elements=elements)
+    return row
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_op_gives_in_one_call_what_it_gives_its_sequences(name):
-    found = offsets.judge(TINY[name], FEWER if TINY[name].problem.op.cache else SMALL)
-    assert found["passed"], found["differs"]
+    elements = FEWER if TINY[name].problem.op.cache else SMALL
+    rows = [*offsets.by_call(TINY[name], elements=elements)]
+    assert [(r.verdict, r.elements > elements) for r in rows] == [(PASS, True)] * len(offsets.calls(TINY[name])), rows
+    assert not any(r.verdict != PASS for r in offsets.by_call(TINY[name], backward=False, elements=elements))
 
 
-@pytest.mark.parametrize("call", offsets.every(), ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [c for s in ASKED for c in offsets.calls(s)], ids=lambda c: f"{c.problem.op.name}")
 def test_the_widest_tensor_goes_on_for_two_sequences_beyond_what_32_bits_reach(call):
     length, count = call.sizes()
     assert (count - 2) * length * call.width >= 2**31 > (count - 3) * length * call.width
@@ -33,18 +66,56 @@ def test_the_widest_tensor_goes_on_for_two_sequences_beyond_what_32_bits_reach(c
     assert length * call.width < 2**31 / 4
 
 
-def test_every_op_of_the_registry_is_asked():
-    assert {call.problem.op.name for call in offsets.every()} == set(OPS)
+def test_every_op_is_asked_once_on_a_gpu_in_bf16():
+    asked = Counter((s.problem.op.name, s.problem.case, c.layout) for s in ASKED for c in offsets.calls(s))
+    assert {name for name, *_ in asked} == {*OPS} and set(asked.values()) == {1}
+    assert {case for name, case, _ in asked if name in offsets.CASES} == {"lm_head", "o", "mha"}
+    assert [name for name, _, layout in asked if layout == offsets.LOGITS_KEPT] == ["lm_head_logprob"]
+    assert all(s.problem.dtype == torch.bfloat16 for s in ASKED)
+    for others in (("tiny", "cuda"), ("qwen3-8b", "cpu"), ("qwen3-8b", "cuda", ("bf16",), "torch")):
+        assert not any(map(offsets.applies, subjects(*others)))
 
 
-def test_every_call_was_made_on_an_h200_and_passed():
-    found = {one["op"]: one for one in map(json.loads, (GOLDEN / "offsets_h200.jsonl").read_text().splitlines())}
-    assert found.keys() == {call.name for call in offsets.every()}
-    for call in offsets.every():
-        one, (length, count) = found[call.name], call.sizes()
-        assert one["passed"] and not one["differs"] and one["elements"] == length * count * call.width > 2**31
-    said = " ".join((Path(__file__).parents[1] / "docs" / "limits.md").read_text().split())
-    assert f"all of its {len(found)} calls passed on an H200" in said
+@pytest.fixture
+def here(monkeypatch):
+    """Has an interpreter asked at its sizes."""
+    monkeypatch.setattr(offsets, "applies", lambda s: s.problem.dtype == torch.bfloat16)
+    monkeypatch.setattr(offsets, "by_call", partial(offsets.by_call, elements=SMALL))
+
+
+@pytest.mark.slow
+def test_an_audit_asks_once_and_requires_it(here):
+    session = start("elementwise", op="silu", shapes="tiny", device="cpu", dtype="bf16")
+    rows = session.judge()
+    (row,) = (r for r in rows if r.layout == BEYOND)
+    assert (row.relation, row.verdict, row.dtype) == ("invariance", PASS, "bf16")
+    made = session.make()
+    missing = lambda rows: [(r.layout, r.verdict) for r in forward.missing(rows, made, offsets.required)]
+    assert not missing(rows) and missing([r for r in rows if r is not row]) == [(BEYOND, NEEDS_FIX)]
+    other = start("backward", op="silu", shapes="tiny", device="cpu", dtype="bf16")
+    assert not [r for r in other.judge(forward=False, backward=True) if r.layout == BEYOND]
+
+
+def test_gradients_of_another_candidate_are_asked_where_its_audit_asks_them(here):
+    cut = lambda x: bi_kernels.silu(x).detach()
+    for candidate, backward, verdict in (("x", False, PASS), ("x", True, NEEDS_FIX), ("bi_kernels", False, NEEDS_FIX)):
+        (row,) = offsets.judge(replace(TINY["silu"], function=cut, candidate=candidate), backward)
+        assert row.verdict == verdict and ("requires a gradient" in row.detail) == (verdict == NEEDS_FIX)
+
+
+def test_where_memory_is_lacking_the_row_says_so(monkeypatch):
+    class OutOfMemoryError(RuntimeError):
+        """As torch names its own."""
+
+    def raises(x: torch.Tensor):
+        raise OutOfMemoryError("tried to allocate too much")
+
+    monkeypatch.setattr("bi_kernels.audit.memory._held_by_others", lambda: 0)
+    monkeypatch.setattr("bi_kernels.audit.memory.STILL", 0.0)
+    monkeypatch.setattr("bi_kernels.audit.memory.LOOK", 0.0)
+    monkeypatch.setattr("bi_kernels.audit.memory._vain", set())
+    row = found("silu", raises)
+    assert row.verdict == NEEDS_FIX and "OutOfMemoryError: tried to allocate too much" in row.detail
 
 
 def wrapped(x: torch.Tensor) -> torch.Tensor:
@@ -62,14 +133,36 @@ def written_wrapped(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function, first", [(read_wrapped, SMALL // 96), (written_wrapped, 0)])
 def test_an_offset_that_wraps_is_found_in_an_output_and_a_gradient(function, first):
-    differs = offsets.judge(TINY["silu"], SMALL, function)["differs"]
-    assert {"out", "dx"} == set(differs)
-    assert differs["out"]["first"][0] == first
+    row = found("silu", function)
+    assert row.verdict == NEEDS_FIX and row.tensor == "out" and row.first_index[0] == first
+    assert "; out: " in row.detail and "; dx: " in row.detail
+
+
+def test_the_control_of_the_auditor_is_caught_where_its_offsets_wrap():
+    (control,) = (c for c in CONTROLS if c.relation == offsets.OFFSETS)
+    assert control.gpu and (control.audit, control.op) == ("elementwise", "silu")
+    assert found("silu", partial(control.function, elements=SMALL)).as_control().caught
+    assert found("silu", control.function).verdict == PASS
+
+
+def test_the_auditor_judges_its_control(monkeypatch):
+    (control,) = (c for c in CONTROLS if c.relation == offsets.OFFSETS)
+    small = replace(control, function=partial(control.function, elements=SMALL), gpu=False)
+    monkeypatch.setattr(broken, "EVERY", [small])
+    monkeypatch.setattr(offsets, "by_call", partial(offsets.by_call, elements=SMALL))
+    (row,) = start("elementwise", shapes="tiny", device="cpu").controls()
+    assert row.caught and (row.candidate, row.layout) == (control.name, BEYOND)
+
+
+def test_no_script_is_written_of_so_large_a_call(tmp_path):
+    row = found("silu", read_wrapped)
+    assert not scripts(TINY["silu"], Candidate("bi_kernels", {}), [row], tmp_path)
+    assert "none makes a call of so many elements" in row.detail
 
 
 def without_the_last(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A product whose weight has no gradient of the last sequence, but of a sequence alone."""
-    length, _ = TINY["linear, o"].sizes(SMALL)
+    length, _ = offsets.calls(TINY["linear o"])[0].sizes(SMALL)
     parts = []
     for part, w in ((x[:-length], weight), (x[-length:], weight.detach())) if len(x) > length else ((x, weight),):
         with TokenLayout.packed(range(0, len(part) + 1, length)):
@@ -78,68 +171,72 @@ def without_the_last(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_sequence_that_a_parameters_gradient_misses_is_found():
-    differs = offsets.judge(TINY["linear, o"], SMALL, without_the_last)["differs"]
-    assert set(differs) == {"dweight"} and differs["dweight"]["count"] > 64 * 64 / 2
+    row = found("linear o", without_the_last)
+    assert row.tensor == "dweight" and row.mismatches > 64 * 64 / 2
 
 
-def small(*arguments: object) -> int:
-    return offsets.main([*map(str, arguments), "--elements", str(SMALL), "--shapes", "tiny"])
+# Any callable
+
+X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
+LAST_ELEMENT = 2**10
 
 
-def test_the_program_says_a_line_of_each_call_and_goes_on_behind_one_that_raises(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "runs" / "found.jsonl"
-    assert small("scale", "--json", file) == 0
-    monkeypatch.setattr(bi_kernels, "silu", lambda x: 1 / 0)
-    monkeypatch.setattr(bi_kernels, "soft_cap", lambda x, cap: bi_kernels.gelu(x[wrapped(x)]))
-    assert small("silu", "soft_cap", "add", "--json", file) == 1
-    lines = capsys.readouterr().out.splitlines()
-    said = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [one["op"] for one in said] == ["scale", "silu", "soft_cap", "add"] and len(lines) == 4
-    assert [one["passed"] for one in said] == [True, False, False, True]
-    assert all(one["device"] == "interpreter" and one["commit"] and one["date"] for one in said)
-    assert "silu: x of 10,560 elements: ZeroDivisionError: division by zero" in lines[1]
-    assert "out differs in" in lines[2] and "first at (85, 0)" in lines[2]
-    with pytest.raises(SystemExit):
-        small("sillu")
-    assert "no op is called sillu" in capsys.readouterr().err
+class Wrapped(torch.autograd.Function):
+    """Twice x; the gradient of rows beyond so many elements is that of the first."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        n = LAST_ELEMENT // dy[0].numel()
+        return 2 * torch.cat((dy[:n], dy[: len(dy) - n])) if len(dy) > n else 2 * dy
 
 
-def test_where_the_gpu_is_lost_a_new_process_goes_on(tmp_path, monkeypatch, capsys):
-    started = []
-
-    def execv(program: str, command: list[str]) -> None:
-        started.extend(command[2:])
-        raise SystemExit
-
-    monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(offsets, "lost", lambda: True)
-    monkeypatch.setattr(bi_kernels, "silu", lambda x: 1 / 0)
-    with pytest.raises(SystemExit):
-        small("silu", "add", "linear", "--json", tmp_path / "found.jsonl")
-    assert started[:3] == ["add", "linear, lm_head", "linear, o"]
-    assert offsets.main(started) == 1
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["silu", *started[:3]]
-    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 4
+def reads_first(x):
+    n = LAST_ELEMENT // x[0].numel()
+    return 2 * torch.cat((x[:n], x[: len(x) - n])) if len(x) > n else 2 * x
 
 
-HEADS_FIRST = """
-import sys, torch, bi_kernels
-q, k, v = torch.randn(3, 40, 5, 16).bfloat16()
-apart = int(sys.argv[1])
-far = torch.empty(4 * apart + 40 * 16, dtype=torch.bfloat16).as_strided(k.shape, (16, apart, 1)).copy_(k)
-given = [t[None] for t in (q, k, v, far)]
-attention = lambda k: bi_kernels.attention(given[0], k, given[2])[0]
-sys.exit(not torch.equal(attention(given[3]), attention(given[1])))
-"""
+def few_only(x):
+    if len(x) > 8:
+        raise ValueError(f"x has {len(x)} rows, expected at most 8")
+    return 2 * x
 
 
-@pytest.mark.parametrize(
-    "apart",
-    [
-        2**28,
-        pytest.param(2**29, marks=pytest.mark.xfail(strict=True, reason="docs/limits.md: head · stride in 32 bits")),
-    ],
-)
-def test_heads_that_lie_far_apart_are_read_where_they_lie(apart):
-    command = [sys.executable, "-c", HEADS_FIRST, str(apart)]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_callable_that_reads_what_32_bits_do_not_reach_passes(batch):
+    rows = memory.beyond(audit(lambda x: x.exp(), X, batch=batch).target, LAST_ELEMENT)
+    assert [(r.tensor, r.layout, r.verdict) for r in rows] == [(k, BEYOND, PASS) for k in ("out", "dx")]
+    assert all(r.elements >= LAST_ELEMENT for r in rows)
+
+
+@pytest.mark.parametrize("function, drifting", [(reads_first, ["out", "dx"]), (Wrapped.apply, ["dx"])])
+def test_a_callable_whose_offsets_wrap_is_found(function, drifting):
+    rows = memory.beyond(audit(function, X, names=("x",)).target, LAST_ELEMENT)
+    assert [r.tensor for r in rows if r.mismatches] == drifting
+    first = {r.tensor: r.first_index[0] for r in rows if r.mismatches}
+    n = LAST_ELEMENT // X[0].numel()
+    assert first == {"out": n, "dx": 0} if function is reads_first else first == {"dx": n}
+
+
+def test_a_callable_that_refuses_so_many_samples_in_a_sentence_is_not_judged():
+    (row,) = memory.beyond(audit(few_only, X).target, LAST_ELEMENT)
+    assert row.verdict == UNSUPPORTED and "expected at most 8" in row.detail
+
+
+@pytest.mark.slow
+def test_the_audit_of_any_asks_and_finds_its_control(monkeypatch):
+    given = {"candidate": "bi_kernels:silu", "inputs": "x:bf16[40,8]", "device": "cpu"}
+    session = start("any", **given)
+    assert not any(r.layout == BEYOND for r in session.judge().rows + session.controls())
+    small = partial(memory.beyond, elements=LAST_ELEMENT)
+    monkeypatch.setattr(any_session, "beyond", small)
+    monkeypatch.setattr(any_session, "applies", lambda t: True)
+    last, asked, change = any_session.CONTROLS[-1]
+    monkeypatch.setattr(any_session, "CONTROLS", ((last, small, change),))
+    session = start("any", **given)
+    report = session.judge()
+    assert [r.verdict for r in report.rows if r.layout == BEYOND] == [PASS] * 2 and report.passed
+    assert [(r.layout, r.caught) for r in session.controls()] == [(BEYOND, True)] and asked is memory.beyond

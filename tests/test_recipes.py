@@ -15,7 +15,7 @@ from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, verdict_of
 from bi_kernels.audit.recipes import figure, products, said, script
 from bi_kernels.audit.recipes import session as sessions
-from bi_kernels.audit.recipes.products import DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
+from bi_kernels.audit.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 from bi_kernels.contract import SWEEP
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +110,7 @@ def document(**changed) -> dict:
         PLAIN.name: found_of(300, 1.0),
         STARVED.name: found_of(3, 1.0, "dX"),
         UNSPLIT.name: found_of(1, 7.4),
+        BOTH.name: found_of(2, 8.3, "dX"),
         OURS.name: found_of(0, 1.1),
     }
     shapes = {"o": (4096, 4096), "k of Qwen3-8B": (1024, 4096)}
@@ -123,15 +124,16 @@ def test_the_sentence_says_who_drifts_and_who_does_not():
     assert text.startswith("On an NVIDIA H100 (torch 2.11.0, bf16), 2 linear layers at M = 1 to 4096, forward and dX, ")
     for part in (
         "plain cuBLAS drifts forward up to M = 300, and not in dX;",
-        "Megatron have it, drifts in dX up to M = 3, and not forward, at up to 1.00 times plain cuBLAS's time;",
+        "; cuBLAS with little workspace drifts in dX up to M = 3, and not forward, at up to 1.00 times plain cuBLAS's",
         "not to split K drifts forward at M = 1 alone, and not in dX, at up to 7.40 times plain cuBLAS's time;",
-        "`bi_kernels.linear` drifts at no M asked.",
+        "; cuBLASLt with both, as vLLM's batch-invariant mode has them on Hopper, drifts in dX up to M = 2, and not",
+        "; `bi_kernels.linear` drifts at no M asked.",
     ):
         assert part in text, text
     both = found_of(3, 1.0, "dX")
     both["drifts"]["forward"] = both["drifts"]["dX"]
-    assert "have it, drifts up to M = 3, forward and in dX," in said.sentence(document(**{STARVED.name: both}))
-    assert said.headline(document()).startswith("plain cuBLAS drifts with M; of 2 recipes 2: starved cuBLAS, cuBLASLt")
+    assert "workspace drifts up to M = 3, forward and in dX," in said.sentence(document(**{STARVED.name: both}))
+    assert said.headline(document()).startswith("plain cuBLAS drifts with M; of 3 recipes 3: starved cuBLAS, cuBLASLt")
     table = {line["recipe"]: line for line in said.table(document())}
     assert table[UNSPLIT.name]["time"].endswith("at most 7.40 (o, forward, M = 16)")
     assert table[PLAIN.name]["forward drifts"] == "up to M = 300, 1 of 2 shapes"
@@ -140,10 +142,10 @@ def test_the_sentence_says_who_drifts_and_who_does_not():
 
 def test_the_sentence_of_recipes_that_hold():
     sound = document(**{r.name: found_of(0, 1.0) for r in THEIRS})
-    assert said.headline(sound) == "plain cuBLAS does not drift with M; of 2 recipes 0"
-    assert said.sentence(sound).count("drifts at no M asked") == 4
+    assert said.headline(sound) == "plain cuBLAS does not drift with M; of 3 recipes 0"
+    assert said.sentence(sound).count("drifts at no M asked") == 5
     gone = document(**{UNSPLIT.name: found_of(0, 1.0, why="RuntimeError: torch 2.9 takes no pair")})
-    assert "not to split K was not measured;" in said.sentence(gone) and "; of 1 recipes 1: starved" in said.headline(
+    assert "not to split K was not measured;" in said.sentence(gone) and "; of 2 recipes 2: starved" in said.headline(
         gone
     )
     assert said.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
@@ -188,6 +190,15 @@ def test_a_script_on_a_gpu_tells_torch_what_the_recipe_does():
     assert text.index("\nwithout_split()\n") < text.index("numbers(9, 1024, 4096, torch.float16, ")
     compile(text, "script", "exec")
     assert "without_split" not in script.text(STARVED, "forward", (1, 1024, 4096), TOLD | {"device": "cuda"})
+
+
+def test_both_together_is_what_each_is():
+    """Little workspace before torch starts, and no split."""
+    assert BOTH.environment == STARVED.environment and BOTH.told is UNSPLIT.told
+    text = script.text(BOTH, "dX", (1, 1024, 4096), TOLD | {"device": "cuda"})
+    first = [f'os.environ["{name}"] = "{value}"' for name, value in STARVED.environment.items()]
+    assert all(text.index(line) < text.index("import torch") for line in first) and "\nwithout_split()\n" in text
+    compile(text, "script", "exec")
 
 
 class Process:

@@ -164,6 +164,10 @@ def failed(**said) -> Row:
     return replace(ROW, **{"verdict": NEEDS_FIX, "mismatches": 3, "max_abs": 1.0, "max_rel": 0.5, "max_ulp": 3} | said)
 
 
+BOTH = [ROW, failed(layout="unaligned view", against=UNTRAINED)]
+OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "gradient": "input gradients"}
+
+
 @pytest.mark.parametrize(
     "rows, said",
     [
@@ -197,6 +201,12 @@ def failed(**said) -> Row:
             [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
             "weight gradients (out) change with the split into micro-batches, by at most 3 ULP; forward does not",
         ),
+        (
+            [*BOTH, failed(**OF_INPUT, max_ulp=17)],
+            "(unaligned view), by at most 3 ULP, of input gradients by at most 17 ",
+        ),
+        ([*BOTH, failed(**OF_INPUT)], "(unaligned view), by at most 3 ULP, input gradients too"),
+        (BOTH, "(unaligned view), by at most 3 ULP"),
         ([ROW, failed(relation="accuracy", threshold_share=1.5)], "results are less accurate than allowed, 1.5 × the"),
         ([ROW, failed(relation="atomics-free", detail="atomic_add")], "its sums have no fixed order: atomic_add"),
         ([failed(mismatches=None, detail="not reached")], "not reached"),
@@ -360,6 +370,19 @@ def test_what_differs_most_stands_first_in_a_documents_drifts():
         assert text.index("| scale") < text.index("| add")
 
 
+def test_the_command_of_a_line_shows_the_row_of_its_numbers_or_says_what_it_shows():
+    few = failed(rows=1, mismatches=1, repro="few", first_index=[1], max_ulp=2)
+    most = failed(rows=7, mismatches=9, repro="most", first_index=[7])
+    (line,) = condensed([few, most, ROW])
+    assert (line["row"]["repro"], line["differ"], line["ULP"], line["shows"]) == ("most", "9 of 64", "3", "")
+    assert "shows" not in tables.drifts([few, most]).data and "`most`" in tables.drifts([few, most]).data
+    further = replace(few, max_ulp=5, max_rel=0.75)
+    assert "`most` shows 9 of 64; 1, 0.5, 3 |" in " ".join(tables.drifts([further, most]).data.split())
+    unshown = replace(most, repro="")
+    text = " ".join(tables.drifts([few, unshown]).data.split())
+    assert "| 9 of 64 | 1, 0.5, 3 | `few` shows 1 of 64; 1, 0.5, 2 | [1] |" in text, text
+
+
 def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     shares = {"a": {"x": 0.9996, "y": float("inf")}, "b": {"x": 3e12, "y": 0.004}}
     figure = figures.heat(shares, "A map", "error / bound", top=1.0)
@@ -373,7 +396,8 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
 
 def test_a_document_leads_with_its_goals_unless_something_needs_a_fix():
     body, said = "# Speed\n\ntext", "1 of 1 goals met."
-    assert led(body, [ROW], said) == f"# Speed\n\n{said}\n\ntext"
+    assert led(body, [replace(ROW, relation="timing")], said) == f"# Speed\n\n{said}\n\ntext"
+    assert led(body, [ROW], said) == f"# Speed\n\n**{answer([ROW])}.** {said}\n\ntext", "of bits and of time"
     for rows in ([failed()], [ROW, replace(ROW, control=True, caught=False)]):
         assert said not in led(body, rows, said) and led(body, rows, said) == led(body, rows)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.parameters import WorldParameters
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.worlds import growth
@@ -22,6 +23,7 @@ from bi_kernels.audit.worlds.launch import launched
 from bi_kernels.audit.worlds.session import Evidence, WorldSession, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
 from bi_kernels.audit.worlds.world import World
+from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 
@@ -139,7 +141,8 @@ def test_the_first_op_that_differs_is_named_and_none_where_none_does():
     assert differing(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
 
 
-def test_costs_are_held_against_the_goals_and_the_paper():
+def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
+    monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
     session = start("world", device="cpu")
     assert session.costs == [] and growth.measured([], "tiny") == []
     session.parameters["shapes"] = "qwen3-8b"
@@ -147,6 +150,12 @@ def test_costs_are_held_against_the_goals_and_the_paper():
     cost = {"world": "tp2", "what": what, "case": "", "tokens": 8192}
     session.costs = [cost | {"ms": {"ours": n, "all-reduce": 10}} for n in (11, 12)]
     assert [line["goal"] for line in session.compared()] == ["✔ 1.18 at most", "✘ 1.18 at most"]
+    met, missed, *left = session.goals()
+    assert (met["met"], missed["met"]) == (True, False) and "tp2, tensor parallel" in met["what"]
+    asked = CONTRACT["chain"]["world"]["real"]["timed"]["goals"]
+    assert [g["met"] for g in left] == [None] * (len(asked) - 1) and not [g for g in left if what + ", 2" in g["what"]]
+    assert goals.told(tmp_path) == "✔ 1 of 9 goals met, ✘ **1 missed**, 7 not measured in this run."
+    assert goals.sentence([met]) == "✔ 1 of 1 goals met, none missed."
     (slow, slower) = growth.measured(session.costs, "qwen3-8b")
     assert (slow["measured, ms more"], slower["measured, ms more"]) == ("0.25", "0.5")  # of four layers
     assert slow["on paper, ms more"] == slower["on paper, ms more"] != "0"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bi_kernels.audit import load, parallel
+from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, read_rows
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
@@ -63,6 +64,57 @@ def test_scripts_with_large_arguments_are_not_kept(tmp_path):
     zoo._lighten(tmp_path, [*lines, {"callable": "not judged"}])
     assert {path.name for path in tmp_path.iterdir()} == {"larger.py", "larger.pt"}
     assert [line["worst"].repro for line in lines] == ["bi-audit run zoo -p animals 'a b'", *repros[1:]]
+
+
+DRIFT = Row("any", "f", "", "f", "", "cpu", "invariance", "singles", "", "given", 3, NEEDS_FIX, 2, 9, 1.0, 0.5, 3)
+LATE = replace(DRIFT, layout="not run", mismatches=None, elements=None, detail="the budget of 9 s was spent")
+SOUND = replace(DRIFT, layout="rows:1", verdict=PASS, mismatches=0)
+
+
+@pytest.mark.parametrize(
+    "whys, said",
+    [
+        (
+            ["in a fresh process 7 of 9 elements differ, by up to 2"],
+            "other numbers than reported: in a fresh process 7 ",
+        ),
+        (["in a fresh process 0 of 9 elements differ, by up to 0"], "no drift: in a fresh process 0 of 9"),
+        (
+            [f"in a fresh process {n} of 9 elements differ, by up to 1" for n in (0, 7)],
+            "other numbers than reported: in",
+        ),
+        (["no script has this layout"], "none found: no script has this layout"),
+        ([], "none found"),
+    ],
+)
+def test_of_a_script_that_is_missing_is_said_what_it_showed(whys, said):
+    rows = [replace(DRIFT, detail=f"x; no script: {why}") for why in whys]
+    shown = zoo.reproduced(Report("f", [*rows, *[DRIFT] * (not rows)], "read"))
+    assert shown.startswith(said) and (whys or shown == said), shown
+    (line,) = zoo.table([{"callable": "f", "verdict": NEEDS_FIX, "reproducer": shown}])
+    assert line["script"] == said.partition(":")[0]
+
+
+def test_what_time_was_too_short_for_is_unsupported_in_the_table_and_among_the_rows():
+    late = [LATE, replace(LATE, relation="determinism"), replace(LATE, relation="atomics-free")]
+    for rows, verdict, invariance in (
+        ([SOUND, *late], UNSUPPORTED, LATE.detail),
+        ([SOUND, DRIFT, *late], NEEDS_FIX, "22.2% of out, 3 ULP (singles)"),
+        ([SOUND, replace(LATE, layout="singles", detail="raised"), *late], NEEDS_FIX, "raised"),
+        ([SOUND], PASS, PASS),
+    ):
+        line = zoo.summary(Report("f", rows, "read")) | {"callable": "f", "reproducer": "–"}
+        assert line["verdict"] == verdict and line["invariance"] == invariance, line
+        assert line["atomics-free"] == ("not judged" if len(rows) > 1 else "–")
+        assert {r.verdict for r in zoo.rows([line], "cpu")} == ({UNSUPPORTED} if verdict != PASS else set())
+
+
+def test_the_table_says_why_a_random_op_has_no_script():
+    random = replace(DRIFT, relation="determinism", detail="random: x; no script: it draws anew in every process")
+    line = {"callable": "f", "verdict": NEEDS_FIX, "reproducer": "–"}
+    for worst, said in ((random, "none: it draws anew in every process"), (DRIFT, "–"), (None, "–")):
+        assert zoo.table([line | {"worst": worst}])[0]["script"] == said
+    assert zoo.table([line | {"worst": random, "reproducer": "drifts"}])[0]["script"] == "drifts"
 
 
 def test_a_drift_that_no_script_shows_needs_a_fix():

@@ -16,7 +16,7 @@ from bi_kernels.audit import faults
 from bi_kernels.audit.memory import patiently
 
 # attention's kernels compile longest, a vocabulary's tensors are largest
-PROCESSES = {"random": 12, "attention": 12, "vocabulary": 2, "backward": 2, "training": 10, "chain": 6, "zoo": 6}
+PROCESSES = {"random": 24, "attention": 12, "vocabulary": 2, "backward": 2, "training": 10, "chain": 6, "zoo": 6}
 MOST = 6  # of any other audit
 _own: list = []  # the session of a process that works for another
 _seen: set[str] = set()  # what that process has told of its launches

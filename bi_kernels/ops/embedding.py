@@ -24,13 +24,13 @@ HEAVY = {"BLOCK": 32, "TOKENS": 64, "STAGES": 6, "num_warps": 1}
 
 @jit(do_not_specialize=["tokens"])
 def _embedding_kernel(ids, weight, y, tokens, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(ids + token, mask=token < tokens, other=0).to(tl.int64)
     known = (index >= 0) & (index < vocab)  # elsewhere NaN, not a stranger's row
     inside = (token < tokens)[:, None] & (col < width)[None, :]
     row = tl.load(weight + index[:, None] * width + col[None, :], mask=inside & known[:, None], other=float("nan"))
-    tl.store(y + token.to(tl.int64)[:, None] * width + col[None, :], row, mask=inside)
+    tl.store(y + token[:, None] * width + col[None, :], row, mask=inside)
 
 
 @jit

@@ -56,7 +56,7 @@ def _rope_kernel(
         at = row[:, None] * dim + i[None, :]
         first = tl.load(x + at, mask=inside, other=0.0)
         second = tl.load(x + at + half, mask=inside, other=0.0)
-    position = tl.load(positions + row // HEADS, mask=row < rows, other=0)
+    position = tl.load(positions + row // HEADS, mask=row < rows, other=0).to(tl.int64)
     # a position outside the table gives NaN, not the angle of a neighbour
     known = inside & ((position >= 0) & (position < table_rows))[:, None]
     angle = position[:, None] * half + i[None, :]

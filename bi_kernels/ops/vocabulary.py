@@ -66,18 +66,17 @@ def _block_kernel(
 
 @jit(do_not_specialize=["rows"])
 def _merge_kernel(m, s, u, lse, entropy, rows, blocks, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    first = row.to(tl.int64)  # of block 0; the next block is `rows` further
     top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    at = first
+    at = row  # of block 0; the next block is `rows` further
     for _ in range(blocks):  # tl.maximum drops a NaN; s brings it back
         top = tl.maximum(top, tl.load(m + at, mask=inside, other=0.0))
         at += rows
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     weighted = tl.zeros((ROWS,), dtype=tl.float32)
-    at = first
+    at = row
     for _ in range(blocks):
         own = tl.load(m + at, mask=inside, other=0.0)
         factor = tl.exp(tl.where(own == -float("inf"), base, own) - base)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import raw
+from bi_kernels.audit.relations.offsets import ELEMENTS, OFFSETS
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,12 @@ def rope_by_row(x, table, positions=None, cu_seqlens=None) -> Tensor:
     return bi_kernels.rope(x, table, torch.arange(x.shape[:-2].numel(), device=x.device).view(x.shape[:-2]))
 
 
+def reads_wrapped_rows(x: Tensor, elements: int = ELEMENTS) -> Tensor:
+    """silu of rows of which those that begin beyond so many elements are read from the first on."""
+    n = elements // x.shape[-1]
+    return bi_kernels.silu(torch.cat((x[:n], x[: len(x) - n])) if len(x) > n else x)
+
+
 CONTROLS = (
     Control("GEMM that accumulates in bf16", "dtype", "linear", "accuracy", bf16_accumulation, case="o"),
     Control("GEMM that rounds one of two halves to bf16", "dtype", "linear", "accuracy", half_of_k_in_bf16, case="o"),
@@ -156,6 +163,14 @@ CONTROLS = (
     ),
     Control("op that leaks a NaN neighbour", "elementwise", "silu", "invariance", leaks_nan_neighbour),
     Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
+    Control(
+        "rows beyond 2**31 elements read from the first on",
+        "elementwise",
+        "silu",
+        OFFSETS,
+        reads_wrapped_rows,
+        gpu=True,
+    ),
     Control("RoPE with positions in bf16", "elementwise", "rope", "accuracy", rope_bf16_positions),
     Control("RoPE table indexed by row instead of position", "elementwise", "rope", "invariance", rope_by_row),
     *controls(

@@ -16,7 +16,7 @@ from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.inputs import INTEGERS
 from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, uses
+from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, offsets, uses
 from bi_kernels.audit.relations.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
@@ -102,6 +102,7 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     **{axis: partial(_used, axis) for axis in uses.AXES},
     DRAWN: _drawn,
     gradient_dtypes.RELATION: lambda s, _: _first(gradient_dtypes.judge(s)),
+    offsets.OFFSETS: lambda s, _: _first(up_to_a_drift(offsets.by_call(s))),
     LONG_SEQUENCES: lambda s, _: _first(up_to_a_drift(by_layout(s, LONG["lengths"]))),
     TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == gradient.UNTRAINED)),
 }

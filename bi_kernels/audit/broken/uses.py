@@ -98,6 +98,27 @@ def halved_again(function: Callable) -> Callable:
     return op
 
 
+def _recomputed() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def otherwise_again(function: Callable) -> Callable:
+    """Returns an op that takes other numbers where it is computed again, in a backward."""
+    return lambda *given, **told: function(*(_each(lambda t: t * 1.015625, given) if _recomputed() else given), **told)
+
+
+def into_frozen_again(function: Callable) -> Callable:
+    """Returns an op that, computed again, adds to the main_grad of parameters that do not train."""
+
+    def op(*given, **constants):
+        for t in given:
+            if _recomputed() and isinstance(t, Tensor) and not t.requires_grad and hasattr(t, "main_grad"):
+                t.main_grad += 1
+        return function(*given, **constants)
+
+    return op
+
+
 def writes_upstream(function: Callable) -> Callable:
     """Returns an op whose backward works in place of the gradient that comes from upstream."""
 
@@ -174,6 +195,8 @@ def _controls() -> tuple[Control, ...]:
     more = (
         ("that is another under autocast", "mode", under_autocast),
         ("that is another under torch.compile", "mode", compiled_otherwise),
+        ("that is another where it is computed again", "mode", otherwise_again),
+        ("that folds into frozen parameters where it is computed again", "demand", into_frozen_again),
         ("whose second backward gives half", "demand", halved_again),
         ("whose backward writes into what comes from upstream", "memory", writes_upstream),
     )

@@ -46,6 +46,7 @@ from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_number, check_type, integer_of, shown, strings_of
 
 RECOMPILES = 256
+NOT_RUN = "not run"  # layout of a row of what the budget left no time for
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
 EACH = 64  # samples up to which each is a micro-batch of its own
 
@@ -160,7 +161,7 @@ def audit(
     for relation, missing in late.items():
         spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
         listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
-        rows.append(t.row(relation, "not run", detail=f"{listed}: {spent}"))
+        rows.append(t.row(relation, NOT_RUN, detail=f"{listed}: {spent}"))
     t.deadline = float("inf")
     report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
     if folder is not None:

@@ -1,15 +1,23 @@
-"""Where results and inputs lie in memory: what a call returned outlives later calls, and views give the same bits."""
+"""Where results and inputs lie in memory: what a call returned outlives later calls, views give the same bits, and so
+does a batch of which no offset of 32 bits reaches the end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from bi_kernels.audit.callables.relations import compared, left
-from bi_kernels.audit.callables.step import NoBackward, Step
-from bi_kernels.audit.callables.target import Target, tensors
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.callables.relations import compared, left, output_names
+from bi_kernels.audit.callables.step import NoBackward, Step, gradients_kept
+from bi_kernels.audit.callables.target import Target, by_sample, tensors
+from bi_kernels.audit.evidence.drift import AT_ONCE, compare, joined
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.memory import in_turn
+from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.relations.offsets import BEYOND, ELEMENTS, LAST
 
+# of a batch that a callable refuses, or that the GPU has no room for
+CLEAR = TypeError, ValueError, AssertionError, torch.OutOfMemoryError
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 BACKWARD = "kept: a backward after a later call"
 BESIDE = 16  # rows, or columns, of others before a slice: what a kernel loads at once stays aligned
@@ -123,3 +131,74 @@ def backward_memory(t: Target, whole: dict[str, torch.Tensor]) -> dict[str, Call
             return []
 
     return {BACKWARD: run}
+
+
+def applies(t: Target) -> bool:
+    """Tells whether a batch beyond 2**31 elements is asked of a callable: on a GPU, in bf16."""
+    return t.device.type == "cuda" and t.dtype == torch.bfloat16
+
+
+def beyond(t: Target, elements: int = ELEMENTS) -> list[Row]:
+    """Compares the results and the gradients of a batch whose largest tensor has more than so many elements with those
+    of two samples: the first one over and over, and the last one where no offset of 32 bits reaches. A callable that
+    refuses so many samples in a sentence, or for which memory is lacking, is not judged."""
+    clear = lambda error: UNSUPPORTED if isinstance(error, CLEAR) else NEEDS_FIX
+    made = partial(in_turn, partial(_beyond, t, elements))
+    return t.attempt("invariance", BEYOND, made, clear, against="two samples")
+
+
+def _beyond(t: Target, elements: int) -> list[Row]:
+    upstream: list[torch.Tensor] = []
+    few = _repeated(t, 1, 1, upstream)
+    held = [v.movedim(t.batch, 0) for k, v in tensors(t.values).items() if k in t.batched]
+    width = max(v[0].numel() for v in (*held, *few.values()))
+    count = -(-elements // width) + LAST
+    many, rows = _repeated(t, count - LAST, LAST, upstream), []
+    said = {"against": "two samples", "rows": count, "detail": f"{count * width} elements in the largest tensor"}
+    for name, (first, last) in few.items():
+        step = max(1, AT_ONCE // max(1, first.numel()))
+        starts = [*range(0, count - LAST, step), count - LAST]
+        parts = []
+        for at, end in zip(starts, [*starts[1:], count]):
+            part = many[name][at:end]
+            drift = compare(part, (last if end == count else first).expand(part.shape))
+            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
+            parts.append(replace(drift, first_index=first_at))
+        rows.append(t.row("invariance", BEYOND, joined(parts), tensor=name, **said))
+    return rows
+
+
+def _repeated(t: Target, a: int, b: int, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns what a call on the first sample `a` times and the last one `b` times gives, a row a sample: results and,
+    where there is a backward, gradients of inputs; upstream: of two samples, drawn where there is none."""
+    arguments, leaves = dict(t.values), {}
+    for k, v in tensors(t.values).items():
+        arguments[k] = _spread(v, t.batch, a, b) if k in t.batched else v.clone()
+        if k in t.batched and k not in t.outputs and f"d{k}" in t.trained:
+            leaves[k] = arguments[k].requires_grad_()
+            arguments[k] = leaves[k].clone()  # so that it may work in place
+    with gradients_kept(t.module), torch.set_grad_enabled(bool(leaves)):
+        for p in t.module.parameters() if t.module else ():
+            vars(p).pop("main_grad", None)
+        outputs = t.results(arguments)
+        found = dict(zip(output_names(t), (y.detach() for y in t.rows(outputs, a + b))))
+        trained = [(y, d) for y, d in zip(outputs, t.dims) if d is not None and y.requires_grad]
+        if not leaves or not trained:
+            return found
+        if not upstream:
+            g = generator(t.device, t.seed, BEYOND)
+            made = (by_sample(y, d, 2) for y, d in trained)
+            upstream += [torch.randn(y.shape, generator=g, device=t.device).to(y.dtype) for y in made]
+        given = [_spread(dy, 0, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
+        grads = torch.autograd.grad([y for y, _ in trained], [*leaves.values()], given, allow_unused=True)
+    return found | {f"d{k}": g.movedim(t.batch, 0) for k, g in zip(leaves, grads) if g is not None}
+
+
+def _spread(v: torch.Tensor, batch: int, a: int, b: int) -> torch.Tensor:
+    """Returns the first sample of a tensor `a` times, and then its last one `b` times."""
+    shape = list(v.shape)
+    shape[batch] = a + b
+    whole = v.new_empty(shape)
+    whole.narrow(batch, 0, a).copy_(v.narrow(batch, 0, 1))
+    whole.narrow(batch, a, b).copy_(v.narrow(batch, v.shape[batch] - 1, 1))
+    return whole

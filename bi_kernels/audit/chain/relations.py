@@ -41,7 +41,8 @@ def invariance(
     one packed call; of chunked prefill and decode the logprobs, and the gradients of a packed step whose old logprobs
     they are; and that every parameter got a gradient.
 
-    only: these layouts; shares: gets {layout: {kind of tensor: share of its elements that differ}}.
+    only: these layouts; shares: gets {layout: {kind of tensor: share of its elements that differ}}, with the gradients
+    of that step beside chunked prefill and decode.
     """
     shares = {} if shares is None else shares
     who = Whole(step.model.config.layers, step.dtype, device, command)
@@ -79,7 +80,9 @@ def invariance(
             if layout == "prefill of a cache":  # its tokens and the decoded ones are one rollout
                 continue
             step.run("packed", rolled=found)
-            drift = joined([*_each(step.gradients, whole).values()])
+            drifts = _each(step.gradients, whole)
+            shares[layout] |= _by_kind(drifts)
+            drift = joined([*drifts.values()])
             yield about(GRADIENT, f"{layout}, then trained packed", drift, names, detail="old logprobs of the rollout")
 
 

@@ -15,6 +15,7 @@ from bi_kernels.audit.evidence.kinds import (
     Kind,
     Side,
     by_kind,
+    compares_bits,
     fields,
     side,
 )
@@ -97,12 +98,13 @@ def headline(rows: Iterable[Row | dict]) -> str:
 
 
 def led(body: str, rows: Sequence[Row | dict], said: str = "") -> str:
-    """Returns a document, Markdown, with a sentence under its title: that on its rows, or, where none of them needs a
-    fix, what is `said`."""
+    """Returns a document, Markdown, with a sentence under its title: that on its rows, and, where none of them needs a
+    fix, what is `said` of its goals; of these alone where no bits were compared."""
     title, _, rest = body.lstrip().partition("\n")
-    if said and not needs_fix(rows):
-        return f"{title}\n\n{said}\n{rest}"
-    return f"{title}\n\n**{escape.text(headline(rows))}.**\n{rest}" if any(fields(r)["op"] for r in rows) else body
+    said = "" if needs_fix(rows) else said
+    if any(fields(r)["op"] for r in rows) and (compares_bits(rows) or not said):
+        said = " ".join(filter(None, (f"**{escape.text(headline(rows))}.**", said)))
+    return f"{title}\n\n{said}\n{rest}" if said else body
 
 
 def _rank(whose: str, kind: str) -> tuple:
@@ -117,13 +119,12 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
     first = rows[0]
     if kind == Kind.RANDOM:
         random = all(r["detail"].startswith("random:") for r in rows)
-        return (
-            "it draws random numbers: other bits in every call, unless seeded before it"
-            if random
-            else f"{_again(whose, rows)} not deterministic: the same call gives other bits{_size(rows, WHICH)}"
-        )
+        again = f"{_again(whose, rows)} not deterministic: the same call gives other bits"
+        drawn = "it draws random numbers: other bits in every call, unless seeded before it"
+        return drawn if random else again + _sizes(whose, kind, bad, WHICH)
     if kind == Kind.BEFORE:
-        return f"the result depends on the calls before: the same one gives other bits after others{_size(rows)}"
+        said = "the result depends on the calls before: the same one gives other bits after others"
+        return said + _sizes(whose, kind, bad)
     if kind == Kind.ATOMICS:
         return f"its sums have no fixed order: {escape.line(first['detail'])[:LONGEST]}"
     if kind == Kind.ACCURACY:
@@ -147,7 +148,15 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         tensors = list(dict.fromkeys(r["tensor"] for r in rows))
         listed = f" ({escape.line(', '.join(tensors[:NAMED]))}{' …' * (len(tensors) > NAMED)})"
         said = f"{whose}{listed} {count if kind == Kind.COUNT else OF_GRADIENTS[kind] + where}"
-    return said if short else said + _size(rows)
+    return said if short else said + _sizes(whose, kind, bad)
+
+
+def _sizes(whose: str, kind: str, bad: dict, where: str = "") -> str:
+    """Says how far the bits of a finding are off; of results, and of input gradients that differ for the same cause."""
+    own, theirs = (_size(bad.get((side, kind), []), where) for side in (whose, Side.INPUT))
+    if whose != Side.FORWARD or not theirs:
+        return own
+    return f"{own}, input gradients too" if own == theirs else f"{own}, of input gradients{theirs.removeprefix(',')}"
 
 
 def _again(whose: str, rows: list[dict]) -> str:

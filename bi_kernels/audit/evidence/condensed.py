@@ -53,7 +53,8 @@ def differ(rows: Sequence[dict]) -> str:
 
 
 def condensed(rows: Iterable[Row | dict]) -> list[dict]:
-    """Returns a line for each side and kind of what needs a fix, by op and dtype; its first row is under "row".
+    """Returns a line for each side and kind of what needs a fix, by op and dtype; under "row" is the one of which the
+    largest share differs, of those that a command shows, and under "shows" its numbers where they are not the line's.
 
     What raised has a line for each error, and a relation that compares no bits one of its own.
     """
@@ -69,12 +70,24 @@ def condensed(rows: Iterable[Row | dict]) -> list[dict]:
     return lines
 
 
+def sizes(rows: Sequence[dict]) -> dict[str, str]:
+    """Returns how much of some rows differs, and how far they are off, at most."""
+    relative, share, most = number(rows, "max_rel"), share_of(rows), number(rows, "max_abs")
+    return {
+        "differ": differ(rows),
+        "max abs": "–" if most is None else f"{most:.3g}",
+        "max rel": f"{share} × bound" if share else f"{relative:.2g}" if relative else "–",
+        "ULP": steps(rows) or "–",
+    }
+
+
 def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> dict:
-    first = min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
-    found = Counter(r["tensor"] for r in mine if r["mismatches"] and r["tensor"])  # the first that differs of a row
-    tensors = listed((f"{t} in {n}" if len(found) > 1 else t for t, n in found.most_common()), 2)
-    relative, share, worst = number(mine, "max_rel"), share_of(mine), _furthest(mine)
-    says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), first["relation"])
+    shown = _furthest([r for r in mine if r["repro"]]) or _furthest(mine)
+    shown = shown or min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
+    tensor = Counter(r["tensor"] for r in mine if r["mismatches"] and r["tensor"])  # the first that differs of a row
+    tensors = listed((f"{t} in {n}" if len(tensor) > 1 else t for t, n in tensor.most_common()), 2)
+    worst, found, own = _furthest(mine), sizes(mine), sizes([shown])
+    says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), shown["relation"])
     says |= {Kind.ERROR: Kind.ERROR}
     return {
         "": says.get(kind, side),
@@ -82,13 +95,11 @@ def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> di
         "where": "" if kind == Kind.ATOMICS else where(mine),
         "checks": f"{len(mine)}" if kind == Kind.ERROR else f"{len(mine)} of {asked}",
         "inputs": listed(r["inputs"] for r in mine),
-        "differ": differ(mine),
-        "max abs": "–" if number(mine, "max_abs") is None else f"{number(mine, 'max_abs'):.3g}",
-        "max rel": f"{share} × bound" if share else f"{relative:.2g}" if relative else "–",
-        "ULP": steps(mine) or "–",
+        **found,
+        "shows": "" if own == found else f"{own['differ'] or '–'}; {own['max abs']}, {own['max rel']}, {own['ULP']}",
         "detail": detail,
         "harm": worst["mismatches"] / worst["elements"] if worst else 0.0,
-        "row": first,
+        "row": shown,
     }
 
 

@@ -44,9 +44,10 @@ RANK, SIDES = list(Kind), list(Side)
 LAID_OUT = Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT  # kinds of the layout of a call's tokens
 WHOLE, AS_GIVEN, ONCE = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
 NO_GRAD, UNTRAINED = "no_grad", "no gradient wanted"
+AFTER_OTHERS = "at the end", "after other products"
 AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of relations.uses
 LAYOUTS = {  # a pattern of names: the kind of what differs there, the first that fits
-    r"rows(:\d+)?|singles|micro_batches.*|packed|.*, few samples": Kind.COUNT,
+    r"rows(:\d+)?|singles|micro_batches.*|packed|beyond .*|.*, few samples": Kind.COUNT,
     r"permuted.*|.*, the batch in reverse": Kind.PLACE,
     r"(left_|right_)?padded.*|batch(:\d+)?|unpadded|packed:positions": Kind.PADDING,
     r"decode.*|chunked.*|prefill.*|generate.*": Kind.CACHE,
@@ -68,6 +69,11 @@ def fields(row: Row | dict) -> dict:
     return row if isinstance(row, dict) else vars(row)
 
 
+def compares_bits(rows: Iterable[Row | dict]) -> bool:
+    """Tells whether some row, but for the controls', compares bits: those of a benchmark do not."""
+    return any(r["relation"] in BITS and not r["control"] for r in map(fields, rows))
+
+
 def side(r: dict) -> str:
     """Says whose bits a row compares: the forward's, those of gradients, of which where it is known, or weights."""
     if r["relation"] == Side.TRAINED:
@@ -84,7 +90,7 @@ def kind(r: dict) -> str:
     if r["relation"] == Side.TRAINED:
         return Kind.LAYOUT
     if r["relation"] == "determinism":
-        return Kind.BEFORE if r["layout"] == "at the end" or r["against"] == ONCE else Kind.RANDOM
+        return Kind.BEFORE if r["layout"] in AFTER_OTHERS or r["against"] == ONCE else Kind.RANDOM
     if r["relation"] not in INVARIANCES:
         return RELATIONS.get(r["relation"], Kind.OTHER)
     if r["against"] == ONCE:

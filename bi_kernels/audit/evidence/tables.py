@@ -134,7 +134,7 @@ def controls(rows: Sequence[Row]) -> Markdown:
 
 def drifts(rows: Sequence[Row]) -> Markdown:
     """Returns the drift report: a line for each side and kind of what needs a fix, with its layouts and row counts,
-    sizes, and the first row's index, reproducer and detail."""
+    sizes, and the index, reproducer and detail of the row of which most differs, whose own sizes are said if others."""
     mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
     if not mine:
         return Markdown(f"No drift: {headline(rows)}.")
@@ -146,13 +146,20 @@ def drifts(rows: Sequence[Row]) -> Markdown:
             "checks": x["checks"],
             "differ, or exceed the bound": x["differ"] or "–",
             "max abs, relative or × bound, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
-            "reproduce": escape.code(x["row"]["repro"]) if x["row"]["repro"] else "–",
+            "reproduce": _command(x),
             "first at [row, …], or why": _first(x["row"], x["detail"]),
         }
         for x in sorted(condensed(rows), key=lambda x: -x["harm"])
     ]
     count = f"{len(mine):,} of the checks above need a fix{remaining()}; what differs most stands first."
     return Markdown(f"{markdown.table(lines)}\n\n{count}")
+
+
+def _command(line: dict) -> str:
+    """Returns the command of a line of `condensed`, and what it shows where the line's numbers are other rows'."""
+    if not line["row"]["repro"]:
+        return "–"
+    return escape.code(line["row"]["repro"]) + f" shows {line['shows']}" * bool(line["shows"])
 
 
 def _first(row: dict, detail: str) -> str:

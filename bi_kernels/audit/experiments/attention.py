@@ -35,7 +35,7 @@ def _captured(session) -> list[int]:
     return edges.in_first_dtype(session) if session.on_gpu and is_ours(session) else []
 
 
-def _widths(session) -> Sequence[int]:
+def _widths(session) -> Sequence[str]:
     return edges.WIDTHS[session.on_gpu] if is_ours(session) else ()
 
 
@@ -49,7 +49,7 @@ def _late(session) -> list[int]:
 class Experiment(NamedTuple):
     name: str
     function: Callable[..., list[Row]]  # of a session and one of the numbers
-    numbers: Callable[..., Iterable[int]]  # of a session: its subjects' places, or widths of heads
+    numbers: Callable[..., Iterable[int | str]]  # of a session: its subjects' places, or cases of heads
 
 
 EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process be left alone with one of them at the end
@@ -123,8 +123,7 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     if number in _late(session):
         yield from rows("invariance", late)
         yield from rows(gradients.INVARIANCE, late, trained)
-    for width in _widths(session) if number == edges.in_first_dtype(session)[0] else ():
-        case = edges.case(width)
+    for case in _widths(session) if number == edges.in_first_dtype(session)[0] else ():
         yield from rows("invariance", edges.WIDE_LAYOUTS, case=case)
         yield from rows(gradients.INVARIANCE, edges.WIDE_GRADIENTS, trained, case=case)
         yield from rows("accuracy", ["rows"], case=case)

@@ -38,7 +38,11 @@ FEW = [(i % 4, 7 * i) for i in range(16)]  # so few queries that steps apart com
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
 TRAINED = ("edges", "edges, huge scores")
 LAYOUTS = (*TRAINED, "edges, padded", "few queries, padded", "edges, as prefill", "edges, padded, as prefill")
-WIDTHS = {True: (64, 96, 256), False: (96,)}
+# the last two as GPT-NeoX-20B and Falcon-40B have them: as many heads as others are wide, and more than they are wide
+HEADS = {f"{width} wide": {"head_dim": width} for width in (64, 96, 256)}
+HEADS["64 heads, 96 wide"] = {"head_dim": 96, "heads": 64, "kv_heads": 64}
+HEADS["128 heads, 64 wide"] = {"head_dim": 64, "heads": 128, "kv_heads": 8}
+WIDTHS = {True: tuple(HEADS), False: ("96 wide",)}
 WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
 
@@ -131,16 +135,11 @@ def in_first_dtype(session) -> list[int]:
     return [i for i, p in enumerate(problems) if p.op.name == "attention" and p.dtype == wanted]
 
 
-def case(width: int) -> str:
-    """Returns the case of heads of another width."""
-    return f"{width} wide"
-
-
-def widths(session, width: int) -> list[Row]:
-    """Judges heads of another width: layouts, decode, gradients, and both against fp64."""
+def widths(session, case: str) -> list[Row]:
+    """Judges other heads: layouts, decode, gradients, and both against fp64."""
     n, own = 1500 if session.on_gpu else 70, session.make()[in_first_dtype(session)[0]]
-    op = replace(own.problem.op, cases=lambda shapes: {case(width): {"head_dim": width}})
-    s = replace(own, problem=replace(own.problem, op=op, case=case(width)), own_lengths=(n, 1, n // 11, 5))
+    op = replace(own.problem.op, cases=lambda shapes: {case: HEADS[case]})
+    s = replace(own, problem=replace(own.problem, op=op, case=case), own_lengths=(n, 1, n // 11, 5))
     *layouts, decode = WIDE_LAYOUTS
     calls = [*parts(n, 2, 1), *(Call(x[None]) for x in spans(s.lengths)[1:])]
     rows = judge.invariance(s, only=layouts)

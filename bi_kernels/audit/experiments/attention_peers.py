@@ -1,4 +1,4 @@
-"""Measures attention's accuracy beside others', and draws its summation order."""
+"""Measures attention's accuracy beside others', draws its summation order, and says which shapes are of one kind."""
 
 from functools import partial
 
@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.experiments.common import size
+from bi_kernels.contract import SHAPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
 
+SIZES = "heads", "kv_heads", "head_dim", "lengths", "gradient_lengths"  # of a shape set, that attention has
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 
 
@@ -42,6 +44,16 @@ PEERS = {
     "FA2": partial(sdpa, SDPBackend.FLASH_ATTENTION),
 }  # of q, k and v
 EVERYBODY = {"bi_kernels": ours} | PEERS
+
+
+def whose_heads(shapes: str, sets: dict[str, dict] = SHAPES) -> str:
+    """Says which other sets of shapes have the same heads and lengths, if any."""
+    sizes = lambda name: [sets[name].get(k) for k in SIZES]
+    same = [f"`{name}`" for name in sets if name != shapes and sizes(name) == sizes(shapes)]
+    if not same:
+        return f"No other set of shapes has the heads and lengths of `{shapes}`."
+    also = f"Heads and lengths of `{shapes}` are those of {' and '.join(same)} too"
+    return f"{also}: attention's calls have the same shapes in both documents, and are made a second time."
 
 
 def errors(session, length: int = 2048) -> list[dict]:

@@ -16,6 +16,7 @@ from bi_kernels.audit.evidence.answer import steps
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed
+from bi_kernels.audit.problem import products
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
@@ -27,6 +28,7 @@ from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.kernel import tiles as every_tile
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what every tile is held against
+ORDERS = {"in order": 1, "backwards": -1}  # in which products are asked that are remembered
 
 
 def _subject(session, case: str, dtype: str) -> Subject:
@@ -157,6 +159,47 @@ def slabs(session) -> Found:
     return rows, out
 
 
+def remembered(session) -> Found:
+    """Returns products of the same operands, each after all of the others, against a thread of its own, in which
+    nothing is remembered; and, as controls in bf16, those that a key confuses which forgets what tells them apart."""
+    rows, lines, device = [], {}, session.device
+    every_size = products.SIZES[device.type]
+    drawn = lambda sizes, dtype: products.asked(sizes, DTYPES[dtype], device, session.parameters["seed"])
+    for dtype, sizes in product(session.dtypes, every_size):
+        s, every = _subject(session, "o", dtype), drawn(sizes, dtype)
+        alone = products.alone(every)
+        for order, step in ORDERS.items():
+            names, found = [*every][::step] * 2, {}  # all once more, after all
+            for name, ys in zip(names, products.in_a_thread(every[name] for name in names)):
+                found.setdefault(name, []).extend(ys)
+                line = lines.setdefault(name, {"asked": name, "calls": 0, "looked up": 0, "that differ": 0, "by": {}})
+                line["calls"] += 2
+                line["looked up"] += len(ys) - 2
+                line["that differ"] += sum(products.differing([y], alone[name]).mismatches > 0 for y in ys)
+                line["by"][_chosen(*every[name])] = None
+            compared = {name: products.differing(ys, alone[name]) for name, ys in found.items()}
+            rows += [s.row(**_after(name, order, sizes), drift=drift) for name, drift in compared.items()]
+    s, every = _subject(session, "o", "bf16"), drawn(every_size[0], "bf16")
+    alone = products.alone(every)
+    for what, (before, name) in products.TOLD_APART.items():
+        drift = products.differing(products.confused(every[before], every[name]), alone[name])
+        row = s.row(**_after(name, f"after {before}", every_size[0]), drift=drift)
+        rows.append(replace(row, candidate=f"a key that forgets {what}").as_control())
+    return rows, [line | {"by": ", ".join(line["by"])} for line in lines.values()]
+
+
+def _after(name: str, order: str, sizes: tuple[int, int, int]) -> dict:
+    """Returns the fields of a row of a product that is asked after others."""
+    said = {"relation": "determinism", "layout": "after other products", "against": "a thread of its own"}
+    return said | {"inputs": "normal", "rows": sizes[0], "detail": f"{name}, {order}, {'×'.join(map(str, sizes))}"}
+
+
+def _chosen(x: Tensor, w: Tensor, bias: Tensor | None, told: dict) -> str:
+    dtypes = x.dtype, told.get("out_dtype") or x.dtype
+    way, cut = cheapest((len(x), *w.shape), (x.stride(), w.stride()), "start" in told, dtypes, x.device)
+    return "two products" if cut else way if way is LIBRARY else _kind(_name(way))
+
+
 def stock_drift(session, dtype: str = "bf16") -> Counts:
     """torch's own linear: {shape: {M: elements of the M rows that differ from the same rows in the largest call}}."""
     out = {}
@@ -218,8 +261,8 @@ def _larger(session) -> list[int]:
 
 
 def missing(session) -> list[Row]:
-    """Returns a row that needs a fix for every tile × M, and on a GPU every layer × M captured and compiled, or larger,
-    that was not run."""
+    """Returns a row that needs a fix for every tile × M, every product asked after others, and on a GPU every layer × M
+    captured and compiled, or larger, that was not run."""
     found = []
     for dtype, (case, shape) in product(session.dtypes, linears(session.parameters["shapes"]).items()):
         s = _subject(session, case, dtype)
@@ -232,5 +275,7 @@ def missing(session) -> list[Row]:
         required += [("rows", m, _taken(m, *shape, DTYPES[dtype], session.device)) for m in _larger(session)]
         said = {"relation": "invariance", "inputs": SHARPEST}
         wanted = [said | {"layout": layout, "rows": m, "detail": way} for layout, m, way in required]
+        sizes = products.SIZES[session.device.type] if case == "o" else ()
+        wanted += [_after(*told) for told in product(products.names(), ORDERS, sizes)]
         found += coverage.missing(session.rows, s, wanted)
     return found

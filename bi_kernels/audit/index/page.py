@@ -10,6 +10,7 @@ from pathlib import Path
 from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import headline
+from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
 from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
@@ -38,7 +39,7 @@ class Document:
     def verdict(self) -> str:
         """Returns the word; '' of mutants, and of a benchmark, whose goals are no verdict."""
         word = "" if self.mutants else verdict_of(self.rows)
-        return "" if word == PASS and self.goals.exists() else word
+        return "" if word == PASS and self.goals.exists() and not compares_bits(self.rows) else word
 
     @cached_property
     def status(self) -> str:
@@ -64,8 +65,11 @@ class Document:
             judged = count["killed"] + count["survived"]
             rate = f"{count['killed'] / judged:.2%} of {judged:,}" if judged else "none was judged"
             return f"{rate}; {count['survived']} survived, {count['explained']} more are explained"
-        timed = not self.verdict and self.goals.exists()
-        return goals.sentence(_read(self.goals, list)) if timed else escape.text(headline(self.rows))
+        said = escape.text(headline(self.rows))
+        if not self.goals.exists() or self.verdict not in ("", PASS):
+            return said
+        met = goals.sentence(_read(self.goals, list))
+        return f"{said}. {met}" if self.verdict else met
 
 
 def _read(path: Path, kind: type = dict):

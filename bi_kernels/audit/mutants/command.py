@@ -67,7 +67,8 @@ def run(
             wrong.append(f"{place}: survived")
     told = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
     made = provenance(where, told) | {"command": f"`{command}`"}
-    document.write(out, found, mutants, made, len(plan.every(where.type == "cuda")))
+    generated = plan.of_audits(plan.every(where.type == "cuda"), names)
+    document.write(out, found, mutants, made, document.of_how_many(len(generated), names))
     (out / ".mutants.jsonl").unlink()
     return document.sentence(found), wrong
 

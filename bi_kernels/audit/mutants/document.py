@@ -84,8 +84,14 @@ def figure(found: Sequence[dict]) -> plt.Figure:
     return fig
 
 
-def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: dict, generated: int) -> None:
-    """Writes README.md, mutants.json and the figure into a folder."""
+def of_how_many(generated: int, names: Sequence[str]) -> str:
+    """Says how many mutants there are, of the audits named, or of all where none is."""
+    whose = f"the audits named ({', '.join(names)})" if names else "all audits"
+    return f"There are {generated:,} mutants of {whose}."
+
+
+def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: dict, generated: str) -> None:
+    """Writes README.md, mutants.json and the figure into a folder; generated: the sentence on how many there are."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
     text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in kept)
@@ -102,7 +108,7 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
         "the file of equivalents with the reason why nothing that is promised changes; a mutant of that file that is "
         "killed fails the run. Left alone is what the contract calls free (tiles, warps, stages, grids) or what no "
         "audit of bits is about (checks of arguments, texts).",
-        f"**{sentence(found)}.** There are {generated:,} mutants in all.",
+        f"**{sentence(found)}.** {generated}",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",

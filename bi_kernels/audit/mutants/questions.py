@@ -54,7 +54,8 @@ def _large(subjects: list[Subject], op: str) -> Iterator[Row]:
     cases = {s.problem.dims.get("N"): s for s in subjects}  # of linear the widest and the narrowest
     for n in {min(cases), max(cases)} if op == "linear" else [next(iter(cases))]:
         s = replace(cases[n], problem=replace(cases[n].problem, sizes=sizes), memo={})
-        for stage in (*[_values] * held_to_fp64, _quick, gradient.by_split, forward.by_view):
+        stages = *[_values] * held_to_fp64, _quick, gradient.by_split, forward.by_view
+        for stage in (*stages, *[forward.by_row_count] * (op == "linear")):  # some numbers of rows cut a product in two
             yield from stage(s)
             s.forget()
 
@@ -117,6 +118,7 @@ MORE: dict[str, Callable] = {
     "attention_window": _experiments,
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
+    "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
     "lm_head_logprob": _vocabulary,
     "embedding": lambda session: (r for r in vocabulary.tied(session)[0] if not r.control),
 }

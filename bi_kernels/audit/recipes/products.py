@@ -73,14 +73,16 @@ class Recipe:
 
 
 PLAIN = Recipe("plain cuBLAS", "torch as it is")
-STARVED = Recipe(
-    "starved cuBLAS",
-    "little workspace to split in, as in vLLM's batch-invariant mode and Megatron's",
-    CONTRACT["benchmark"]["gemm"]["environment"],
-)
+STARVED = Recipe("starved cuBLAS", "little workspace to split in", CONTRACT["benchmark"]["gemm"]["environment"])
 UNSPLIT = Recipe("cuBLASLt without a split", "torch's own settings, since 2.10", told=without_split)
+BOTH = Recipe(
+    "both together",
+    "little workspace and cuBLASLt without a split, as vLLM's batch-invariant mode has them on Hopper",
+    STARVED.environment,
+    without_split,
+)
 OURS = Recipe("bi_kernels", "one fold over K, by any program", linear="bi_kernels:linear")
-THEIRS = PLAIN, STARVED, UNSPLIT
+THEIRS = PLAIN, STARVED, UNSPLIT, BOTH
 ON_A_CPU = Recipe("torch's linear on a CPU", "another library, which no recipe reaches")
 BROKEN = Recipe(
     "linear in halves of K and of N for 64 rows or fewer",

@@ -3,15 +3,16 @@
 import statistics
 from collections.abc import Iterable
 
-from bi_kernels.audit.recipes.products import DIRECTIONS, ON_A_CPU, OURS, PLAIN, STARVED, THEIRS, UNSPLIT
+from bi_kernels.audit.recipes.products import BOTH, DIRECTIONS, ON_A_CPU, OURS, PLAIN, STARVED, THEIRS, UNSPLIT
 
 FILE = "recipes.json"
 STOCK_ON_A_CPU = "On a CPU torch's linear is not cuBLAS's, and no recipe reaches it: nothing is said here about cuBLAS."
 WORD = {"forward": "forward", "dX": "in dX"}
 SHORT = {
     PLAIN.name: "plain cuBLAS",
-    STARVED.name: "cuBLAS with little workspace, as vLLM's batch-invariant mode and Megatron have it,",
+    STARVED.name: "cuBLAS with little workspace",
     UNSPLIT.name: "cuBLASLt that torch tells not to split K",
+    BOTH.name: "cuBLASLt with both, as vLLM's batch-invariant mode has them on Hopper,",
     OURS.name: "`bi_kernels.linear`",
 }
 
@@ -155,7 +156,7 @@ def sentence(document: dict) -> str:
     for recipe in (*THEIRS, OURS):
         if found := every.get(recipe.name):
             most = max(_costs(found, every[PLAIN.name]).values(), default=0) if PLAIN.name in every else 0
-            paid = f", at up to {most:.2f} times plain cuBLAS's time" if most and recipe in (STARVED, UNSPLIT) else ""
+            paid = f", at up to {most:.2f} times plain cuBLAS's time" if most and recipe in THEIRS[1:] else ""
             parts.append(f"{SHORT[recipe.name]} {_clause(found)}{paid}")
     rows = document["rows"]
     where = f"On an {document['device']} (torch {document['torch'].partition('+')[0]}, {document['dtype']})"

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
-from bi_kernels.audit.relations import forward, gradient, long_sequences
+from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import settle
 from bi_kernels.audit.static.binary import examined
@@ -28,7 +28,12 @@ def judge_subject(
         subject.forget()
         if wants_backward and not refused(rows):
             rows += gradient.judge_gradients(subject)
-    if not wants_backward or refused(rows):
+    if refused(rows):
+        return rows, None
+    if wants_forward:
+        subject.forget()
+        rows += offsets.judge(subject, wants_backward)
+    if not wants_backward:
         return rows, None
     rows += gradient.judge_gradient_accuracy(subject) + long_sequences.judge(subject)
     launches.variants = launches.variants | examined(launches, only_compiled=True)
@@ -55,7 +60,8 @@ def judge(
     rest: list[Row] = []
     if wants_backward:
         rest, session.variants = atomics_free(launched)
-    rest += forward.missing(added, subjects) if wants_forward else []
+    if wants_forward:
+        rest += forward.missing(added, subjects) + forward.missing(added, subjects, offsets.required)
     if wants_backward:
         rest += gradient.missing(added + rest, subjects) + forward.missing(added, subjects, long_sequences.required)
     session.add(rest)

@@ -16,6 +16,14 @@ from triton.runtime.errors import InterpreterError
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.relations.checkpoints import (
+    CHECKPOINTED,
+    FROZEN,
+    FROZEN_CHECKPOINTED,
+    checkpointed,
+    frozen,
+    trained_and_frozen,
+)
 from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall, gradients
 from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, no_rows, populations
 from bi_kernels.audit.relations.step import Step
@@ -65,7 +73,8 @@ def compared(found: Made, expected: Made) -> tuple[Drift, str]:
 
 
 def modes(u: OneCall) -> dict[str, Asked]:
-    """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere.
+    """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere; in a
+    checkpoint.
 
     Of this package's ops a compiled call that trains breaks the graph and runs as it is.
     """
@@ -131,6 +140,7 @@ def modes(u: OneCall) -> dict[str, Asked]:
         DEFAULT: lambda: (other_default(), u.base | u.untrained(u.results)),
         "autocast": lambda: (autocast(), u.base),
         "compiled": lambda: (compiled(), u.base | u.untrained(u.results)),
+        CHECKPOINTED: lambda: checkpointed(u),
     }
     return found | ({"captured": lambda: (captured(), u.results)} if device == "cuda" else {})
 
@@ -167,21 +177,8 @@ def demands(u: OneCall) -> dict[str, Asked]:
             found[f"second backward, {name} = {value}"] = partial(
                 lambda function: (u.made(times=2, function=function), u.base), function
             )
-    if parameters := [k for k in u.floating if k in u.step.shared]:
-
-        def frozen() -> tuple[Made, Made]:
-            given = u.inputs()
-            for k in parameters:
-                given[k].main_grad = torch.zeros_like(given[k], dtype=torch.float32)
-            u.step.says_layout = False
-            with TokenLayout([0], [1], 1):  # of another call: who trains no parameter folds nothing
-                u.made([k for k in u.floating if k not in parameters], given=given)
-            u.step.says_layout = True
-            held = {f"main_grad of a frozen {k}": given[k].main_grad for k in parameters}
-            return held, {k: torch.zeros_like(t) for k, t in held.items()}
-
-        if len(parameters) < len(u.floating):
-            found["frozen parameters"] = frozen
+    if all(trained_and_frozen(u)):
+        found |= {FROZEN: partial(frozen, u), FROZEN_CHECKPOINTED: partial(frozen, u, again=True)}
     return found
 
 
@@ -281,15 +278,16 @@ def required(subject: Subject) -> Iterator[dict]:
     op, device = subject.problem.op, subject.problem.device.type
     floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
     names = {
-        "mode": ["inference_mode", "autocast", "compiled", *["captured"] * (device == "cuda"), DETERMINISTIC, DEFAULT],
+        "mode": ["inference_mode", "autocast", "compiled", CHECKPOINTED, DETERMINISTIC, DEFAULT],
         "demand": [
             *("upstream expanded", STRIDED, "second backward", *[f"d{k} alone" for k in floating if len(floating) > 1]),
             *(f"second backward, {name} = {value}" for name, values in subject.free.items() for value in values),
-            *["frozen parameters"] * (0 < sum(k in op.shared for k in floating) < len(floating)),
+            *[FROZEN, FROZEN_CHECKPOINTED] * (0 < sum(k in op.shared for k in floating) < len(floating)),
         ],
         "memory": ["no token layout", "inputs and upstream", "outputs kept", "backward after a later call", NO_ROWS],
         "history": ["after other calls", "tensors written to"],
         "population": [*populations(op)],
     }
+    names["mode"] += ["captured"] * (device == "cuda")
     for axis, ways in names.items():
         yield from ({"relation": RELATIONS[axis], "layout": name, "against": ONCE} for name in ways)

@@ -10,6 +10,7 @@ from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, UNTRAINED
 from bi_kernels.audit.relations.long_sequences import LONG
+from bi_kernels.audit.relations.offsets import BEYOND
 from bi_kernels.audit.relations.uses import ONCE
 from bi_kernels.audit.relations.views import ALIGNED
 from bi_kernels.audit.reproduce.imports import import_of
@@ -50,7 +51,9 @@ def scripts(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> 
     drifting = [r for r in rows if r.relation in RELATIONS and r.mismatches]
     unscripted([r for r in drifting if r.layout == "random"], "hypothesis drew its layouts; the audit draws them again")
     unscripted([r for r in drifting if _long(r)], "none replays the step of long sequences; the audit does")
-    drifting = [r for r in drifting if r.layout != "random" and not _long(r)]
+    large = [r for r in drifting if r.layout.startswith(BEYOND)]
+    unscripted(large, "none makes a call of so many elements; the audit does")
+    drifting = [r for r in drifting if r.layout != "random" and not _long(r) and r not in large]
     drifting.sort(key=lambda r: (r.layout != "rows", r.rows))
 
     def relation(r: Row) -> str:

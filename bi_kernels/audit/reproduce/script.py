@@ -29,6 +29,7 @@ ROWS = 64  # that a script shows
 NO_SCRIPT = "no script: "  # before the reason, last in a row's detail
 LONGEST = 120  # seconds that a script may take
 SHOWN = re.compile(r"^(\d+) of (\d+) elements differ; max abs (\S+)", re.M)
+OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ")  # what it showed, not a row's numbers
 PARITIES = ("00", "10", "01", "11")  # what fresh memory may hold in the first call of both layouts
 
 

@@ -1,6 +1,7 @@
 """The session of the audit of worlds: every world's evidence against that of one rank, the controls, what it costs."""
 
 import base64
+import json
 import shutil
 import tempfile
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bi_kernels.audit.bench import goals
 from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, PARITY, Whole
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Side
@@ -140,7 +142,30 @@ class WorldSession(Session):
                 rows.append(self._missing(world, f"{name}: {why}"))
             self.add(rows)
             found += rows
+        if self.costs:
+            self.goals()
         return found
+
+    def goals(self) -> list[dict]:
+        """Returns each measurement that has a goal with whether it is met, None of a goal of which nothing was
+        measured; leaves them in a file, for the document's first sentence."""
+        ranks, every = {w.name: w.ranks for w in WORLDS}, self._goals()
+        found, left = [], dict(every)
+        for cost in self.costs:
+            at = cost["what"], ranks[cost["world"]]
+            if at in every:
+                ours, theirs = cost["ms"].values()
+                what = ", ".join(filter(None, (cost["world"], cost["what"], cost["case"])))
+                found.append({"what": what, "met": ours / theirs <= every[at]})
+                left.pop(at, None)
+        found += [{"what": f"{what}, {n} ranks", "met": None} for what, n in left]
+        if self.out:
+            (self.out / goals.FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return found
+
+    def _goals(self) -> dict[tuple[str, int], float]:
+        """Returns how many times the usual way each measurement may take, by what it is and ranks."""
+        return {(g["what"], g["ranks"]): g["most"] for g in case(self.parameters["shapes"])["timed"]["goals"]}
 
     def _missing(self, world: World, why: str) -> Row:
         if World() not in self.evidence and world != World():
@@ -225,11 +250,10 @@ class WorldSession(Session):
 
     def compared(self) -> list[dict]:
         """Returns a line a measurement: milliseconds of ours and of the usual way, ours over theirs, and the goal."""
-        found, ranks = [], {w.name: w.ranks for w in WORLDS}
-        goals = {(g["what"], g["ranks"]): g["most"] for g in case(self.parameters["shapes"])["timed"]["goals"]}
+        found, ranks, most_of = [], {w.name: w.ranks for w in WORLDS}, self._goals()
         for cost in self.costs:
             (_, ours), (usual, theirs) = cost["ms"].items()
-            most, times = goals.get((cost["what"], ranks[cost["world"]])), ours / theirs
+            most, times = most_of.get((cost["what"], ranks[cost["world"]])), ours / theirs
             goal = f"{'✔' if times <= most else '✘'} {most} at most" if most else ""
             said = {"world": cost["world"], "what": cost["what"], "of": cost["case"], "ours, ms": f"{ours:.3g}"}
             found.append(said | {"the usual way": usual, "ms": f"{theirs:.3g}", "times": f"{times:.2f}", "goal": goal})

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.progress import track
 
-from bi_kernels.audit.callables.audit import audit
+from bi_kernels.audit.callables.audit import NOT_RUN, audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.answer import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
-from bi_kernels.audit.reproduce.script import NO_SCRIPT
+from bi_kernels.audit.reproduce.script import NO_SCRIPT, OTHERWISE
 from bi_kernels.audit.zoo.animals import Animal, zoo
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops
@@ -127,12 +127,20 @@ def table(lines: Sequence[dict]) -> list[dict]:
         {
             "callable": f"`{line['callable']}`",
             **{k: line.get(k, "–") for k in ("verdict", *RELATIONS)},
-            "script": line["reproducer"].partition(":")[0],
+            "script": _script(line),
             "known from": known(line["callable"], line["reproducer"]),
             "seconds": line.get("seconds", "–"),
         }
         for line in sorted(lines, key=lambda line: (NEEDS_FIX, PASS, UNSUPPORTED).index(line["verdict"]))
     ]
+
+
+def _script(line: dict) -> str:
+    """Says what came of a line's script, or, of a drift that none was to show, why."""
+    worst = line.get("worst")
+    if line["reproducer"] == "–" and worst and NO_SCRIPT in worst.detail:
+        return f"none: {worst.detail.rpartition(NO_SCRIPT)[2]}"
+    return line["reproducer"].partition(":")[0]
 
 
 def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
@@ -142,12 +150,14 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 
 
 def summary(report: Report) -> dict:
-    """Returns each relation's worst drift: elements, and the largest ULP."""
+    """Returns each relation's worst drift: elements, and the largest ULP; as among the rows, it is unsupported where
+    all that is wrong is that time was up."""
     bad = [r for r in report.rows if r.verdict == NEEDS_FIX]
+    late = bool(bad) and all(r.layout == NOT_RUN for r in bad)
     why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in bad if r.detail and not _seen_as_drift(r))
     drifts = [r for r in bad if r.mismatches and r.relation in RELATIONS[:3]]
     worst = max(drifts, key=lambda r: r.mismatches, default=None)
-    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
+    line = {"verdict": UNSUPPORTED if late else report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation and r.verdict != UNSUPPORTED]
         most = max(
@@ -164,7 +174,8 @@ def summary(report: Report) -> dict:
             line[relation] = f"{share:.1f}% of {tensor}, {size([vars(most)])} ({most.layout})"
         else:  # it raised, or time was up
             listed = relation == "atomics-free"  # below the table, in whole lines of source
-            share, line[relation] = float("nan"), most.verdict if listed else most.detail
+            word = "not judged" if most.layout == NOT_RUN else most.verdict
+            share, line[relation] = float("nan"), word if listed else most.detail
         if mine:
             line["shares"][relation] = share
     return line
@@ -176,12 +187,17 @@ def _seen_as_drift(row: Row) -> bool:
 
 
 def reproduced(report: Report | None) -> str:
-    """Runs the standalone script by itself: 'drifts'; 'does not' or 'none found', and why; '–' where nothing drifts."""
+    """Runs the standalone script by itself: 'drifts'; 'does not', and why; '–' where nothing drifts. Of no script, why:
+    'other numbers than reported' or 'no drift' of what it showed, 'none found' where none could be made."""
     if report is None or not any(map(_seen_as_drift, report.rows)):
         return "–"
     if report.repro is None:
         details = [r.detail for r in report.rows if _seen_as_drift(r) and NO_SCRIPT in r.detail]
-        return ": ".join(("none found", *(d.rpartition(NO_SCRIPT)[2] for d in details[:1])))
+        whys = [d.rpartition(NO_SCRIPT)[2] for d in details]
+        counts = {why: int(found[1]) for why in whys if (found := OTHERWISE.match(why))}
+        why = max(counts, key=counts.get) if counts else "".join(whys[:1])
+        word = "none found" if not counts else "other numbers than reported" if counts[why] else "no drift"
+        return ": ".join(filter(None, (word, why)))
     done = subprocess.run(
         [sys.executable, report.repro.name], cwd=report.repro.parent, capture_output=True, text=True, timeout=LONGEST
     )

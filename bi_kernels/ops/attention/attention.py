@@ -10,7 +10,7 @@ from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward, rows
 from bi_kernels.ops.attention.padded import located
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
-from bi_kernels.tokens import agree, remind
+from bi_kernels.ops.attention.told import agree, remind
 
 
 class _Attention(torch.autograd.Function):

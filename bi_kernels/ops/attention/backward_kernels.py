@@ -121,8 +121,8 @@ def keys_backward_kernel(
     d = tl.arange(0, D)
     row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64) + key
     there = (key < length)[:, None] & ((d < width)[None, :] | EVEN)
-    k_tile = tl.load(k + head * head_k + row_k[:, None] * stride_k + d[None, :], mask=there, other=0.0)
-    v_tile = tl.load(v + head * head_v + row_k[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+    k_tile = tl.load(k + head.to(tl.int64) * head_k + row_k[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+    v_tile = tl.load(v + head.to(tl.int64) * head_v + row_k[:, None] * stride_v + d[None, :], mask=there, other=0.0)
     begin, middle, end = 0, 0, queries  # queries that see some key; from `middle` on, all of them see all
     if CAUSAL:
         begin = tl.maximum(tile * BLOCK_N + queries - length, 0) // BLOCK_M * BLOCK_M
@@ -269,8 +269,8 @@ def queries_backward_kernel(
     do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
     log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
     less = tl.load(delta + at, mask=inside, other=0.0)
-    k += head * head_k
-    v += head * head_v
+    k += head.to(tl.int64) * head_k
+    v += head.to(tl.int64) * head_v
     row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64)
     first = tile * BLOCK_M // GROUP + length - queries
     last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries

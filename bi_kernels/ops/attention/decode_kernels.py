@@ -113,10 +113,10 @@ def scores_kernel(
         at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
         there = (d < width)[None, :] | EVEN
         qt = tl.load(q + at[:, None] * width + d[None, :], mask=inside[:, None] & there, other=0.0)
-        k += head * head_k
+        k += head.to(tl.int64) * head_k
         row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
         if PAGE:
-            pages += sequence * pages_stride
+            pages += sequence.to(tl.int64) * pages_stride
         after = _block_rows(lo, row_k, pages, last_page, length, PAGE, KEYS)
         for start in range(lo, hi, KEYS):
             key, rows = start + tl.arange(0, KEYS), after
@@ -269,10 +269,10 @@ def values_kernel(
     row, d, i = tile * TILE + tl.arange(0, TILE), slice * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
     there = (d < width)[None, :] | EVEN
-    v += head * head_v
+    v += head.to(tl.int64) * head_v
     row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
     if PAGE:
-        pages += sequence * pages_stride
+        pages += sequence.to(tl.int64) * pages_stride
     ps, where = weights + at[:, None] * room + i[None, :], (row_k, pages, last_page)
     l = tl.zeros((TILE,), dtype=tl.float32)
     acc = tl.zeros((TILE, COLUMNS), dtype=tl.float32)

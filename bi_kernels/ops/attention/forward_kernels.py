@@ -172,10 +172,10 @@ def attention_kernel(
     at = (token_q + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
-    k += head * head_k
-    v += head * head_v
+    k += head.to(tl.int64) * head_k
+    v += head.to(tl.int64) * head_v
     if PAGE:
-        pages += sequence * pages_stride
+        pages += sequence.to(tl.int64) * pages_stride
     cache = k, v, k_tma, v_tma, head, stride_k, stride_v
 
     first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query

@@ -49,7 +49,7 @@ def _bands(where, tiles, GROUP: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.cons
 @gluon.jit
 def _rank(queries, length, GROUP: gl.constexpr, SIZE: gl.constexpr, CAUSAL: gl.constexpr):
     before = length - queries if CAUSAL else length
-    return gl.maximum(before, 0) * GROUP // SIZE
+    return (gl.maximum(before, 0).to(gl.int64) * GROUP // SIZE).to(gl.int32)
 
 
 @gluon.jit

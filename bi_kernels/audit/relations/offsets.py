@@ -1,0 +1,175 @@
+"""One call whose widest tensor has more than 2**31 elements, the last of which no offset of 32 bits reaches. On a GPU,
+in bf16, by the audit that judges an op's forward; gradients and all.
+
+Packed are sequences of one length: all have the content A, but for the last two, which have another, B, and lie wholly
+beyond `elements`. So what is read from, or written to, an offset that wrapped is A where B belongs, or the reverse, or
+nothing at all. Every sequence's outputs and gradients must be bit-identical to those of its own call, and the gradients
+of parameters to what the sequences' own calls, one after another, leave.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.memory import in_turn
+from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.subject import SHARPEST, Subject, of_candidate, poisoned_memory
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.contract import evaluate
+from bi_kernels.tokens import SLAB, TokenLayout
+
+BEYOND, LOGITS_KEPT = "beyond 2**31 elements", "beyond 2**31 elements, logits kept"
+OFFSETS = "offsets"  # what flags a control that only they show
+ELEMENTS = 2**31
+LONGEST, FEWEST = 4090, 8  # tokens of a sequence at most; sequences with A at least
+LAST = 2  # sequences with B
+CASES = {"linear": ("lm_head", "o"), "attention": ("mha",)}  # the widest output, and all of one width
+OUTPUTS = {"linear": "N", "linear_bias": "N", "matmul": "N", "embedding": "hidden"}  # as wide as no input
+KEEP = "keep_bytes"  # the argument by which the LM head keeps its logits
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, and its widest tensor."""
+
+    layout: str
+    problem: Problem
+    tensor: str
+    width: int  # its elements of a token
+    told: dict = field(default_factory=dict)  # further arguments, by which the tensor is one inside the op
+
+    def sizes(self, elements: int = ELEMENTS) -> tuple[int, int]:
+        """Returns the tokens of a sequence, which fill no number of slabs, and how many sequences there are."""
+        length = max(1, min(LONGEST, elements // FEWEST // self.width))
+        length -= 3 * (length % SLAB == 0)
+        return length, -(-elements // (length * self.width)) + LAST
+
+
+def applies(subject: Subject) -> bool:
+    """Tells whether a subject is asked: in bf16, at the first case of its op or those of CASES, on a GPU and not at
+    tiny shapes. torch's own ops are not: in so large a call they allocate many times what these do."""
+    p = subject.problem
+    full = p.device.type == "cuda" and p.shapes != "tiny" and subject.candidate != "torch"
+    return full and p.dtype == torch.bfloat16 and p.case in CASES.get(p.op.name, list(p.op.cases(p.shapes))[:1])
+
+
+def calls(subject: Subject) -> list[Call]:
+    """Returns the calls that a subject is asked."""
+    p = subject.problem
+    if p.op.cache:  # keys as wide as queries
+        p = replace(p, sizes=p.sizes | {"kv_heads": p.dims["heads"]})
+    elements = lambda dims: math.prod(int(evaluate(d, **p.dims)) for d in dims.split(","))
+    widths = {k: elements(dims.partition(":")[0]) for k, dims in p.op.tokens.items() if not dims.endswith(":id")}
+    widths |= {"out": elements(OUTPUTS[p.op.name])} if p.op.name in OUTPUTS else {}
+    widest = max(widths, key=widths.get)
+    found = [Call(BEYOND, p, widest, widths[widest])]
+    if KEEP in subject.free:
+        found.append(Call(LOGITS_KEPT, p, "logits", p.dims["vocab"], {KEEP: max(subject.free[KEEP])}))
+    return found
+
+
+def judge(subject: Subject, backward: bool) -> list[Row]:
+    """Judges a subject that is asked; backward: whether gradients are, of another candidate than this package."""
+    return [*by_call(subject, backward or subject.candidate == "bi_kernels")] if applies(subject) else []
+
+
+def by_call(subject: Subject, backward: bool = True, elements: int = ELEMENTS) -> Iterator[Row]:
+    """Yields the row of every call, of all outputs and gradients together; takes its turn for the memory."""
+    for call in calls(subject):
+        length, count = call.sizes(elements)
+        detail = f"{call.tensor} of {length * count * call.width} elements"
+        said = {"against": "singles", "inputs": SHARPEST, "rows": length * count, "detail": detail}
+        made = partial(_row, subject, call, backward, elements, said)
+        yield from subject.attempt("invariance", call.layout, partial(in_turn, made), **said)
+
+
+def _row(subject: Subject, call: Call, backward: bool, elements: int, said: dict) -> Row:
+    found = drifts(subject, call, backward, elements)
+    drift, names = joined([*found.values()]), list(found)
+    if wrong := [f"{k}: {d.mismatches}, first at {d.first_index}" for k, d in found.items() if d.mismatches]:
+        said = said | {"detail": "; ".join([said["detail"], *wrong])}
+    return subject.row("invariance", call.layout, replace(drift, part=0), tensor=names[drift.part], **said)
+
+
+def drifts(subject: Subject, call: Call, backward: bool = True, elements: int = ELEMENTS) -> dict[str, Drift]:
+    """Returns the drift of every output and gradient of one call from the sequences' own calls."""
+    length, count = call.sizes(elements)
+    s = replace(subject, problem=call.problem, memo={}, own_lengths=(length, length))
+    step = Step(s, SHARPEST, (length, length))
+    shared = _parameters(step)
+    whole = _computed(step, shared, call.told, count - LAST, LAST, backward)
+    folded, shared, alone = _folded(shared) if backward else {}, _parameters(step), {}
+    found: dict[str, list[Drift]] = {}
+
+    def note(name: str, drift: Drift, row: int = 0) -> None:
+        at = drift.first_index
+        found.setdefault(name, []).append(replace(drift, first_index=at and (at[0] + row, *at[1:])))
+
+    for i in range(count):
+        b = int(i >= count - LAST)
+        if folded or b not in alone:
+            alone[b] = None  # before the next is made
+            alone[b] = _computed(step, shared, call.told, 1 - b, b, backward)
+        for name, t in alone[b].items():
+            note(name, compare(whole[name][i * length : (i + 1) * length], t), i * length)
+    for name, t in (_folded(shared) if backward else {}).items():
+        note(name, compare(folded[name], t))
+    return {name: joined(parts) for name, parts in found.items()}
+
+
+def spread(pair: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """Returns the first half of `pair` `a` times, and then the second one `b` times."""
+    first, second = pair.unflatten(0, (2, -1))
+    whole = pair.new_empty(a + b, *first.shape)
+    whole[:a], whole[a:] = first, second
+    return whole.flatten(0, 1)
+
+
+def _parameters(step: Step) -> dict[str, torch.Tensor]:
+    """Returns new ones, each with a main_grad of zeros."""
+    made = {k: t.detach().clone().requires_grad_() for k, t in step.shared.items()}
+    for t in made.values():
+        t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return made
+
+
+def _folded(shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the gradients of parameters, where the candidate left them."""
+    return {f"d{k}": t.main_grad if t.grad is None else t.grad for k, t in shared.items()}
+
+
+def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bool) -> dict[str, torch.Tensor]:
+    """Returns the outputs of one packed call of `a` sequences with A and `b` with B, and the gradients of its tokens;
+    those of parameters are added to theirs. Raises ValueError for one that is missing, and where this package leaves
+    one in .grad."""
+    s, ends = step.subject, tuple(range(0, (a + b + 1) * step.lengths[0], step.lengths[0]))
+    tokens = {k: spread(t, a, b) for k, t in step.tokens.items()}
+    trained = {k: t.requires_grad_(backward) for k, t in tokens.items() if t.is_floating_point()}
+    tensors, where = s.arguments(tokens, shared, (ends[-1],), None, ends)
+    with TokenLayout.packed(ends), torch.set_grad_enabled(backward):
+        outputs = s.outputs(s.called(*tensors, **where, **told))
+    if not backward:
+        return s.named(outputs)
+    if not step.dy:
+        step.upstream(outputs, 1)
+    upstream = [(y, spread(dy, a, b)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
+    if not upstream:
+        raise ValueError("no output of the candidate requires a gradient")
+    with poisoned_memory(s.calls), of_candidate():
+        torch.autograd.backward(*zip(*upstream))
+    if missing := [k for k, t in trained.items() if t.grad is None]:
+        raise ValueError(f"the candidate's backward left no gradient for {', '.join(missing)}")
+    if s.candidate == "bi_kernels" and (left := [k for k, t in shared.items() if t.grad is not None]):
+        raise ValueError(f"gradients of {', '.join(left)} were left in .grad, expected them in main_grad")
+    return s.named(outputs) | {f"d{k}": t.grad for k, t in trained.items()}
+
+
+def required(subject: Subject) -> Iterator[dict]:
+    """Yields what `judge` has rows of."""
+    if applies(subject):
+        yield from ({"relation": "invariance", "layout": call.layout} for call in calls(subject))
