@@ -15,7 +15,7 @@ from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_ke
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.experiments import attention, attention_peers
-from bi_kernels.audit.experiments.attention_edges import packed_edges, padded_edges
+from bi_kernels.audit.experiments.attention_edges import FAR, apart, packed_edges, padded_edges
 from bi_kernels.audit.experiments.attention_generation import SMALL
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
@@ -176,6 +176,14 @@ def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
     assert {r.verdict for r in packed_edges(subject())} == {PASS}
     found = packed_edges(subject(nan_without_keys))
     assert any(r.verdict == NEEDS_FIX and r.mismatches for r in found)
+
+
+def test_heads_far_apart_are_those_side_by_side_and_wrapped_ones_are_not():
+    elements, wraps = 2**13, 4  # as if the fifth head were the first one beyond 32 bits
+    near = lambda t: t[:, :, torch.arange(t.shape[2]) % wraps] if t.stride(2) == elements else t
+    wrapped = lambda q, k, v, defect=True, **told: bi_kernels.attention(q, near(k), near(v), **told)
+    assert {(r.verdict, r.layout) for r in apart(subject(), elements)} == {(PASS, FAR)}
+    assert {r.verdict for r in apart(subject(wrapped), elements)} == {NEEDS_FIX}
 
 
 def test_what_stands_in_padding_is_judged():

@@ -54,7 +54,7 @@ LAYOUTS = {  # a pattern of names: the kind of what differs there, the first tha
     r"inference_mode|deterministic algorithms|autocast|compiled|captured|cuda_graph|torch\.compile.*": Kind.MODE,
     r"kept: .*": Kind.KEPT,
     r"after .*|weights updated in place": Kind.HISTORY,
-    r".* view|.*slice of .*|strides as given|every (address|other column)": Kind.MEMORY,
+    r".* view|.*slice of .*|strides as given|every (address|other column)|heads .* apart": Kind.MEMORY,
     r".* alone .*|.*upstream gradient.*|.*backward twice": Kind.DEMAND,
 }
 MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere

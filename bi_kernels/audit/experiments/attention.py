@@ -39,6 +39,11 @@ def _widths(session) -> Sequence[str]:
     return edges.WIDTHS[session.on_gpu] if is_ours(session) else ()
 
 
+def _far(session) -> list[int]:
+    full = session.on_gpu and session.parameters["shapes"] != "tiny" and is_ours(session)
+    return edges.in_first_dtype(session)[:1] if full and session.dtypes[0] != "fp32" else []
+
+
 def _late(session) -> list[int]:
     if not (is_ours(session) and late_copies.applies(session)):
         return []
@@ -61,6 +66,8 @@ EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process b
     Experiment("uneven", generation.uneven, _without_window),
     Experiment("late copies", late_copies.late, _late),
     Experiment("generation", generation.later_splits, lambda session: [0]),
+    Experiment("edges", edges.far_heads, _far),
+    Experiment("edges", edges.wrapped_heads, _far),
     Experiment("edges", edges.nan_without_keys, lambda session: [0]),
     Experiment("late copies", late_copies.unwaited, lambda session: _late(session)[:1]),
 )
@@ -118,6 +125,8 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     if number in _without_window(session):
         for kind in (SHARPEST, "nonfinite"):
             yield from rows("invariance", generation.uneven_layouts(session), inputs=kind)
+    if number in _far(session):
+        yield from rows("invariance", [edges.FAR])
     if number in _captured(session):
         yield from rows("invariance", ("cuda_graph", "torch.compile"))
     if number in _late(session):

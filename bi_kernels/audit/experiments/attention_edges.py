@@ -1,7 +1,7 @@
 """Judges attention where something is unusual: sequences without tokens or keys, heads of other widths, CUDA graphs."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.broken import attention as controls
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.attention_generation import (
     against_one_call,
@@ -43,6 +43,7 @@ HEADS = {f"{width} wide": {"head_dim": width} for width in (64, 96, 256)}
 HEADS["64 heads, 96 wide"] = {"head_dim": 96, "heads": 64, "kv_heads": 64}
 HEADS["128 heads, 64 wide"] = {"head_dim": 64, "heads": 128, "kv_heads": 8}
 WIDTHS = {True: tuple(HEADS), False: ("96 wide",)}
+FAR, APART = "heads 2**29 elements apart", 2**29  # of so many, offsets of 32 bits wrap at the fifth head
 WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
 
@@ -68,6 +69,45 @@ def nan_without_keys(session, _) -> list[Row]:
     """Judges the control that answers NaN where there is no key."""
     s = session.subject("attention", session.dtypes[0], controls.nan_without_keys, "−inf rows giving NaN")
     return [as_control(packed_edges(s))]
+
+
+def far_heads(session, number: int) -> list[Row]:
+    """Judges heads of k and v that lie far apart, in prefill with its gradients and in decode, against heads side by
+    side."""
+    return apart(session.make()[number])
+
+
+def wrapped_heads(session, _) -> list[Row]:
+    """Judges the control that reads heads beyond 2**31 elements from the first on."""
+    s = session.subject("attention", session.dtypes[0], controls.wrapped_heads, "offsets of heads in 32 bits")
+    return [as_control(apart(s))]
+
+
+def apart(s: Subject, elements: int = APART) -> list[Row]:
+    """Judges heads of k and v that begin so many elements one behind the other."""
+    s = replace(s, problem=replace(s.problem, sizes=s.problem.sizes | {"heads": 5, "kv_heads": 5}), memo={})
+    n, rows = min(600, s.largest), []
+    near = {name: t[None] for name, t in s.inputs(SHARPEST, n)[0].items()}
+
+    def far(t: torch.Tensor) -> torch.Tensor:
+        _, n, heads, width = t.shape
+        whole = t.new_empty((heads - 1) * elements + n * width)
+        return whole.as_strided(t.shape, (len(whole), width, elements, 1)).copy_(t)
+
+    def made(given: dict, queries: int, trains: bool) -> tuple[torch.Tensor, ...]:
+        q, k, v = (t.detach().requires_grad_(trains) for t in given.values())
+        found = s.called(q[:, n - queries :], k, v, **s.problem.op.constants)
+        grads = torch.autograd.grad(found[0], (q, k, v), torch.ones_like(found[0])) if trains else ()
+        return tuple(t.detach() for t in (*found, *grads))
+
+    def compared(*how) -> Drift:
+        return compare(made({"q": near["q"], "k": far(near["k"]), "v": far(near["v"])}, *how), made(near, *how))
+
+    for queries, trains in ((n, True), (1, False)):
+        detail = f"{queries} of {n} queries" + ", with gradients" * trains
+        said = {"against": "heads side by side", "inputs": SHARPEST, "rows": queries, "detail": detail}
+        rows += s.attempt("invariance", FAR, partial(compared, queries, trains), **said)
+    return rows
 
 
 def _counts(lengths: Lengths) -> dict[str, tuple[int, ...]]:
