@@ -33,6 +33,7 @@ def in_turn(thunk: Callable):
     """Returns what `thunk` returns, which takes much of a GPU's memory: one caller of all processes at a time, and, as
     in `patiently`, again where others hold too much."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    give_back()
     with _turn():
         return _again(thunk) if cuda and cuda.is_initialized() else thunk()
 

@@ -1,6 +1,8 @@
 """Where results and inputs lie in memory: what a call returned outlives later calls, views give the same bits, and so
 does a batch of which no offset of 32 bits reaches the end."""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,15 +11,16 @@ import torch
 
 from bi_kernels.audit.callables.relations import compared, left, output_names
 from bi_kernels.audit.callables.step import NoBackward, Step, gradients_kept
-from bi_kernels.audit.callables.target import Target, by_sample, tensors
+from bi_kernels.audit.callables.target import OutOfTime, Target, by_sample, tensors
 from bi_kernels.audit.evidence.drift import AT_ONCE, compare, joined
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.offsets import BEYOND, ELEMENTS, LAST
 
-# of a batch that a callable refuses, or that the GPU has no room for
-CLEAR = TypeError, ValueError, AssertionError, torch.OutOfMemoryError
+LOST = getattr(torch, "AcceleratorError", ())  # of an access to memory that is not there
+WRAPPED = "samples beyond 2**31 elements read from the first on"
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 BACKWARD = "kept: a backward after a later call"
 BESIDE = 16  # rows, or columns, of others before a slice: what a kernel loads at once stays aligned
@@ -138,13 +141,26 @@ def applies(t: Target) -> bool:
     return t.device.type == "cuda" and t.dtype == torch.bfloat16
 
 
-def beyond(t: Target, elements: int = ELEMENTS) -> list[Row]:
+def beyond(t: Target, elements: int = ELEMENTS, seconds: float = 120) -> list[Row]:
     """Compares the results and the gradients of a batch whose largest tensor has more than so many elements with those
     of two samples: the first one over and over, and the last one where no offset of 32 bits reaches. A callable that
-    refuses so many samples in a sentence, or for which memory is lacking, is not judged."""
-    clear = lambda error: UNSUPPORTED if isinstance(error, CLEAR) else NEEDS_FIX
+    refuses so many samples, or for which memory is lacking, is not judged; one after which the GPU answers no more
+    needs a fix."""
+    clear = lambda error: NEEDS_FIX if isinstance(error, LOST) or "CUDA error" in str(error) else UNSUPPORTED
     made = partial(in_turn, partial(_beyond, t, elements))
-    return t.attempt("invariance", BEYOND, made, clear, against="two samples")
+    t.deadline = time.monotonic() + seconds
+    try:
+        return t.attempt("invariance", BEYOND, made, clear, against="two samples")
+    except OutOfTime:
+        return [t.row("invariance", BEYOND, verdict=UNSUPPORTED, detail=f"not made within {seconds:g} s")]
+    finally:
+        t.deadline = math.inf
+
+
+def wrapped(y: torch.Tensor, x: torch.Tensor, t: Target, held: dict) -> torch.Tensor:
+    """Gives the last samples of a large batch the results of the first: the control of `beyond`."""
+    rows = y.movedim(t.batch, 0)
+    return torch.cat((rows[:-LAST], rows[:LAST])).movedim(0, t.batch) if len(rows) > LAST else y
 
 
 def _beyond(t: Target, elements: int) -> list[Row]:
@@ -164,7 +180,10 @@ def _beyond(t: Target, elements: int) -> list[Row]:
             drift = compare(part, (last if end == count else first).expand(part.shape))
             first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
             parts.append(replace(drift, first_index=first_at))
-        rows.append(t.row("invariance", BEYOND, joined(parts), tensor=name, **said))
+        of_input = name not in output_names(t)
+        told = said | ({"gradient": Side.INPUT} if of_input else {})
+        relation = "gradient invariance" if of_input else "invariance"
+        rows.append(t.row(relation, BEYOND, joined(parts), tensor=name, **told))
     return rows
 
 

@@ -15,16 +15,15 @@ from bi_kernels.audit.callables import modes, relations
 from bi_kernels.audit.callables.audit import audit as audit_callable
 from bi_kernels.audit.callables.demand import TWICE, demands
 from bi_kernels.audit.callables.history import history
-from bi_kernels.audit.callables.memory import LATER, applies, beyond, memory
+from bi_kernels.audit.callables.memory import LATER, WRAPPED, applies, beyond, memory, wrapped
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import IDS, sequences
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Target, first_and_batch, tensors
 from bi_kernels.audit.evidence.drift import raw
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
-from bi_kernels.audit.relations.offsets import LAST
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
@@ -117,9 +116,6 @@ class AnySession(Session):
             folder=self.out and self.out / "repro",
             **{k: p[k] for k in ("batch", "seconds", "seed", "candidate")},
         )
-        t = self.report.target
-        if applies(t) and not any(r.layout == "whole batch" for r in needs_fix(self.report.rows)):
-            self.report.rows += beyond(t)
         self.add(self.report.rows)
         return self.report
 
@@ -127,14 +123,9 @@ class AnySession(Session):
         """Judges twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
         rows = []
         for name, asked, change in CONTROLS:
-            t = copy.copy(self.report.target)
-            t.dims, t.outputs, t.votes, t.module, held = [t.batch], [], {}, None, {}
-            x = t.values[t.first]
-            if asked in (_demanded, _moded) and not x.is_floating_point():
+            t = self._broken(change)
+            if asked in (_demanded, _moded) and not t.values[t.first].is_floating_point():
                 continue  # nothing of it has a gradient
-            if asked is beyond and not applies(t):
-                continue
-            t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t, held)]
             found = asked(t)
             rows.append(replace((needs_fix(found) or found)[0], candidate=name).as_control())
         t = copy.copy(self.report.target)
@@ -143,6 +134,26 @@ class AnySession(Session):
             (row,) = sequences(t)["right_padded"]()
             rows.append(replace(row, candidate="another result for a wider batch of sequences").as_control())
         self.add(rows)
+        return rows
+
+    def _broken(self, change: Callable) -> Target:
+        """Returns twice the first input, broken on purpose."""
+        t, held = copy.copy(self.report.target), {}
+        t.dims, t.outputs, t.votes, t.module = [t.batch], [], {}, None
+        t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t, held)]
+        return t
+
+    def beyond(self) -> list[Row]:
+        """Judges a batch beyond 2**31 elements, on a GPU in bf16, where smaller ones agree, and the control. It comes
+        last: after an access to memory that is not there a GPU answers no more."""
+        t = self.report.target
+        if not applies(t) or any(r.layout == "whole batch" for r in needs_fix(self.rows)):
+            return []
+        rows = beyond(t, seconds=self.parameters["seconds"])
+        self.add(rows)
+        if {r.verdict for r in rows} == {PASS}:
+            found = beyond(self._broken(wrapped))
+            self.add([replace((needs_fix(found) or found)[0], candidate=WRAPPED).as_control()])
         return rows
 
     @property
@@ -275,12 +286,6 @@ def _offset(y, x, t, held):
     return y + y.abs().max()
 
 
-def _wrapped(y, x, t, held):
-    """Gives the last samples of a large batch the results of the first."""
-    rows = y.movedim(t.batch, 0)
-    return torch.cat((rows[:-LAST], rows[:LAST])).movedim(0, t.batch) if len(rows) > LAST else y
-
-
 CONTROLS = (  # what it is called, what asks, how it is broken
     ("one ULP in one element of a batch of more than one", _laid_out, _one_ulp),
     ("a neighbour that leaks, NaN above all", _laid_out, _leaks),
@@ -290,5 +295,4 @@ CONTROLS = (  # what it is called, what asks, how it is broken
     ("one buffer for the results of all calls", _kept, _buffered),
     ("the results of the call before", _followed, _late),
     ("results that are off by the largest", _referred, _offset),
-    ("samples beyond 2**31 elements read from the first on", beyond, _wrapped),
 )

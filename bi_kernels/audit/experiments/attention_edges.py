@@ -11,6 +11,7 @@ import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.attention_generation import (
     against_one_call,
@@ -106,6 +107,7 @@ def apart(s: Subject, elements: int = APART) -> list[Row]:
     for queries, trains in ((n, True), (1, False)):
         detail = f"{queries} of {n} queries" + ", with gradients" * trains
         said = {"against": "heads side by side", "inputs": SHARPEST, "rows": queries, "detail": detail}
+        said |= {"gradient": Side.CALL} if trains else {}
         rows += s.attempt("invariance", FAR, partial(compared, queries, trains), **said)
     return rows
 

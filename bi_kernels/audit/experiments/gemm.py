@@ -174,7 +174,7 @@ def remembered(session) -> Found:
                 found.setdefault(name, []).extend(ys)
                 line = lines.setdefault(name, {"asked": name, "calls": 0, "looked up": 0, "that differ": 0, "by": {}})
                 line["calls"] += 2
-                line["looked up"] += len(ys) - 2
+                line["looked up"] += len(ys) % 2
                 line["that differ"] += sum(products.differing([y], alone[name]).mismatches > 0 for y in ys)
                 line["by"][_chosen(*every[name])] = None
             compared = {name: products.differing(ys, alone[name]) for name, ys in found.items()}
@@ -196,7 +196,9 @@ def _after(name: str, order: str, sizes: tuple[int, int, int]) -> dict:
 
 def _chosen(x: Tensor, w: Tensor, bias: Tensor | None, told: dict) -> str:
     dtypes = x.dtype, told.get("out_dtype") or x.dtype
-    way, cut = cheapest((len(x), *w.shape), (x.stride(), w.stride()), "start" in told, dtypes, x.device)
+    way, cut = cheapest(
+        (x.shape[:-1].numel(), *w.shape), (x.stride()[-2:], w.stride()), "start" in told, dtypes, x.device
+    )
     return "two products" if cut else way if way is LIBRARY else _kind(_name(way))
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.problem.call_layouts import unaligned
+from bi_kernels.checks import is_hopper
 from bi_kernels.ops.gemm import again, gemm, kernel
 
 SIZES = {"cpu": [(48, 16, 32)], "cuda": [(48, 16, 32), (128, 512, 256), (512, 4096, 512)]}  # M, N, K
@@ -31,7 +33,9 @@ def asked(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
     the product is told besides: `out_dtype`, `start`, `out`."""
     (m, n, k), g = sizes, torch.Generator().manual_seed(seed)
     draw = lambda *shape, of=dtype: torch.randn(shape, generator=g).to(device, of)
-    x, w, bias, start = draw(m, k), draw(n, k), draw(n), draw(m, n, of=FP32)
+    # with memory behind them: what a key confuses may read on
+    x, w, bias, start = draw(2 * m, k)[:m], draw(2 * n, k)[:n], draw(n), draw(m, n, of=FP32)
+    wider, by_half = lambda t: torch.cat((t, -t), 1)[:, :k], lambda t: unaligned(t, 8 // t.element_size())
     turned = lambda t: t.t().contiguous().t()
     strided = torch.stack([bias, torch.full_like(bias, torch.nan)], -1)[:, 0]
     other = torch.bfloat16 if dtype == torch.float16 else torch.float16
@@ -40,12 +44,18 @@ def asked(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
         "bias": (x, w, bias),
         "bias of fp32": (x, w, draw(n, of=FP32)),
         "bias, unaligned": (x, w, unaligned(bias)),
+        "bias at 8 bytes": (x, w, by_half(bias)),
         "bias, strided": (x, w, strided),
         "x turned": (turned(x), w, None),
         "w turned": (x, turned(w), None),
         "both turned": (turned(x), turned(w), None),
         "x unaligned": (unaligned(x), w, None),
         "w unaligned": (x, unaligned(w), None),
+        "x at 8 bytes": (by_half(x), w, None),
+        "w at 8 bytes": (x, by_half(w), None),
+        "x of wider rows": (wider(x), w, None),
+        "w of wider rows": (x, wider(w), None),
+        "x of three dimensions": (x.unflatten(0, (2, -1)), w, None),
         "fewer rows": (x[: m - 8], w, None),
         "fewer columns": (x, w[: n // 2], None),
         "of other 16 bits": (x.to(other), w.to(other), None),
@@ -78,9 +88,13 @@ def _computed(key: Callable | None, given: tuple) -> list[Tensor]:
     looked_up = not told.keys() & {"start", "out"}
     found, kind = [], (*operands, told.get("out_dtype"))
     with torch.cuda.device_of(x):
+        rows = x.flatten(0, -2)
         for _ in range(2):
-            found.append(gemm._launch(*operands, **told).clone())
-            if looked_up and (key or x.device.type == "cpu") and kernel.tma_ready(x) is x and kernel.tma_ready(w) is w:
+            out = told["out"].fill_(torch.nan) if "out" in told else None
+            y = gemm._launch(*operands, **told)
+            found += [y.clone()] if out is None else [y.clone(), out.clone()]
+            straight = kernel.tma_ready(rows) is rows and kernel.tma_ready(w) is w
+            if looked_up and (key or x.device.type == "cpu") and straight:
                 again.remember((key or again.kind_of)(*kind), _straight(*kind))
         y = again.again(*kind) if looked_up else None
     return found if y is None else [*found, y]
@@ -88,6 +102,7 @@ def _computed(key: Callable | None, given: tuple) -> list[Tensor]:
 
 def _straight(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Callable:
     """Returns what computes products of operands that lie as these do: told addresses alone, which it rounds down."""
+    lead, x = x.shape[:-1], x.flatten(0, -2)
     lie = [(x.dtype, x.shape, x.stride()), (w.dtype, w.shape, w.stride())]
     lie.append(bias if bias is None else (bias.dtype, bias.shape, (1,)))
     tile = kernel.FP32_TILE if x.dtype == FP32 else gemm.FEW_ROWS
@@ -96,7 +111,8 @@ def _straight(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype 
         behind = t.data_ptr() % 16 // t.element_size()
         return t.view(dtype).as_strided(shape, strides, t.storage_offset() - behind)
 
-    return lambda *given: kernel.launch(*[at and read(t, *at) for t, at in zip(given, lie)], tile, out_dtype)
+    launch = lambda *given: kernel.launch(*[at and read(t, *at) for t, at in zip(given, lie)], tile, out_dtype)
+    return lambda *given: launch(*given).unflatten(0, lead)
 
 
 def differing(found: list[Tensor], alone: Tensor) -> Drift:
@@ -110,10 +126,16 @@ def alone(every: dict[str, tuple]) -> dict[str, Tensor]:
     forgotten."""
     found = {}
     for name, given in every.items():
-        for kept in (gemm.cheapest, kernel._launch_for):
+        for kept in _kept(given[0].device):
             kept.cache_clear()
         found[name] = in_a_thread([given])[0][0]
     return found
+
+
+def _kept(device: torch.device) -> list:
+    """Returns what remembers choices and launches for all threads."""
+    on_hopper = [import_module("bi_kernels.ops.gemm.hopper")._launch_for] if is_hopper(device) else []
+    return [gemm.cheapest, kernel._launch_for, *on_hopper]  # the interpreter knows no Gluon
 
 
 def confused(before: tuple, after: tuple) -> list[Tensor]:
@@ -124,4 +146,4 @@ def confused(before: tuple, after: tuple) -> list[Tensor]:
 
 def names() -> list[str]:
     """Returns the names of all that is `asked`."""
-    return [*asked((1, 1, 1), FP32, torch.device("cpu"))]
+    return [*asked((2, 1, 1), FP32, torch.device("cpu"))]

@@ -25,10 +25,11 @@ def checkpointed(u: OneCall) -> tuple[Made, Made]:
     """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well."""
     function = _again(u, token_layout(u.call, u.step.lengths))
     found, expected = u.made(function=function), dict(u.base)
-    if parameters := [f"d{k}" for k in u.floating if k in u.step.shared]:
-        folded = u.made(main_grad=True, function=function)
-        found |= {f"{k}, main_grad": folded[k] for k in parameters}
-        expected |= {f"{k}, main_grad": u.folded[k] for k in parameters}
+    if parameters := trained_and_frozen(u)[1]:
+        for into, way in ((found, function), (expected, None)):
+            given = u.inputs()
+            u.made(given=given, main_grad=True, function=way)
+            into |= {f"main_grad of {k}": given[k].main_grad for k in parameters}  # not what is left in .grad
     return found, expected
 
 

@@ -1,5 +1,6 @@
 """One call whose widest tensor has more than 2**31 elements, the last of which no offset of 32 bits reaches. On a GPU,
-in bf16, by the audit that judges an op's forward; gradients and all.
+in bf16, by the audit that judges an op's forward; gradients and all. Tensors lie token by token, without pages; heads
+that lie far apart are an experiment of attention's.
 
 Packed are sequences of one length: all have the content A, but for the last two, which have another, B, and lie wholly
 beyond `elements`. So what is read from, or written to, an offset that wrapped is A where B belongs, or the reverse, or
@@ -15,6 +16,7 @@ from functools import partial
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.problem import Problem
@@ -93,7 +95,8 @@ def _row(subject: Subject, call: Call, backward: bool, elements: int, said: dict
     drift, names = joined([*found.values()]), list(found)
     if wrong := [f"{k}: {d.mismatches}, first at {d.first_index}" for k, d in found.items() if d.mismatches]:
         said = said | {"detail": "; ".join([said["detail"], *wrong])}
-    return subject.row("invariance", call.layout, replace(drift, part=0), tensor=names[drift.part], **said)
+    side = {"gradient": Side.CALL} if backward else {}
+    return subject.row("invariance", call.layout, replace(drift, part=0), tensor=names[drift.part], **said | side)
 
 
 def drifts(subject: Subject, call: Call, backward: bool = True, elements: int = ELEMENTS) -> dict[str, Drift]:

@@ -147,18 +147,16 @@ class WorldSession(Session):
         return found
 
     def goals(self) -> list[dict]:
-        """Returns each measurement that has a goal with whether it is met, None of a goal of which nothing was
-        measured; leaves them in a file, for the document's first sentence."""
-        ranks, every = {w.name: w.ranks for w in WORLDS}, self._goals()
-        found, left = [], dict(every)
+        """Returns each goal with whether every measurement of it meets it, None where nothing was measured; leaves
+        them in a file, for the document's first sentence."""
+        ranks, taken = {w.name: w.ranks for w in WORLDS}, {at: [] for at in self._goals()}
         for cost in self.costs:
-            at = cost["what"], ranks[cost["world"]]
-            if at in every:
-                ours, theirs = cost["ms"].values()
-                what = ", ".join(filter(None, (cost["world"], cost["what"], cost["case"])))
-                found.append({"what": what, "met": ours / theirs <= every[at]})
-                left.pop(at, None)
-        found += [{"what": f"{what}, {n} ranks", "met": None} for what, n in left]
+            ours, theirs = cost["ms"].values()
+            taken.setdefault((cost["what"], ranks[cost["world"]]), []).append(ours / theirs)
+        found = [
+            {"what": f"{what}, {n} ranks", "met": max(taken[what, n]) <= most if taken[what, n] else None}
+            for (what, n), most in self._goals().items()
+        ]
         if self.out:
             (self.out / goals.FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
