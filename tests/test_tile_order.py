@@ -53,6 +53,7 @@ GLUON = SimpleNamespace(
     min=lambda x, axis: x.min(),
     associative_scan=lambda x, axis, add: x.cumsum(axis),
     int32=torch.int64,
+    int64=torch.int64,
 )
 
 
