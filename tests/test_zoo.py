@@ -153,5 +153,6 @@ def test_the_readme_says_of_the_zoo_what_its_document_shows():
     assert "Of two of the ops that drift there it hands over no script: a fresh process showed no drift of" in said
     assert f"of `SDPA, cuDNN` in {moved} of {of} elements, but with other numbers than the report's" in said
     spent = {r["op"]: r["detail"] for r in rows if "the budget of 90 s was spent" in r["detail"]}
-    assert list(spent) == ["FlagGems mm"] and "one call takes 7.6 s" in spent["FlagGems mm"]
-    assert "`FlagGems mm`, one call of which took 7.6 s, was not compared within the budget of 90 s." in said
+    assert list(spent) == ["FlagGems mm"]
+    took = re.search(r"one call takes ([\d.]+ s)", spent["FlagGems mm"])[1]
+    assert f"`FlagGems mm`, one call of which took {took}, was not compared within the budget of 90 s." in said
