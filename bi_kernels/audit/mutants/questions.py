@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,10 +12,11 @@ from bi_kernels.audit import load
 from bi_kernels.audit.drawn import cases as drawn_cases
 from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
-from bi_kernels.audit.experiments import attention, elementwise, gemm, vocabulary
+from bi_kernels.audit.experiments import attention, attention_edges, elementwise, gemm, vocabulary
+from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations import forward, gradient, uses
+from bi_kernels.audit.relations import forward, gradient, offsets, uses
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
@@ -29,6 +31,7 @@ LARGE: dict[str, tuple[dict, bool]] = {
     "token_logprob": ({}, False),  # views of rows that are no multiple of 16
     "lm_head_logprob": ({}, False),
 }
+WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
 
 
 def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
@@ -42,11 +45,22 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
     for stage in (_values, _quick, _drawn, _used):
         yield from stage(s)
         s.forget()
+    if op in WIDE:
+        yield from _quick(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))
     yield from _large(at(MODEL).make(), op) if device == "cuda" and op in LARGE else ()
     if whole:
         yield from _rest(s)
         s.forget()
         yield from MORE[op](session) if op in MORE else ()
+        yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
+
+
+def _beyond(subjects: list[Subject]) -> Iterator[Row]:
+    for s in subjects:
+        yield from offsets.judge(s, backward=True)
+        s.forget()
+    if subjects[0].problem.op.name == "attention":
+        yield from in_turn(partial(attention_edges.apart, subjects[0]))
 
 
 def _large(subjects: list[Subject], op: str) -> Iterator[Row]:
