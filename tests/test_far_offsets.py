@@ -51,7 +51,7 @@ def test_what_lies_far_apart_is_read_where_it_lies(script):
     assert right(script) == FAR[script]
 
 
-@pytest.mark.slow(but=["forward"])
+@pytest.mark.slow(but=["forward", "rope"])
 @pytest.mark.parametrize(
     "script, file, kept",
     [
