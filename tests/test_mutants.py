@@ -14,9 +14,11 @@ from unittest.mock import Mock
 import pytest
 
 import bi_kernels
+from bi_kernels.audit import load
 from bi_kernels.audit.mutants import document, operators, plan, questions, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
+from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.relations.views import VIEWED
 
 TOY = '''
@@ -136,6 +138,25 @@ def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     assert "needs-fix" in {r.verdict for r in found}
 
 
+def test_every_op_is_asked_beyond_32_bits_on_a_gpu(monkeypatch):
+    for stage in ("_values", "_quick", "_drawn", "_used", "_large", "_rest"):
+        monkeypatch.setattr(questions, stage, lambda *_: iter(()))
+    monkeypatch.setattr(questions, "MORE", {})
+    monkeypatch.setattr(
+        questions, "load", lambda audit, given: load(audit, given | {"device": "cpu", "shapes": "tiny"})
+    )
+    monkeypatch.setattr(questions.attention_edges, "apart", lambda s: ["heads apart"])
+    monkeypatch.setattr(questions.offsets, "judge", lambda s, backward: [s.problem.op.name])
+    on = lambda device, op: [
+        row
+        for dtype in run.DTYPE_ORDER
+        for row in questions.asked(op, dtype, device, dtype == run.DTYPE_ORDER[0] or bool(OPS[op].cache))
+    ]
+    for op in OPS:
+        assert {*on("cuda", op)} == {op} | ({"heads apart"} if op == "attention" else set())
+        assert not on("cpu", op)
+
+
 def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     made = []
@@ -143,6 +164,7 @@ def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):
     with run.servers(3, "cuda"):
         pass
     assert [env["CUDA_VISIBLE_DEVICES"] for env in made] == ["2", "5", "2"]
+    assert made[0]["TMPDIR"] == made[2]["TMPDIR"] != made[1]["TMPDIR"], "where those of a GPU wait for its memory"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 4)
     assert run.visible() == ["0", "1", "2", "3"]

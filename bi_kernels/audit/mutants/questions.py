@@ -52,7 +52,7 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
         yield from _rest(s)
         s.forget()
         yield from MORE[op](session) if op in MORE else ()
-        yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
+    yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
 
 
 def _beyond(subjects: list[Subject]) -> Iterator[Row]:

@@ -39,7 +39,7 @@ def made_of() -> str:
 class Server:
     """A process that judges mutants of a copy of the package, one after another."""
 
-    def __init__(self, device: str, number: int = 0):
+    def __init__(self, device: str, number: int = 0, turns: str = ""):
         self.device, self.folder = device, tempfile.TemporaryDirectory()
         self.copy = Path(self.folder.name, package().name)
         shutil.copytree(package(), self.copy)  # with what is compiled of it, numba's cache too
@@ -49,7 +49,10 @@ class Server:
         if device == "cuda":
             env.pop("TRITON_INTERPRET", None)
             env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and Path(p) != package().parent)
-            env["CUDA_VISIBLE_DEVICES"] = visible()[number % len(visible())]
+            env["CUDA_VISIBLE_DEVICES"] = gpu = visible()[number % len(visible())]
+            if turns:  # those of one GPU wait for each other's memory, and for nobody else's
+                env["TMPDIR"] = str(Path(turns, gpu))
+                Path(turns, gpu).mkdir(exist_ok=True)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([sys.executable, str(SERVER)], env=env, text=True, **pipes)
 
@@ -96,7 +99,8 @@ def visible() -> list[str]:
 def servers(count: int, device: str) -> Iterator[Callable]:
     """Yields what calls a function with a server that is free, in a thread of the caller's."""
     free: SimpleQueue = SimpleQueue()
-    several = [Server(device, number) for number in range(count)]  # each of a GPU in turn
+    turns = tempfile.TemporaryDirectory()
+    several = [Server(device, number, turns.name) for number in range(count)]  # each of a GPU in turn
     for server in several:
         free.put(server)
 
@@ -112,6 +116,7 @@ def servers(count: int, device: str) -> Iterator[Callable]:
     finally:
         for server in several:
             server.close()
+        turns.cleanup()
 
 
 class Clean:
