@@ -157,6 +157,21 @@ def test_every_op_is_asked_beyond_32_bits_on_a_gpu(monkeypatch):
         assert not on("cpu", op)
 
 
+def test_a_window_is_asked_what_is_asked_of_attention_but_for_other_widths(monkeypatch):
+    given = {"dtype": "fp32", "device": "cpu", "op": "attention_window", "shapes": "tiny", "seed": 0}
+    session, run_one, names = questions.load("attention", given), questions.attention._run, []
+
+    def some(session, item):
+        names.append(questions.attention.EXPERIMENTS[item[0]].name)
+        return [] if names[-1] in ("generation", "edges") else run_one(session, item)  # those take long
+
+    monkeypatch.setattr(questions.attention, "_run", some)
+    monkeypatch.setattr(questions.gradient, "by_split", lambda s: iter(s.problem.dims and ()))
+    rows = list(questions._experiments(session))
+    assert {*names} == {"generation", "starts", "edges"}
+    assert {r.verdict for r in rows} == {"pass"}
+
+
 def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     made = []

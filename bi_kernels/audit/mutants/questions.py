@@ -109,11 +109,13 @@ def _rest(s: Subject) -> Iterator[Row]:
 
 def _experiments(session) -> Iterator[Row]:
     s = session.make()[0]
-    s = replace(s, problem=replace(s.problem, case="mha"), memo={})  # as many key heads as query heads
+    last = [*s.problem.op.cases(s.problem.shapes)][-1]  # as many key heads as query heads, but for a window
+    s = replace(s, problem=replace(s.problem, case=last), memo={})
     yield from gradient.by_split(s)
     s.forget()
+    without = {"late copies"} | ({"widths"} if s.problem.op.name != "attention" else set())  # those of attention alone
     for item in attention._items(session):
-        if attention.EXPERIMENTS[item[0]].name != "late copies":
+        if attention.EXPERIMENTS[item[0]].name not in without:
             yield from (r for r in attention._run(session, item) if not r.control)
 
 
