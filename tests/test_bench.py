@@ -27,8 +27,7 @@ BENCH = CONTRACT["benchmark"]
 TINY = cases.settings("tiny")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-AUDITED, EARLIER = ROOT / "audits/nvidia-h200-qwen3-8b/bench", [*ROOT.glob("docs/benchmark-of-*")]
-DOCUMENT = AUDITED if AUDITED.exists() else EARLIER[0]
+DOCUMENT = ROOT / "audits/nvidia-h200-qwen3-8b/bench"
 
 
 class Clock(measure.Counter):
@@ -512,17 +511,6 @@ def test_without_a_profiler_a_sentence_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(profiler, "MOST", 0.2)
     with pytest.raises(RuntimeError, match="had not ended after 0.2 s"):
         profiler.counters()
-
-
-def test_a_benchmark_of_earlier_kernels_is_called_so_and_stands_until_there_is_one_of_these():
-    assert len(EARLIER) == 1 - AUDITED.exists()
-    readme, limits = (" ".join((ROOT / p).read_text(encoding="utf-8").split()) for p in ("README.md", "docs/limits.md"))
-    for place in EARLIER:
-        commit = place.name.rpartition("-")[2]
-        assert json.loads((place / "provenance.json").read_text())["commit"].startswith(commit)
-        assert f"[an H200, at commit {commit}](docs/{place.name}/README.md)" in readme
-        assert f"The [benchmark]({place.name}/README.md) that stands here is of commit {commit}:" in limits
-    assert ("have no benchmark yet" in readme) == bool(EARLIER)
 
 
 def test_the_readme_says_of_the_drawn_shapes_what_the_benchmark_reached():
