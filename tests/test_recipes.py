@@ -276,3 +276,6 @@ def test_the_readme_says_what_a_document_of_a_gpu_found():
     wanted = [said.sentence(document) for document in of_gpus()]
     claimed = said.SHORT[UNSPLIT.name] in text
     assert claimed == bool(wanted) == any(sentence in text for sentence in wanted), wanted
+    for document in of_gpus():
+        found = document["recipes"]
+        assert f"It takes {said.cost(found[OURS.name], found[PLAIN.name])}." in text
