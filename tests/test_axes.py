@@ -241,6 +241,7 @@ def test_each_axis_names_what_breaks_it(name):
     assert found and found <= axes, report.markdown()
 
 
+@pytest.mark.slow(but=["expanded", "strides"])
 @pytest.mark.parametrize("name", ["expanded", "strided", "twice", "slice", "strides", "columns"])
 def test_a_script_shows_what_a_demand_or_a_place_in_memory_moves(name, tmp_path):
     """In a fresh process, as `settle` ran it, with the numbers of the report."""

@@ -337,7 +337,7 @@ def judged(op: str, dtype: str, function) -> list:
     return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
 
 
-@pytest.mark.slow(but=["linear", "softmax"])
+@pytest.mark.slow(but=["linear of rows", "softmax"])
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_a_correct_candidate_needs_no_fix(name):
     found = needs_fix(judged(*CANDIDATES[name]))

@@ -342,6 +342,7 @@ def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
     assert "left no gradient for weight" in report(in_need(found)), report(found)
 
 
+@pytest.mark.slow(but=["batch:16", "ragged"])
 @pytest.mark.parametrize(
     "layout, when",
     [("batch:16", "forward"), ("micro_batches:ragged", "backward"), ("neighbours", "forward"), ("singles", "backward")],

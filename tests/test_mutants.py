@@ -289,7 +289,7 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
         asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
 
-    monkeypatch.setattr(Server, "__init__", lambda self, device, number: None)
+    monkeypatch.setattr(Server, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Server, "close", lambda self: None)
     monkeypatch.setattr(Server, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
