@@ -125,6 +125,18 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     assert all(len(e.reason) > 20 for e in entries)
 
 
+def test_limits_says_what_the_document_of_the_interpreter_left_alive():
+    root = Path(bi_kernels.__file__).parents[1]
+    found = json.loads((root / "audits/interpreter-mutants/mutants/mutants.json").read_text())
+    said = " ".join((root / "docs/limits.md").read_text(encoding="utf-8").split())
+    assert f"is a sample of {len(found)} of four audits' mutants, attention's not among them." in said
+    assert not [m for m in found if "attention" in m["file"]]
+    alive = [(m["function"], m["before"]) for m in found if m["verdict"] == document.SURVIVED]
+    assert ("It left one bug alive, in the launch for an id of 512 tokens and more" in said) == (len(alive) == 1)
+    ((function, line),) = alive
+    assert function == "_embedding_backward_kernel" and line.startswith("dy + row[:, None]"), "of the launch HEAVY"
+
+
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     monkeypatch.setitem(questions.LARGE, "rms_norm", ({"hidden": 48}, True))  # sizes that an interpreter can
     given = {"dtype": "bf16", "device": "cpu", "op": "rms_norm", "shapes": "tiny", "seed": 0}
