@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +150,7 @@ def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     assert "needs-fix" in {r.verdict for r in found}
 
 
-def test_every_op_is_asked_beyond_32_bits_on_a_gpu(monkeypatch):
+def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeypatch):
     for stage in ("_values", "_quick", "_drawn", "_used", "_large", "_rest"):
         monkeypatch.setattr(questions, stage, lambda *_: iter(()))
     monkeypatch.setattr(questions, "MORE", {})
@@ -159,13 +159,14 @@ def test_every_op_is_asked_beyond_32_bits_on_a_gpu(monkeypatch):
     )
     monkeypatch.setattr(questions.attention_edges, "apart", lambda s: ["heads apart"])
     monkeypatch.setattr(questions.offsets, "judge", lambda s, backward: [s.problem.op.name])
+    monkeypatch.setattr(questions.long_sequences, "judge", lambda s: ["a long sequence"])
     on = lambda device, op: [
         row
         for dtype in run.DTYPE_ORDER
         for row in questions.asked(op, dtype, device, dtype == run.DTYPE_ORDER[0] or bool(OPS[op].cache))
     ]
     for op in OPS:
-        assert {*on("cuda", op)} == {op} | ({"heads apart"} if op == "attention" else set())
+        assert {*on("cuda", op)} == {op, "a long sequence"} | ({"heads apart"} if op == "attention" else set())
         assert not on("cpu", op)
 
 
@@ -314,6 +315,52 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
     asked = []
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
     assert [a[0] for a in asked] == [two.id]
+
+
+def parts_of(*verdicts: str) -> list[Future]:
+    """Futures that ended so; '' is one that nobody began."""
+    made = [Future() for _ in verdicts]
+    for part, verdict in zip(made, verdicts):
+        if verdict:
+            part.set_result({"verdict": verdict, "checks": 2, "seconds": 1.5, "longest": len(verdict)})
+    return made
+
+
+def test_what_takes_long_is_asked_of_several_servers():
+    assert run.asked_apart(["silu", "gelu"]) == [(["silu", "gelu"], run.DTYPE_ORDER)]
+    ops = ["attention", "linear", "attention_window"]
+    long = [([op], [dtype]) for dtype in run.DTYPE_ORDER for op in ("attention", "attention_window")]
+    assert run.asked_apart(ops) == [*long, (["linear"], run.DTYPE_ORDER)]
+    assert run.of_parts(parts_of("survived", "")) == {}, "what nobody has asked yet may kill"
+    parts = parts_of("survived", "killed", "")
+    assert run.of_parts(parts)["verdict"] == "killed" and parts[2].cancelled()
+    assert run.of_parts(parts)["verdict"] == "killed", "a part that was left does not undo it"
+    assert run.of_parts(parts_of("survived", "survived")) == {
+        "verdict": "survived",
+        "checks": 4,
+        "seconds": 3.0,
+        "longest": 8,
+    }
+
+
+def test_a_mutant_of_attention_survives_only_if_every_part_does(every, tmp_path, monkeypatch):
+    def judge(self, mutant, ops, limits, seeds=SEEDS, dtypes=run.DTYPE_ORDER):
+        if mutant:
+            time.sleep(0.01 * len(ops[0]))
+        killed = mutant and mutant.id == one.id and tuple(ops) + tuple(dtypes) == killer
+        return {"verdict": "killed" if killed else "survived", "checks": 1, "seconds": 0.1, "longest": 0.1}
+
+    monkeypatch.setattr(Server, "__init__", lambda self, *of: None)
+    monkeypatch.setattr(Server, "close", lambda self: None)
+    monkeypatch.setattr(Server, "judge", judge)
+    one, two = [m for m in every if ops_for(m.file, m.function) == ["attention", "attention_window"]][:2]
+    for number, part in enumerate(run.asked_apart(["attention", "attention_window"])):
+        killer = (*part[0], *part[1])
+        for jobs in (1, 3):
+            kept = tmp_path / f"{number} {jobs}"
+            found = judged([one, two], "cpu", jobs, kept, lambda found, left: None)
+            assert [(f["id"], f["verdict"]) for f in found] == [(one.id, "killed"), (two.id, "survived")]
+            assert found[1]["checks"] == 4, "each part counts"
 
 
 def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):

@@ -16,7 +16,7 @@ from bi_kernels.audit.experiments import attention, attention_edges, elementwise
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations import forward, gradient, offsets, uses
+from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets, uses
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
@@ -52,6 +52,7 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
         yield from _rest(s)
         s.forget()
         yield from MORE[op](session) if op in MORE else ()
+        yield from long_sequences.judge(at(MODEL).make()[0]) if device == "cuda" else ()
     yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -169,21 +169,26 @@ def judged(
     clean, waiting = Clean(sorted(ops, key=lambda op: not OPS[op].cache)), list(todo)  # attention takes longest
     for found in passed:
         clean.take(found)
+    parts: dict[str, list] = {}
     with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
-        broken = lambda server, m, mine: server.judge(m, mine, clean.limits(mine))
+        broken = lambda server, m, mine, dtypes: server.judge(m, mine, clean.limits(mine), SEEDS, dtypes)
         unbroken = lambda server, op, dtype, seed: server.judge(None, [op], (3600, 3600), [seed], [dtype])
         tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}
 
         def begin() -> None:
             for m in [m for m in waiting if not clean.wrong and clean.ready(ops_for(m.file, m.function))]:
                 waiting.remove(m)
-                tasks[pool.submit(call, broken, m, ops_for(m.file, m.function))] = m
+                parts[m.id] = [pool.submit(call, broken, m, *part) for part in asked_apart(ops_for(m.file, m.function))]
+                tasks.update(dict.fromkeys(parts[m.id], m))
 
         try:
             begin()
             while tasks:
                 for task in wait(tasks, return_when=FIRST_COMPLETED).done:
-                    of, found = tasks.pop(task), task.result()
+                    of = tasks.pop(task)
+                    found = of_parts(parts[of.id]) if isinstance(of, Mutant) else task.result()
+                    if not found or isinstance(of, Mutant) and of.id in known:  # a part is missing, or of no more use
+                        continue
                     if isinstance(of, Mutant):
                         found = own | {"id": of.id} | said(of) | found
                         known[of.id] = found
@@ -201,6 +206,29 @@ def judged(
     if clean.wrong:
         raise ValueError(f"before anything is broken, these need a fix: {'; '.join(clean.wrong.values())}")
     return [known[m.id] for m in chosen]
+
+
+def asked_apart(ops: Sequence[str]) -> list[tuple[list[str], Sequence[str]]]:
+    """Returns ops and dtypes that one server asks: attention's take minutes each, and have one each."""
+    rest = [op for op in ops if not OPS[op].cache]
+    long = [([op], [dtype]) for dtype in DTYPE_ORDER for op in ops if OPS[op].cache]
+    return [*long, *[(rest, DTYPE_ORDER)] * bool(rest)]
+
+
+def of_parts(parts: Sequence[Future]) -> dict:
+    """Returns the verdict on a mutant whose parts are asked apart: killed as soon as one says so, and those that nobody
+    began are left; survived once all do. Before that, nothing."""
+    done = [part.result() for part in parts if part.done() and not part.cancelled()]
+    for found in done:
+        if found["verdict"] != "survived":
+            for part in parts:
+                part.cancel()
+            return found
+    if len(done) < len(parts):
+        return {}
+    told = next((f for f in done if f.get("detail")), done[0])  # by which seed alone it is killed
+    total = {k: round(sum(f[k] for f in done), 1) for k in ("checks", "seconds")}
+    return told | total | {"longest": max(f["longest"] for f in done)}
 
 
 def said(m: Mutant) -> dict:
