@@ -15,6 +15,7 @@ import pytest
 
 import bi_kernels
 from bi_kernels.audit import load
+from bi_kernels.audit.index import sources, words
 from bi_kernels.audit.mutants import document, operators, plan, questions, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
@@ -125,37 +126,93 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     assert all(len(e.reason) > 20 for e in entries)
 
 
-# in which functions the documents' survivors are, and whether a result depends on one
-ALIVE = {
-    "interpreter": {"_embedding_backward_kernel": True},
+ALIVE = {  # in which functions the documents' survivors are, and what limits says of each
+    "interpreter": {
+        "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
+        "_embedding_backward_kernel": "On the interpreter: a wrong stride in the launch for an id of 512 tokens",
+    },
     "nvidia-h200": {
-        "arguments": True,  # rows of no sequence, captured
-        "_aligned": True,  # decode captured with memory of another alignment
-        "Steps": False,  # counts as loaded what the auditor records
-        "queries_backward_kernel": False,  # a tile of no sequence stores nothing
-        "_keys_of": False,  # blocks of keys before the window, all masked
+        "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
+        "_ends": "keys that no sequence holds, forward",
+        "arguments": "keys that no sequence holds, forward and backward",
+        "_aligned": "decode with memory of another alignment than what ran before",
     },
 }
 
 
 @pytest.mark.parametrize("where", ALIVE)
-def test_limits_says_what_the_documents_left_alive(where):
+def test_limits_says_what_the_documents_left_alive(where, every):
     root = Path(bi_kernels.__file__).parents[1]
     found = json.loads((root / f"audits/{where}-mutants/mutants/mutants.json").read_text())
     said = " ".join((root / "docs/limits.md").read_text(encoding="utf-8").split())
     assert sorted(m["function"] for m in found if m["verdict"] == document.SURVIVED) == sorted(ALIVE[where])
-    assert f"The mutants' documents are samples of {len(found)}." in said
-    real, more = (list(ALIVE[where].values()).count(depends) for depends in (True, False))
-    numbers = {1: "one", 2: "two", 3: "three", 5: "five"}
-    if where == "interpreter":
-        assert not [m for m in found if "attention" in m["file"]]
-        assert f"It left {numbers[real]} bug alive, in the launch for an id of 512 tokens and more" in said and not more
-    else:
-        by_hand = [m for m in found if m["operator"].startswith(plan.HAND_MADE)]
-        assert len(by_hand) > len(found) / 2, "most of them made by hand"
-        assert all("attention" in m["file"] for m in found if m["verdict"] == document.SURVIVED)
-        assert f"and left {numbers[real + more]} alive, all of attention. {numbers[real].title()} are bugs" in said
-        assert f"On the other {numbers[more]} no result depends." in said
+    assert not [words for words in ALIVE[where].values() if words not in said]
+    assert f"samples of {len(found)}: all that are made by hand, and few of the others" in said
+    by_hand = {m.id for m in every if m.operator.startswith(plan.HAND_MADE)}
+    assert where == "interpreter" or by_hand <= {m["id"] for m in found}
+    assert ("attention" in "".join(m["file"] for m in found)) == (where != "interpreter"), "attention's not among them"
+    assert not [m for m in found if on_hopper(m["file"])], "none in the kernels for sm_90"
+
+
+@pytest.mark.parametrize("where", ALIVE)
+def test_every_entry_of_the_file_of_equivalents_holds_in_the_documents(where, every):
+    folder = Path(bi_kernels.__file__).parents[1] / f"audits/{where}-mutants/mutants"
+    found, of = json.loads((folder / "mutants.json").read_text()), {m.id: m for m in every}
+    verdicts = [f["verdict"] for f in found]
+    device = "cpu" if where == "interpreter" else "cuda"
+    wrong = document.settle(found, plan.equivalents(), of, device)
+    assert not [line for line in wrong if document.BUT in line]
+    assert verdicts == [f["verdict"] for f in found], "bi-audit report writes the page anew"
+
+
+def verdict(m: operators.Mutant, verdict: str, **more) -> dict:
+    return run.said(m) | {"id": m.id, "verdict": verdict, "relation": "parity", "layout": "packed"} | more
+
+
+def test_what_the_file_of_equivalents_explains_follows_it(every):
+    one, two, three, four = every[:4]
+    of = {m.id: m for m in (one, two, three, four)}
+    entry = lambda m: plan.Equivalent(m.file, m.function, "planted", m.before, m.text, m.operator, m.number)
+    found = [
+        verdict(one, "survived"),
+        verdict(two, "explained", reason="of an entry that is gone"),
+        verdict(three, "killed", op="silu"),
+        verdict(four, "survived", detail="killed with seed 0, but by nothing with seed 1"),
+    ]
+    wrong = document.settle(found, [entry(m) for m in (one, three, four)], of, "cpu")
+    assert [(f["verdict"], f.get("reason", "")) for f in found] == [
+        ("explained", "planted"),
+        ("survived", ""),
+        ("killed", ""),
+        ("survived", ""),
+    ]
+    assert ["survived" if line.endswith("survived") else line.partition(document.BUT)[2] for line in wrong] == [
+        "survived",
+        " killed by parity packed of silu",
+        " killed with seed 0, but by nothing with seed 1",
+    ]
+
+
+def test_a_page_of_mutants_follows_what_writes_it_and_nothing_else(every, tmp_path, monkeypatch):
+    some = [m for m in plan.of_audits(every, ["rms_norm"]) if not on_hopper(m.file)]
+    found = [verdict(some[0], "killed", op="rms_norm", seconds=1), verdict(some[1], "survived", seconds=1)]
+    (tmp_path / "mutants.json").write_text(json.dumps(found))
+    made = {"device": "interpreter", "parameters": "audits=rms_norm, sample=2, seed=0", "commit": "0123456789ab"}
+    (tmp_path / "provenance.json").write_text(json.dumps(made))
+    monkeypatch.setattr(plan, "every", lambda hopper: some)
+    sources.record(tmp_path)
+    recorded = json.loads((tmp_path / sources.FILE).read_text())
+    assert not words.follow_mutants(tmp_path), "a page of today"
+    (tmp_path / sources.FILE).write_text(json.dumps(recorded | {sources.PAGE: "other", "bi_kernels/ops": "other"}))
+    assert not words.follow_mutants(tmp_path), "of other kernels"
+    (tmp_path / sources.FILE).write_text(json.dumps(recorded | {sources.PAGE: "other"}))
+    entry = {"before": some[1].before, "text": some[1].text, "operator": some[1].operator, "number": some[1].number}
+    entries = [plan.Equivalent(some[1].file, some[1].function, "planted by a test", **entry)]
+    monkeypatch.setattr(plan, "equivalents", lambda path: entries)
+    assert words.follow_mutants(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "2 mutants: 1 killed, 1 explained, 0 survived" in text and "planted by a test" in text
+    assert json.loads((tmp_path / sources.FILE).read_text()) == recorded and not words.follow_mutants(tmp_path)
 
 
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
@@ -274,12 +331,22 @@ def waits_for(done, seconds: float) -> bool:
     return bool(done())
 
 
-def test_the_document_counts_the_mutants_of_the_audits_that_were_run(every):
+def test_the_document_says_of_which_mutants_its_sample_is(every):
     some = plan.of_audits(every, ["rms_norm"])
     assert 0 < len(some) < len(every)
-    assert document.of_how_many(len(every), []) == f"There are {len(every):,} mutants of all audits."
-    said = document.of_how_many(len(some), ["rms_norm", "gemm"])
-    assert said == f"There are {len(some):,} mutants of the audits named (rms_norm, gemm)."
+    assert document.of_how_many([], every, []).startswith(f"There are {len(every):,} mutants of all audits. ")
+    said = document.of_how_many([], some, ["rms_norm", "gemm"])
+    assert said.startswith(f"There are {len(some):,} mutants of the audits named (rms_norm, gemm). ")
+    by_hand = [m for m in some if m.operator.startswith(plan.HAND_MADE)]
+    others = [m for m in some if m not in by_hand]
+    found = [verdict(by_hand[0], "killed"), verdict(others[0], "survived"), verdict(others[1], "explained")]
+    said = document.of_how_many(found, some, [])
+    assert f"Made by hand: 1 of {len(by_hand)} judged, 1 of 1 not explained killed (100.0%)." in said
+    assert f"Made by an operator: 2 of {len(others):,} judged, 0 of 1 not explained killed (0.0%)." in said
+    files, broken = {m.file for m in some}, {f["file"] for f in found}
+    assert f"In {len(files - broken)} of {len(files)} files, which hold " in said and "nothing was broken: " in said
+    whole = document.of_how_many([verdict(m, "killed") for m in some], some, [])
+    assert f"In each of the {len(files)} files something was broken." in whole
 
 
 def status(pid: int) -> str:

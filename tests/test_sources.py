@@ -24,6 +24,7 @@ def package(tmp_path, monkeypatch):
         "ops/more/rope.py",
         "audit/judge.py",
         "audit/mutants/run.py",
+        *sources.WRITERS,
         "contract.toml",
         "notes.txt",
     ):
@@ -100,8 +101,12 @@ def test_mutants_record_what_breaks_the_package_too_and_no_notebook(package):
     sources.record(package.parent / "document")
     assert said(package) == "current"
     recorded = json.loads((package.parent / "document" / sources.FILE).read_text())
-    assert recorded.keys() - sources.package().keys() == {"bi_kernels/audit/mutants"}
+    assert recorded.keys() - sources.package().keys() == {"bi_kernels/audit/mutants", sources.PAGE}
     assert not any(name.endswith(".ipynb") for name in recorded)
+    (package / "audit" / "mutants" / "equivalents.toml").write_text("other")
+    assert said(package) == "another auditor since (audit/mutants/page)", "which judges nothing, and can follow"
+    sources.record(package.parent / "document")
+    assert said(package) == "current", "though the commit has another page"
     (package / "audit" / "mutants" / "run.py").write_text("other")
     assert said(package) == "another auditor since (audit/mutants)"
 

@@ -186,10 +186,10 @@ def report(folder: Path) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     """Writes the index of a folder, and of each folder of documents below it; before it, documents whose notebook has
-    other words by now."""
+    other words by now, and mutants whose page has."""
     for found in documents(folder).values():
         for d in found:
-            words.follow(d.path)
+            (words.follow_mutants if d.mutants else words.follow)(d.path)
     for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
         for name, text in report(place).items():
             (place / name).write_text(text, encoding="utf-8")

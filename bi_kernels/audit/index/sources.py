@@ -3,6 +3,7 @@
 All of the package, not what one audit loads of it: controls and ranks load each other's kernels, and a document that is
 called older than it is costs a run, one that is called current and is not costs its reader. But for what no audit
 loads: what stands here, which reads documents that are made, and what breaks the kernels, of which mutants are made.
+Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
 """
 
 import hashlib
@@ -16,6 +17,10 @@ PACKAGE = Path(__file__).parents[2]
 NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, of a checkout
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
+MUTANTS = "audit/mutants"
+# of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
+WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
+PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
 CURRENT, NOT_RECORDED = "current", "not recorded"
 NAMED = 2  # folders that a sentence names
 
@@ -28,16 +33,18 @@ def blob(content: bytes) -> str:
 def folders(blobs: dict[str, str]) -> dict[str, str]:
     """Returns {folder: digest of its files' names and contents} of {path: content's name}."""
     found = defaultdict(list)
-    for path in sorted(path for path in blobs if path.endswith(KINDS)):
+    for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith(WRITERS)):
         found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
     return {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
 
 
 def package(of_mutants: bool = False) -> dict[str, str]:
     """Returns the folders of the package as it stands, of which an audit is made, or mutants are."""
-    apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / "audit" / "mutants"] * (not of_mutants)]
+    apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
-    return folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
+    found = folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
+    page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS if of_mutants)
+    return found | ({PAGE: blob(page.encode())} if of_mutants else {})
 
 
 def code(notebook: Path) -> str:
@@ -77,7 +84,8 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
     held = folders({path: about.split()[2] for about, path in (line.split("\t", 1) for line in listed)})
     if not held:  # installed into a folder of somebody's repository
         return []
-    return [name for name, known in recorded.items() if not name.endswith(".ipynb") and held.get(name) != known]
+    apart = lambda name: name.endswith(".ipynb") or name == PAGE  # which a document follows after its run
+    return [name for name, known in recorded.items() if not apart(name) and held.get(name) != known]
 
 
 def status(recorded: dict[str, str], commit: str) -> str:

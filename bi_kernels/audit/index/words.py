@@ -1,7 +1,8 @@
 """A document's words are those of the notebook that stands here; its numbers stay those of its run.
 
 Where a notebook has other text than when a document was made, and the same code, the document is written anew of what
-its run had put out. Where a cell of code differs it stays as it is, and its sources say so.
+its run had put out. Where a cell of code differs it stays as it is, and its sources say so. So is the page of mutants,
+where what writes it or the file of equivalents is another by now, and all else is what they were judged with.
 """
 
 import ast
@@ -56,6 +57,19 @@ def follow(folder: Path) -> bool:
     (folder / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
     _record(folder, notebook)
     executed.write_text(whole + "\n", encoding="utf-8")  # last: who is interrupted before it begins again
+    return True
+
+
+def follow_mutants(folder: Path) -> bool:
+    """Writes a document of mutants anew where nothing but its page is another by now; returns whether it did."""
+    file = folder / sources.FILE
+    recorded = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not recorded or sum(sources.changed(recorded).values(), []) != [sources.PAGE]:
+        return False
+    from bi_kernels.audit.mutants import document  # noqa: PLC0415 (all mutants are made for it: ten seconds)
+
+    document.again(folder)
+    file.write_text(json.dumps(sources.package(of_mutants=True), indent=1) + "\n", encoding="utf-8")
     return True
 
 

@@ -14,8 +14,6 @@ from bi_kernels.audit.mutants.reach import on_hopper
 from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
 
-BUT = "in the file of equivalents, but"
-
 
 def chosen(names: Sequence[str], sample: int, seed: int, on_gpu: bool, equivalents: Path) -> tuple[list[Mutant], list]:
     """Returns the mutants of a run and the entries of the file of equivalents. Raises ValueError for an entry that no
@@ -52,27 +50,16 @@ def run(
             progress.update(task, completed=len(mutants) - left, word=", ".join(f"{n} {k}" for k, n in number.items()))
 
         found = judged(mutants, where.type, jobs, out / ".mutants.jsonl", tell)
-    of, wrong = {m.id: m for m in mutants}, []
-    for f in found:
-        reason = plan.explained(of[f["id"]], entries, where.type)
-        place = f"{f['file']}, line {f['line']}, {f['operator']}: {f['before']!r} becomes {f['text']!r}"
-        if reason and f["verdict"] == document.KILLED:
-            by = f"{f['relation']} {f['layout']} of {f.get('op', '?')}"
-            wrong.append(f"{place}: {BUT} killed by {by}")
-        elif reason and f.get("detail"):  # with one seed only
-            wrong.append(f"{place}: {BUT} {f['detail']}")
-        elif reason:
-            f |= {"verdict": document.EXPLAINED, "reason": reason}
-        elif f["verdict"] == document.SURVIVED:
-            wrong.append(f"{place}: survived")
+    of = {m.id: m for m in mutants}
+    wrong = document.settle(found, entries, of, where.type)
     told = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
     made = provenance(where, told) | {"command": f"`{command}`"}
-    generated = plan.of_audits(plan.every(where.type == "cuda"), names)
-    document.write(out, found, mutants, made, document.of_how_many(len(generated), names))
+    population = plan.of_audits(plan.every(where.type == "cuda"), names)
+    document.write(out, found, of, made, document.of_how_many(found, population, names), wrong)
     (out / ".mutants.jsonl").unlink()
     return document.sentence(found), wrong
 
 
 def failed(wrong: Sequence[str], said: str) -> bool:
     """Tells whether a run fails: an entry of the file of equivalents that is killed, or a rate below the goal."""
-    return "not met" in said or any(BUT in line for line in wrong)
+    return "not met" in said or any(document.BUT in line for line in wrong)

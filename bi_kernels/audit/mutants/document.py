@@ -8,15 +8,17 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from bi_kernels.audit.evidence import figures, tables  # noqa: F401  (figures sets the style)
+from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style)
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.mutants import plan
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import package
 from bi_kernels.contract import CONTRACT
 
 GOAL: float = CONTRACT["mutants"]["kill_rate"]
 EXPLAINED, KILLED, SURVIVED = "explained", "killed", "survived"
+BUT = "in the file of equivalents, but"
 
 
 def rate(found: Sequence[dict]) -> float:
@@ -84,14 +86,58 @@ def figure(found: Sequence[dict]) -> plt.Figure:
     return fig
 
 
-def of_how_many(generated: int, names: Sequence[str]) -> str:
-    """Says how many mutants there are, of the audits named, or of all where none is."""
+def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[str, Mutant], device: str) -> list[str]:
+    """Sets the verdict of survivors that an entry of the file of equivalents explains, with its reason; returns what is
+    wrong: other survivors, and entries that do not hold. of: the mutants by id."""
+    wrong = []
+    for f in found:
+        if f["verdict"] == EXPLAINED:
+            f["verdict"] = SURVIVED
+        f.pop("reason", None)
+        reason = plan.explained(of[f["id"]], entries, device)
+        place = f"{f['file']}, line {f['line']}, {f['operator']}: {f['before']!r} becomes {f['text']!r}"
+        if reason and f["verdict"] == KILLED:
+            wrong.append(f"{place}: {BUT} killed by {f['relation']} {f['layout']} of {f.get('op', '?')}")
+        elif reason and f.get("detail"):  # with one seed only
+            wrong.append(f"{place}: {BUT} {f['detail']}")
+        elif reason:
+            f |= {"verdict": EXPLAINED, "reason": reason}
+        elif f["verdict"] == SURVIVED:
+            wrong.append(f"{place}: survived")
+    return wrong
+
+
+def of_how_many(found: Sequence[dict], population: Sequence[Mutant], names: Sequence[str]) -> str:
+    """Says of which mutants a sample is: how many there are of the audits named, or of all where none is; how many of
+    those made by hand and by an operator were judged and killed; in which files nothing was broken."""
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
-    return f"There are {generated:,} mutants of {whose}."
+    lines = [f"There are {len(population):,} mutants of {whose}."]
+    for by_hand, kind in ((True, "Made by hand"), (False, "Made by an operator")):
+        there = sum(m.operator.startswith(plan.HAND_MADE) is by_hand for m in population)
+        mine = [f for f in found if f["operator"].startswith(plan.HAND_MADE) is by_hand]
+        counted = [f for f in mine if f["verdict"] != EXPLAINED]
+        killed = sum(f["verdict"] == KILLED for f in counted)
+        lines.append(
+            f"{kind}: {len(mine):,} of {there:,} judged, {killed} of {len(counted)} not explained killed "
+            f"({rate(mine):.1%})."
+        )
+    left = Counter(m.file for m in population)
+    for f in found:
+        left.pop(f["file"], None)
+    files, more = len({m.file for m in population}), sum(left.values())
+    lines.append(
+        f"In {len(left)} of {files} files, which hold {more:,} mutants, nothing was broken: {', '.join(left)}."
+        if left
+        else f"In each of the {files} files something was broken."
+    )
+    return " ".join(lines)
 
 
-def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: dict, generated: str) -> None:
-    """Writes README.md, mutants.json and the figure into a folder; generated: the sentence on how many there are."""
+def write(
+    folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, generated: str, wrong: Sequence[str]
+) -> None:
+    """Writes README.md, mutants.json and the figure into a folder; generated: the sentences on how many there are;
+    wrong: as `settle` returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
     text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in kept)
@@ -99,15 +145,16 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
     (folder / "provenance.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
     plt.close("all")
-    of = {m.id: m for m in chosen}
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
-        "process of its own, and the audits' questions of the ops that reach it are asked until one needs a fix, with "
-        "each of three seeds: what not all of them show is not caught. A survivor is a question to add, or stands in "
-        "the file of equivalents with the reason why nothing that is promised changes; a mutant of that file that is "
-        "killed fails the run. Left alone is what the contract calls free (tiles, warps, stages, grids) or what no "
-        "audit of bits is about (checks of arguments, texts).",
+        "process of its own, which is asked what the audits ask of the ops of its file, or else of some that reach it "
+        "(nothing of whole models, and not the static audit), until something needs a fix, with each of three seeds: "
+        "what not all of them show is not caught. A survivor is a question to add, or stands in the file of "
+        "equivalents with the reason why nothing that is promised changes there; a mutant of that file that is killed "
+        "fails the run. Left alone is most of what the contract calls free (GEMM's tiles and their choice, warps and "
+        "stages of a launch), and what no audit of bits is about (checks of arguments, texts). `mutants.json` says of "
+        "each what became of it, and which question killed it.",
         f"**{sentence(found)}.** {generated}",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
@@ -115,6 +162,8 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
         f"## By file\n\n{by(found, 'file')}",
         f"## Which question killed first\n\n{killers(found)}",
     ]
+    if not_held := [f"- {escape.text(line)}" for line in wrong if BUT in line]:
+        parts.append("## Entries of the file of equivalents that do not hold\n\n" + "\n".join(not_held))
     for verdict, title in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
         mine = [f for f in found if f["verdict"] == verdict]
         shown = [
@@ -125,3 +174,18 @@ def write(folder: Path, found: Sequence[dict], chosen: Sequence[Mutant], made: d
         ]
         parts.append(f"## {title}\n\n" + ("\n\n".join(shown) or "None."))
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def again(folder: Path, equivalents: Path = plan.HERE / "equivalents.toml") -> None:
+    """Writes a document anew of what its run found, with what the file of equivalents and this page say by now; its
+    kernels and what judged them are those that stand here."""
+    found, made = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("mutants", "provenance")
+    )
+    device = "cpu" if made["device"] == "interpreter" else "cuda"
+    audits = made["parameters"].partition(",")[0].removeprefix("audits=")
+    names = [] if audits == "all" else audits.split()
+    population = plan.of_audits(plan.every(device == "cuda"), names)
+    of = {m.id: m for m in population}
+    wrong = settle(found, plan.equivalents(equivalents), of, device)
+    write(folder, found, of, made, of_how_many(found, population, names), wrong)
