@@ -1,9 +1,10 @@
 """Run by tests/test_launch.py without the interpreter: ops on a CPU whose kernels are compiled for sm_90 and not run.
 
-Every launch through a compiled form is held against what Triton would have launched. Prints their number, and the
-number of calls that Triton was asked.
+Every launch through a compiled form is held against what Triton would have launched. Given dtypes, as float32. Prints
+their number, and the number of calls that Triton was asked.
 """
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -144,7 +145,7 @@ if __name__ == "__main__":
     loaded = [getattr(bi_kernels, name) for name in bi_kernels.__all__]  # their kernels are not interpreted ones
     checks.INTERPRETED = True  # from here on a CPU is let through
     for again in range(2):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (getattr(torch, name) for name in sys.argv[1:]):
             for rows, width in ((1, 64), (16, 64), (17, 100)):
                 for shift in (0, 1):
                     call(dtype, rows, width, shift)

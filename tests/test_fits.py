@@ -14,20 +14,26 @@ from bi_kernels.ops.gemm.cost import RINGS, TILES
 SCRIPT = Path(__file__).with_name("fitting_launches.py")
 
 
-@pytest.fixture(scope="module")
-def variants() -> list[dict]:
+WHOLE = pytest.mark.slow(but=("[some]",))  # all variants are left to `make test-all`
+
+
+@pytest.fixture(scope="module", params=["some", "whole"])
+def variants(request) -> list[dict]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, check=False)
+    command = [sys.executable, str(SCRIPT), request.param]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
+@WHOLE
 def test_every_variant_is_compiled_and_fits(variants):
     assert not [v for v in variants if v.get("error")]
     assert not [v for v in variants if v["shared"] > SHARED]
     assert max(v["shared"] for v in variants) > SHARED * 0.9, "nothing that comes near the limit was compiled"
 
 
+@WHOLE
 def test_every_kernel_with_a_pipeline_is_among_them(variants):
     names = {v["kernel"] for v in variants}
     assert "_sums_kernel" in names
@@ -45,6 +51,7 @@ def test_every_kernel_with_a_pipeline_is_among_them(variants):
     assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
 
 
+@WHOLE
 def test_rings_spill_no_register_where_rows_are_multiples_of_16(variants):
     spills = {}
     for v in variants:
@@ -61,6 +68,7 @@ def test_rings_fit():
         assert ring.shared <= SHARED and ring.shared * ring.resident <= 228 * 1024, ring
 
 
+@WHOLE
 def test_rings_allocate_what_is_written_in_them(variants):
     found = [v for v in variants if "said" in v]
     assert len(found) >= 30 and {v["rows"] for v in found} >= {8, 16, 32, 64}

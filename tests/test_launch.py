@@ -25,9 +25,12 @@ from bi_kernels.ops.gemm.kernel import FP32_TILE
 SCRIPT = Path(__file__).with_name("compiled_launches.py")
 
 
-def test_what_is_launched_is_what_triton_would_launch():
+@pytest.mark.slow(but=("[bfloat16]",))  # what is compiled for fp32 takes four minutes
+@pytest.mark.parametrize("dtypes", ["bfloat16", "float32 bfloat16"])
+def test_what_is_launched_is_what_triton_would_launch(dtypes):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=env, check=False)
+    command = [sys.executable, str(SCRIPT), *dtypes.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     first, again = (tuple(map(int, line.split())) for line in ended.stdout.splitlines())
     assert first[1] > 0, "calls of one kind share what was compiled"
