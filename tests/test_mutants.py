@@ -130,12 +130,14 @@ ALIVE = {  # in which functions the documents' survivors are, and what limits sa
     "interpreter": {
         "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
         "_embedding_backward_kernel": "On the interpreter: a wrong stride in the launch for an id of 512 tokens",
+        "_chunks": "an LM head's columns, of fewer than 16 tokens, in parts that are no whole blocks",
+        "_load_tile": "a read beyond a matrix.",
     },
     "nvidia-h200": {
         "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
-        "_ends": "keys that no sequence holds, forward",
-        "arguments": "keys that no sequence holds, forward and backward",
-        "_aligned": "decode with memory of another alignment than what ran before",
+        "_ends": "rows that no sequence holds, forward",
+        "arguments": "rows that no sequence holds, forward and backward",
+        "_aligned": "decode captured with memory of another alignment than what ran before",
     },
 }
 
