@@ -148,10 +148,11 @@ def test_limits_says_what_the_documents_left_alive(where, every):
     found = json.loads((root / f"audits/{where}-mutants/mutants/mutants.json").read_text())
     said = " ".join((root / "docs/limits.md").read_text(encoding="utf-8").split())
     assert sorted(m["function"] for m in found if m["verdict"] == document.SURVIVED) == sorted(ALIVE[where])
-    assert not [words for words in ALIVE[where].values() if words not in said]
+    assert not [bug for bug in ALIVE[where].values() if bug not in said]
     assert f"samples of {len(found)}: all that are made by hand, and few of the others" in said
     by_hand = {m.id for m in every if m.operator.startswith(plan.HAND_MADE)}
     assert where == "interpreter" or by_hand <= {m["id"] for m in found}
+    assert len({m["id"] for m in found} - by_hand) < len(every) / 50, "few of the others"
     assert ("attention" in "".join(m["file"] for m in found)) == (where != "interpreter"), "attention's not among them"
     assert not [m for m in found if on_hopper(m["file"])], "none in the kernels for sm_90"
 
