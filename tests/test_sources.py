@@ -1,5 +1,6 @@
 """Of what sources a document is: recorded before a run, compared when the index is written, and asked of its commit."""
 
+import ast
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from bi_kernels.audit.index import sources
 from bi_kernels.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]
+NORM = "%matplotlib inline\nfrom bi_kernels.audit.experiments import norm as experiments"
 DOCUMENTS = sorted((ROOT / "audits").rglob(sources.FILE))
 
 
@@ -30,8 +32,18 @@ def package(tmp_path, monkeypatch):
     ):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(name)
+    for name, imports in {
+        "__init__": "",
+        "norm": "from bi_kernels.audit.experiments import common",
+        "common": "",
+    }.items():
+        (place / sources.EXPERIMENTS).mkdir(parents=True, exist_ok=True)
+        (place / sources.EXPERIMENTS / f"{name}.py").write_text(imports)
+    for name in ("gemm", "peers"):
+        (place / sources.EXPERIMENTS / f"{name}.py").write_text(name)
+    (place / "audit/gemm.py").write_text("def f():\n    from bi_kernels.audit.experiments.peers import PEERS\n")
     (tmp_path / "notebooks").mkdir()
-    book(tmp_path, "x", [])
+    book(tmp_path, NORM, [])
     monkeypatch.setattr(sources, "PACKAGE", place)
     monkeypatch.setattr(sources, "NOTEBOOKS", (place / "notebooks", tmp_path / "notebooks"))
     git(tmp_path, "init", "-q")
@@ -58,7 +70,7 @@ def said(package: Path, commit: str = "HEAD") -> str:
 def test_what_has_not_changed_is_current(package):
     assert said(package) == "current"
     (package / "notes.txt").write_text("other")
-    book(package.parent, "x", [{"text": "other"}])
+    book(package.parent, NORM, [{"text": "other"}])
     (package / "audit" / "mutants" / "run.py").write_text("other")
     assert said(package) == "current", "neither notes nor outputs judge anything, nor what breaks the kernels"
     assert sources.status({}, "HEAD") == "not recorded"
@@ -72,6 +84,11 @@ def test_what_has_not_changed_is_current(package):
         ("contract.toml", "other kernels since (bi_kernels)"),
         ("audit/judge.py", "another auditor since (audit)"),
         ("new/op.py", "other kernels since (new)"),
+        ("audit/experiments/norm.py", "another auditor since (audit/experiments/common.py, audit/experiments/norm.py)"),
+        ("audit/experiments/common.py", "another auditor since (audit/experiments/common.py)"),
+        ("audit/experiments/peers.py", "another auditor since (audit/experiments/peers.py)"),
+        ("audit/experiments/gemm.py", "current"),
+        ("audit/experiments/new.py", "current"),
     ],
 )
 @pytest.mark.parametrize("gone", [False, True])
@@ -79,7 +96,7 @@ def test_what_has_changed_is_named(package, name, expected, gone):
     (package / name).parent.mkdir(exist_ok=True)
     before = said(package)
     (package / name).write_text("other")
-    if gone and name != "new/op.py":
+    if gone and "new" not in name:
         (package / name).unlink()
     assert before == "current" and said(package) == expected
 
@@ -97,11 +114,38 @@ def test_what_no_audit_loads_is_no_source_of_it():
         assert "audit.mutants" not in book.read_text() and "audit.index" not in book.read_text(), book
 
 
+@pytest.mark.parametrize("book", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(book):
+    """Held against what Python has loaded: by every session, and by the notebook's own imports."""
+    cells = ["".join(c["source"]) for c in json.loads(book.read_text())["cells"] if c["cell_type"] == "code"]
+    imports = [line for cell in cells for line in cell.splitlines() if re.match(r"(from|import) ", line)]
+    assert not any("import experiments" in line for line in imports), "the folder as a whole"
+    every = "[__import__(name, fromlist=['start']) for name in SESSIONS.values()]"
+    script = ["import sys", "from bi_kernels.audit import SESSIONS", every, *imports, "print([*sys.modules])"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True, check=True)
+    folder = f"bi_kernels/{sources.EXPERIMENTS}/"
+    dotted = folder.replace("/", ".")
+    loaded = {name.removeprefix(dotted) for name in ast.literal_eval(done.stdout) if name.startswith(dotted)}
+    recorded = {name for name in sources.package(book) if name.startswith(folder)}
+    assert {f"{folder}{name}.py" for name in loaded} <= recorded
+    assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
+
+
+def test_mutants_are_of_every_experiment(package):
+    sources.record(package.parent / "document")
+    (package / sources.EXPERIMENTS / "gemm.py").write_text("other")
+    assert said(package) == "another auditor since (audit/experiments)"
+
+
 def test_mutants_record_what_breaks_the_package_too_and_no_notebook(package):
     sources.record(package.parent / "document")
     assert said(package) == "current"
     recorded = json.loads((package.parent / "document" / sources.FILE).read_text())
-    assert recorded.keys() - sources.package().keys() == {"bi_kernels/audit/mutants", sources.PAGE}
+    assert recorded.keys() - sources.package().keys() == {
+        "bi_kernels/audit/mutants",
+        f"bi_kernels/{sources.EXPERIMENTS}",
+        sources.PAGE,
+    }
     assert not any(name.endswith(".ipynb") for name in recorded)
     (package / "audit" / "mutants" / "equivalents.toml").write_text("other")
     assert said(package) == "another auditor since (audit/mutants/page)", "which judges nothing, and can follow"
@@ -112,7 +156,7 @@ def test_mutants_record_what_breaks_the_package_too_and_no_notebook(package):
 
 
 def test_a_notebook_of_other_cells_is_another(package):
-    book(package.parent, "y", [])
+    book(package.parent, f"{NORM}\ny", [])
     assert said(package) == "another notebook since (1_norm.ipynb)"
 
 

@@ -60,6 +60,7 @@ class Experiment(NamedTuple):
 EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process be left alone with one of them at the end
     Experiment("widths", edges.widths, _widths),
     Experiment("captured", edges.captured, _captured),
+    Experiment("captured", edges.rows_to_the_last, lambda session: _captured(session)[:1]),
     Experiment("generation", generation.generation, _every),
     Experiment("starts", generation.starts, _every),
     Experiment("edges", edges.edges, _of_this_package),
@@ -128,7 +129,7 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     if number in _far(session):
         yield from rows("invariance", [edges.FAR])
     if number in _captured(session):
-        yield from rows("invariance", ("cuda_graph", "torch.compile"))
+        yield from rows("invariance", ("cuda_graph", edges.UNALIGNED, "torch.compile", edges.NOBODYS))
     if number in _late(session):
         yield from rows("invariance", late)
         yield from rows(gradients.INVARIANCE, late, trained)

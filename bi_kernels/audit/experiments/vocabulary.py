@@ -1,21 +1,25 @@
 """The experiments of the embedding and LM-head audit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Found, size
 from bi_kernels.audit.problem.inputs import generator, on
+from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 
 FEW = 66, 9000  # of hidden, whose rows no copy of 16 bytes takes whole, and of the vocabulary
+HANDED = 33, 9  # tokens, of which logits are computed a block at a time, and several
+FREQUENT, OFTEN = "one id, frequent in one call", (300, 1, 290)  # tokens of samples: over 512 of it together, not alone
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 
@@ -38,11 +42,36 @@ def gathered(session, dtype: str) -> Found:
     return rows, lines
 
 
-def handoff(session, dtype: str, tokens: int = 33) -> Found:
-    """lm_head_logprob against the ops that it fuses, and with its logits kept or not: the same bits, gradients too.
+def frequent(session, dtype: str) -> Found:
+    """Returns the gradient of a table of which one id has so many tokens of a call that programs of its own add them,
+    against a call a sample, none of which has so many; and of torch's table, as a control."""
+    ways = {"bi_kernels": bi_kernels.embedding, "torch's embedding": F.embedding}
+    found = [_frequent(session.subject("embedding", dtype, call, name)) for name, call in ways.items()]
+    rows = [found[0][0], found[1][0].as_control()]
+    return rows, [line for _, line in found]
+
+
+def _frequent(s: Subject) -> tuple[Row, dict]:
+    step = Step(s, SHARPEST, OFTEN)
+    often = torch.arange(step.count, device=s.problem.device) % 50 != 9
+    step.tokens["ids"] = step.tokens["ids"].masked_fill(often, 5)
+    drift = compare(step.gradients()["weight"], step.gradients("micro_batches:each")["weight"])
+    row = s.row(INVARIANCE, FREQUENT, drift, "micro_batches:each", SHARPEST, step.count, tensor="dweight")
+    line = {"candidate": s.candidate, "dtype": row.dtype, "tokens": step.count, "of one id": int(often.sum())}
+    return row, line | {"dweight, one call against a call a sample": str(drift)}
+
+
+def handoff(session, dtype: str, tokens: Sequence[int] = HANDED) -> Found:
+    """lm_head_logprob of so many tokens against the ops that it fuses, and with its logits kept or not: the same bits,
+    gradients too.
 
     On a GPU at the model's own size; on the interpreter a vocabulary of several blocks, which tiny shapes have not.
     """
+    found = [_handoff(session, dtype, count) for count in tokens]
+    return [row for rows, _ in found for row in rows], [line for _, lines in found for line in lines]
+
+
+def _handoff(session, dtype: str, tokens: int) -> Found:
     s = session.subject("lm_head_logprob", dtype)
     own = session.on_gpu and session.parameters["shapes"] != "tiny"
     width, vocab = (size(session)["hidden"], size(session)["vocab"]) if own else FEW
@@ -76,7 +105,8 @@ def handoff(session, dtype: str, tokens: int = 33) -> Found:
     }
     rows, lines = [], []
     for name, made in ways.items():
-        line = {"hidden × vocabulary": f"{width} × {vocab}", "dtype": dtype, "against lm_head_logprob": name}
+        line = {"hidden × vocabulary": f"{width} × {vocab}", "dtype": dtype, "tokens": tokens}
+        line["against lm_head_logprob"] = name
         for tensor, y, expected in zip(("logprob", "entropy", "dhidden", "dweight"), made(), fused):
             drift = compare(y, expected)
             rows.append(s.row("parity", name, drift, "lm_head_logprob", "normal", tokens, tensor=tensor))

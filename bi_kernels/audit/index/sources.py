@@ -4,8 +4,10 @@ All of the package, not what one audit loads of it: controls and ranks load each
 called older than it is costs a run, one that is called current and is not costs its reader. But for what no audit
 loads: what stands here, which reads documents that are made, and what breaks the kernels, of which mutants are made.
 Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
+And of the experiments, which notebooks import by name, those that neither the document's nor the package imports.
 """
 
+import ast
 import hashlib
 import json
 import subprocess
@@ -17,7 +19,7 @@ PACKAGE = Path(__file__).parents[2]
 NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, of a checkout
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
-MUTANTS = "audit/mutants"
+MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
@@ -31,20 +33,55 @@ def blob(content: bytes) -> str:
 
 
 def folders(blobs: dict[str, str]) -> dict[str, str]:
-    """Returns {folder: digest of its files' names and contents} of {path: content's name}."""
+    """Returns {folder: digest of its files' names and contents} of {path: content's name}, and experiments' files."""
     found = defaultdict(list)
     for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith(WRITERS)):
         found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
-    return {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
+    files = {path: name for path, name in blobs.items() if path.startswith(f"{PACKAGE.name}/{EXPERIMENTS}/")}
+    return files | {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
 
 
-def package(of_mutants: bool = False) -> dict[str, str]:
-    """Returns the folders of the package as it stands, of which an audit is made, or mutants are."""
+def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str, str]:
+    """Returns the sources in the package as it stands of which the document of a notebook is made, or mutants are."""
     apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
     found = folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
-    page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS if of_mutants)
-    return found | ({PAGE: blob(page.encode())} if of_mutants else {})
+    folder = f"{PACKAGE.name}/{EXPERIMENTS}"
+    if of_mutants:  # which all of them judge
+        page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS)
+        return {k: v for k, v in found.items() if not k.startswith(f"{folder}/")} | {PAGE: blob(page.encode())}
+    loaded = experiments(files, notebook)
+    return {k: v for k, v in found.items() if not k.startswith(folder) or Path(k).stem in loaded}
+
+
+def experiments(files: list[Path], notebook: Path | None) -> set[str]:
+    """Returns the modules of experiments that a run of a notebook may load: what it, a file of the package or another
+    of them imports, wherever in a file that stands."""
+    read = {path: path.read_text(encoding="utf-8") for path in files if path.suffix == ".py"}
+    own = {path.stem: read.pop(path) for path in list(read) if path.parent == PACKAGE / EXPERIMENTS}
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"] if notebook else []
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+    cells_text = "\n".join(line for line in lines if not line.startswith("%"))
+    found, todo = set(), [name for text in (*read.values(), cells_text) for name in _imported(text)]
+    while todo:
+        if (name := todo.pop()) in own and name not in found:
+            found.add(name)
+            todo += _imported(own[name])
+    return found | {"__init__"}
+
+
+def _imported(text: str) -> set[str]:
+    """Returns the experiments that a text imports."""
+    folder = f"{PACKAGE.name}.{EXPERIMENTS}".replace("/", ".")
+    if folder not in text:
+        return set()
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.removeprefix(f"{folder}.").partition(".")[0] for name in names if name.startswith(f"{folder}.")}
 
 
 def code(notebook: Path) -> str:
@@ -55,7 +92,7 @@ def code(notebook: Path) -> str:
 
 def record(folder: Path, notebook: Path | None = None) -> None:
     """Writes of what sources a document is, beside what they found; notebook: none, of mutants."""
-    known = package() | {notebook.name: code(notebook)} if notebook else package(of_mutants=True)
+    known = package(notebook) | {notebook.name: code(notebook)} if notebook else package(of_mutants=True)
     (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
@@ -63,9 +100,8 @@ def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
     """Returns the folders that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
     NOTEBOOK."""
     books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
-    now = package(of_mutants=not any(name.endswith(".ipynb") for name in recorded)) | {
-        path.name: code(path) for path in books
-    }
+    of_mutants = not any(name.endswith(".ipynb") for name in recorded)
+    now = package(books[0] if books else None, of_mutants) | {path.name: code(path) for path in books}
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
     for name in sorted({*now, *recorded}):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS

@@ -12,7 +12,7 @@ from bi_kernels.audit import load
 from bi_kernels.audit.drawn import cases as drawn_cases
 from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
-from bi_kernels.audit.experiments import attention, attention_edges, elementwise, gemm, vocabulary
+from bi_kernels.audit.experiments import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
@@ -96,6 +96,7 @@ def _used(s: Subject) -> Iterator[Row]:
 
 def _rest(s: Subject) -> Iterator[Row]:
     yield from gradient.by_split(s)
+    yield from without_main_grad.of(s) if s.problem.op.shared else ()
     yield from forward.by_layout(s)
     for kind in s.problem.accurate_on:
         yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, kind))
@@ -125,8 +126,13 @@ def _vocabulary(session) -> Iterator[Row]:
     for dtype in ("fp32", "bf16"):  # one shows sums, one the roundings between
         yield from vocabulary.handoff(session, dtype)[0]
     if session.on_gpu:
-        yield from vocabulary.handoff(session, "bf16", tokens=MANY)[0]
+        yield from vocabulary.handoff(session, "bf16", tokens=[MANY])[0]
     yield from (r for r in vocabulary.tied(session)[0] if not r.control)
+
+
+def _embedding(session) -> Iterator[Row]:
+    for experiment in (vocabulary.frequent, vocabulary.tied):
+        yield from (r for r in experiment(session, session.dtypes[0])[0] if not r.control)
 
 
 # what else the audit of an op's family judges in its notebook
@@ -137,7 +143,7 @@ MORE: dict[str, Callable] = {
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
     "lm_head_logprob": _vocabulary,
-    "embedding": lambda session: (r for r in vocabulary.tied(session)[0] if not r.control),
+    "embedding": _embedding,
 }
 
 
