@@ -262,7 +262,16 @@ def nobodys(s: Subject) -> list[Row]:
     def judged() -> Drift:
         ends = torch.tensor(ENDS, device=device, dtype=torch.int32)
         given = [torch.zeros_like(t) for t in values]
-        found = replayed(partial(step, given, ends), [*zip(given, values), (ends, ends.new_tensor(FEWER))])
+        step(given, ends)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step(given, ends)
+        for t, value in zip(given, values):
+            t.copy_(value)
+        graph.replay()  # whose gradients lie where those of the next are to be 0
+        ends.copy_(ends.new_tensor(FEWER))
+        graph.replay()
+        torch.cuda.synchronize()
         alone = step([t[: FEWER[-1]] for t in values], ends)
         empty = 0, -torch.inf, 0, 0, 0
         expected = [torch.cat((y, y.new_full((count - len(y), *y.shape[1:]), e))) for y, e in zip(alone, empty)]

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import bi_kernels
+from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Found, size
@@ -45,7 +45,7 @@ def gathered(session, dtype: str) -> Found:
 def frequent(session, dtype: str) -> Found:
     """Returns the gradient of a table of which one id has so many tokens of a call that programs of its own add them,
     against a call a sample, none of which has so many; and of torch's table, as a control."""
-    ways = {"bi_kernels": bi_kernels.embedding, "torch's embedding": F.embedding}
+    ways = {"bi_kernels": bi_kernels.embedding, "torch's embedding": stock.embedding}
     found = [_frequent(session.subject("embedding", dtype, call, name)) for name, call in ways.items()]
     rows = [found[0][0], found[1][0].as_control()]
     return rows, [line for _, line in found]
