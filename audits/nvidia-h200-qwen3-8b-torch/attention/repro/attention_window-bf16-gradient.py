@@ -6,7 +6,7 @@ import torch
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.stock import attention as fn
 
-judged = replay.Operator('attention_window', '', 'bf16', 'qwen3-8b', 'cuda', 0, 16)
+judged = replay.Operator('attention_window', '', 'bf16', 'qwen3-8b', 'cuda', 0, 32)
 bits = lambda parts: torch.cat([t.contiguous().view(replay.INTEGER[t.element_size()]).flatten().long() for t in parts])
 asked, found = sys.argv[1:] or ['population: more keys than queries', 'population: more keys than queries, as one packed call', 'cancelling', 'lse, queries for all keys', '00'], 0
 for one, other, inputs, tensor, memory in zip(*[iter(asked)] * 5):

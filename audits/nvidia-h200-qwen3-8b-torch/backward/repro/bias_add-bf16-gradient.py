@@ -6,7 +6,7 @@ import torch
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.stock import bias_add as fn
 
-judged = replay.Operator('bias_add', '', 'bf16', 'qwen3-8b', 'cuda', 0, 16)
+judged = replay.Operator('bias_add', '', 'bf16', 'qwen3-8b', 'cuda', 0, 32)
 bits = lambda parts: torch.cat([t.contiguous().view(replay.INTEGER[t.element_size()]).flatten().long() for t in parts])
 asked, found = sys.argv[1:] or ['packed', 'singles', 'cancelling', 'dbias', '00'], 0
 for one, other, inputs, tensor, memory in zip(*[iter(asked)] * 5):

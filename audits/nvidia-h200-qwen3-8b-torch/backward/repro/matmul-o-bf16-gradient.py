@@ -6,7 +6,7 @@ import torch
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.stock import matmul as fn
 
-judged = replay.Operator('matmul', 'o', 'bf16', 'qwen3-8b', 'cuda', 0, 16)
+judged = replay.Operator('matmul', 'o', 'bf16', 'qwen3-8b', 'cuda', 0, 32)
 bits = lambda parts: torch.cat([t.contiguous().view(replay.INTEGER[t.element_size()]).flatten().long() for t in parts])
 asked, found = sys.argv[1:] or ['packed', 'singles', 'cancelling', 'da', '00'], 0
 for one, other, inputs, tensor, memory in zip(*[iter(asked)] * 5):

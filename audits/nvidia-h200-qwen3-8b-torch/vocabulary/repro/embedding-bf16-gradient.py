@@ -6,7 +6,7 @@ import torch
 from bi_kernels.audit.reproduce import replay
 from bi_kernels.audit.stock import embedding as fn
 
-judged = replay.Operator('embedding', '', 'bf16', 'qwen3-8b', 'cuda', 0, 16)
+judged = replay.Operator('embedding', '', 'bf16', 'qwen3-8b', 'cuda', 0, 32)
 bits = lambda parts: torch.cat([t.contiguous().view(replay.INTEGER[t.element_size()]).flatten().long() for t in parts])
 asked, found = sys.argv[1:] or ['population: one id in most positions', 'population: one id in most positions, as one packed call', 'cancelling', 'dweight', '00'], 0
 for one, other, inputs, tensor, memory in zip(*[iter(asked)] * 5):
