@@ -1,0 +1,72 @@
+"""Experiments see the bugs that they are for, and nothing in the ops as they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bi_kernels
+from bi_kernels.audit import load
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.experiments import vocabulary, without_main_grad
+from bi_kernels.ops import lm_head
+
+
+def session(audit: str, dtype: str = "bf16"):
+    found = load(audit, {"dtype": dtype, "device": "cpu", "op": "", "shapes": "tiny", "seed": 0})
+    found.pool = None
+    return found
+
+
+class Summed(torch.autograd.Function):
+    """y, and for a bias of it the sum of what comes upstream, by torch."""
+
+    @staticmethod
+    def forward(ctx, y, bias):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy.flatten(0, -2).sum(0)
+
+
+def summed_without_main_grad(x, weight, bias):
+    if hasattr(bias, "main_grad"):
+        return bi_kernels.linear(x, weight, bias)
+    return Summed.apply(bi_kernels.linear(x, weight, bias.detach()), bias)
+
+
+@pytest.mark.parametrize("dtype, differs", [("fp32", True), ("bf16", False)])
+def test_a_gradient_that_is_another_without_main_grad_is_found_in_fp32(dtype, differs):
+    """In bf16 its order hardly shows, which is why each audit asks in fp32, too."""
+    own = session("backward", dtype)
+    s = next(s for s in own.make() if s.problem.op.name == "linear_bias")
+    found = without_main_grad.of(replace(s, function=summed_without_main_grad))
+    assert [r.tensor for r in found if r.verdict == NEEDS_FIX] == ["dbias"] * differs
+    rows, lines = without_main_grad.judge(own)
+    asked = {(r.op, r.dtype) for r in rows if not r.control}
+    assert {dtype for op, dtype in asked if op == "linear_bias"} == {dtype, "fp32"} and len(lines) == len(rows) - 1
+    assert [r.verdict == NEEDS_FIX for r in rows] == [r.control for r in rows]
+
+
+def test_an_audit_of_an_op_without_parameters_asks_nothing_about_them():
+    own = load("backward", {"dtype": "bf16", "device": "cpu", "op": "silu", "candidate": "torch.nn.functional:silu"})
+    assert without_main_grad.judge(own) == ([], [])
+
+
+def test_torchs_table_moves_with_the_split_where_one_id_is_frequent_and_ours_does_not():
+    rows, lines = vocabulary.frequent(session("vocabulary"), "fp32")
+    assert [(r.verdict == NEEDS_FIX, r.control) for r in rows] == [(False, False), (True, True)]
+    together, (most, _, other) = lines[0]["of one id"], vocabulary.OFTEN
+    assert max(most, other) < 512 <= together, "programs of its own in one call, and in none of a sample"
+
+
+def test_an_lm_head_whose_parts_are_no_whole_blocks_is_found_with_few_tokens(monkeypatch):
+    def parts(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:
+        step = max(lm_head.BLOCK, lm_head.SCRATCH // max(rows, 1) // lm_head.BLOCK)
+        return [(0, kept)] * (kept > 0) + [(at, min(at + step, vocab)) for at in range(kept, vocab, step)]
+
+    own = session("vocabulary")
+    monkeypatch.setattr(lm_head, "_chunks", parts)
+    found = {tokens: vocabulary.handoff(own, "bf16", [tokens])[0] for tokens in vocabulary.HANDED}
+    assert [any(r.verdict == NEEDS_FIX for r in rows) for rows in found.values()] == [False, True]
