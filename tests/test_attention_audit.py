@@ -233,7 +233,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-from bi_kernels.audit.experiments.late_copies import without_wait
+from bi_kernels.audit.experiments.attention_on_gpu import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.ops.attention.hopper.forward import prefill

@@ -87,18 +87,44 @@ def test_what_has_not_changed_is_current(package):
         ("audit/experiments/norm.py", "another auditor since (audit/experiments/common.py, audit/experiments/norm.py)"),
         ("audit/experiments/common.py", "another auditor since (audit/experiments/common.py)"),
         ("audit/experiments/peers.py", "another auditor since (audit/experiments/peers.py)"),
+        ("audit/experiments/__init__.py", "another auditor since (audit/experiments/__init__.py)"),
+        ("audit/experiments/more/deep.py", "another auditor since (audit/experiments/more)"),
+        ("audit/experiments_of/mine.py", "another auditor since (audit/experiments_of)"),
         ("audit/experiments/gemm.py", "current"),
         ("audit/experiments/new.py", "current"),
     ],
 )
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_has_changed_is_named(package, name, expected, gone):
-    (package / name).parent.mkdir(exist_ok=True)
-    before = said(package)
+    (package / name).parent.mkdir(parents=True, exist_ok=True)
+    before, stood = said(package), (package / name).exists()
     (package / name).write_text("other")
-    if gone and "new" not in name:
+    if gone and stood:
         (package / name).unlink()
     assert before == "current" and said(package) == expected
+
+
+@pytest.mark.parametrize(
+    "place, text",
+    [
+        ("audit/judge.py", "from bi_kernels.audit import evidence, experiments"),
+        ("audit/judge.py", "def f():\n    import bi_kernels.audit.experiments.gemm"),
+        ("audit/judge.py", "from bi_kernels.audit.experiments import *"),
+        ("audit/judge.py", "from .experiments import gemm"),
+        ("audit/judge.py", "SESSIONS = {'gemm': 'bi_kernels.audit.experiments.gemm'}"),
+        ("audit/experiments/common.py", "from . import gemm"),
+        ("audit/experiments/__init__.py", "from bi_kernels.audit.experiments.gemm import rows"),
+        ("notebook", "call('bi_kernels.audit.experiments.gemm:rows')"),
+    ],
+)
+def test_an_experiment_is_a_source_however_it_is_named(package, place, text):
+    if place == "notebook":
+        book(package.parent, f"{NORM}\n{text}", [])
+    else:
+        (package / place).write_text(text)
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    (package / "audit/experiments/gemm.py").write_text("other")
+    assert said(package, "") == "another auditor since (audit/experiments/gemm.py)"
 
 
 def test_what_no_audit_loads_is_no_source_of_it():
@@ -114,21 +140,30 @@ def test_what_no_audit_loads_is_no_source_of_it():
         assert "audit.mutants" not in book.read_text() and "audit.index" not in book.read_text(), book
 
 
-@pytest.mark.parametrize("book", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(book):
-    """Held against what Python has loaded: by every session, and by the notebook's own imports."""
-    cells = ["".join(c["source"]) for c in json.loads(book.read_text())["cells"] if c["cell_type"] == "code"]
-    imports = [line for cell in cells for line in cell.splitlines() if re.match(r"(from|import) ", line)]
-    assert not any("import experiments" in line for line in imports), "the folder as a whole"
-    every = "[__import__(name, fromlist=['start']) for name in SESSIONS.values()]"
-    script = ["import sys", "from bi_kernels.audit import SESSIONS", every, *imports, "print([*sys.modules])"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True, check=True)
+def test_the_experiments_that_an_audit_imports_are_sources_of_its_document():
+    """Held against what Python has loaded: by every session, and by each notebook's own imports besides."""
+    books, lines = sorted((ROOT / "notebooks").glob("*.ipynb")), []
+    for path in books:
+        cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+        imports = [line for cell in cells for line in cell.splitlines() if re.match(r"\s*(from|import) ", line)]
+        lines.append("\n".join(line.strip() for line in imports))
+    script = f"""
+import sys
+from bi_kernels.audit import SESSIONS
+[__import__(name, fromlist=["start"]) for name in SESSIONS.values()]
+every = set(sys.modules)
+for imports in {lines!r}:
+    for name in set(sys.modules) - every:
+        del sys.modules[name]
+    exec(imports)
+    print(sorted(name for name in sys.modules if ".experiments." in name))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     folder = f"bi_kernels/{sources.EXPERIMENTS}/"
-    dotted = folder.replace("/", ".")
-    loaded = {name.removeprefix(dotted) for name in ast.literal_eval(done.stdout) if name.startswith(dotted)}
-    recorded = {name for name in sources.package(book) if name.startswith(folder)}
-    assert {f"{folder}{name}.py" for name in loaded} <= recorded
-    assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
+    for path, loaded in zip(books, map(ast.literal_eval, done.stdout.splitlines()), strict=True):
+        recorded = {name for name in sources.package(path) if name.startswith(folder)}
+        assert {f"{name.replace('.', '/')}.py" for name in loaded} <= recorded, path
+        assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
 
 
 def test_mutants_are_of_every_experiment(package):

@@ -13,7 +13,7 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments import attention_edges as edges
 from bi_kernels.audit.experiments import attention_generation as generation
-from bi_kernels.audit.experiments import late_copies
+from bi_kernels.audit.experiments import attention_on_gpu as on_gpu
 from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import gradient as gradients
@@ -45,7 +45,7 @@ def _far(session) -> list[int]:
 
 
 def _late(session) -> list[int]:
-    if not (is_ours(session) and late_copies.applies(session)):
+    if not (is_ours(session) and on_gpu.applies(session)):
         return []
     subjects = session.make()
     return [i for i in _without_window(session) if subjects[i].problem.dtype.itemsize == 2]
@@ -59,18 +59,18 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process be left alone with one of them at the end
     Experiment("widths", edges.widths, _widths),
-    Experiment("captured", edges.captured, _captured),
-    Experiment("captured", edges.rows_to_the_last, lambda session: _captured(session)[:1]),
+    Experiment("captured", on_gpu.captured, _captured),
+    Experiment("captured", on_gpu.of_nobody, lambda session: _captured(session)[:1]),
     Experiment("generation", generation.generation, _every),
     Experiment("starts", generation.starts, _every),
     Experiment("edges", edges.edges, _of_this_package),
     Experiment("uneven", generation.uneven, _without_window),
-    Experiment("late copies", late_copies.late, _late),
+    Experiment("late copies", on_gpu.late, _late),
     Experiment("generation", generation.later_splits, lambda session: [0]),
     Experiment("edges", edges.far_heads, _far),
     Experiment("edges", edges.wrapped_heads, _far),
     Experiment("edges", edges.nan_without_keys, lambda session: [0]),
-    Experiment("late copies", late_copies.unwaited, lambda session: _late(session)[:1]),
+    Experiment("late copies", on_gpu.unwaited, lambda session: _late(session)[:1]),
 )
 
 
@@ -117,7 +117,7 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
 
     returned, trained, ways = list(s.problem.returned), ("dq", "dk", "dv"), generation.ways(session, s)
     last = sorted({generation.last_of(way.tokens, suffix) for way in ways for suffix in generation.SCORES})
-    places, late = [generation.places(session)], [late_copies.LAYOUT]
+    places, late = [generation.places(session)], [on_gpu.LAYOUT]
     yield from rows("invariance", [way.name for way in ways] + places)
     yield from rows("accuracy", [*last, *edges.LAYOUTS], returned)
     yield from rows("determinism", last)
@@ -129,7 +129,9 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     if number in _far(session):
         yield from rows("invariance", [edges.FAR])
     if number in _captured(session):
-        yield from rows("invariance", ("cuda_graph", edges.UNALIGNED, "torch.compile", edges.NOBODYS))
+        yield from rows("invariance", ("cuda_graph", on_gpu.UNALIGNED, "torch.compile"))
+        yield from rows("invariance", on_gpu.ENDS, ("out", "lse"))
+        yield from rows(gradients.INVARIANCE, on_gpu.ENDS, trained)
     if number in _late(session):
         yield from rows("invariance", late)
         yield from rows(gradients.INVARIANCE, late, trained)

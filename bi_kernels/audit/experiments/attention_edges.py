@@ -1,6 +1,5 @@
-"""Judges attention where something is unusual: sequences without tokens or keys, heads of other widths, CUDA graphs."""
+"""Judges attention where something is unusual: sequences without tokens or keys, heads of other widths."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -8,7 +7,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.evidence.drift import Drift, compare
@@ -22,9 +20,7 @@ from bi_kernels.audit.experiments.attention_generation import (
     parts,
     scheduled,
 )
-from bi_kernels.audit.experiments.common import replayed
-from bi_kernels.audit.problem.call_layouts import Call, spans, unaligned
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.problem.call_layouts import Call, spans
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
@@ -46,8 +42,6 @@ HEADS = {f"{width} wide": {"head_dim": width} for width in (64, 96, 256)}
 HEADS["64 heads, 96 wide"] = {"head_dim": 96, "heads": 64, "kv_heads": 64}
 HEADS["128 heads, 64 wide"] = {"head_dim": 64, "heads": 128, "kv_heads": 8}
 WIDTHS = {True: tuple(HEADS), False: ("96 wide",)}
-UNALIGNED = "cuda_graph, unaligned"
-NOBODYS, ENDS, FEWER = "cuda_graph, rows of no sequence", (0, 700, 1500), (0, 400, 1100)
 FAR, APART = "heads 2**29 elements apart", 2**29  # of so many, offsets of 32 bits wrap at the fifth head
 WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
@@ -199,84 +193,3 @@ def widths(session, case: str) -> list[Row]:
     for relation, measure in accuracies:
         rows += s.attempt(relation, "rows", lambda: measure(s, "normal"), against="fp64")
     return rows
-
-
-def captured(session, number: int) -> list[Row]:
-    """Judges prefill, a chunk and decode under a CUDA graph and under torch.compile, captured with as many keys as
-    queries; and a step under a CUDA graph of which some rows are nobody's."""
-    n, s = 9000, session.make()[number]
-    rows = nobodys(s)
-    compiled = torch.compile(
-        lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True
-    )
-    q, k, v = s.inputs(SHARPEST, n)[0].values()
-    whole = bi_kernels.attention(q[None], k[None], v[None])
-    for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
-        at = slice(length - queries, length)
-        values, expected = (q[at], k, v), tuple(t[:, at] for t in whole)
-        detail = f"{queries} of {length} queries, in a cache of {n}"
-        said = {"against": "eager, one call", "inputs": SHARPEST, "rows": queries, "detail": detail}
-
-        def replay(placed: Callable) -> Drift:
-            lengths = torch.full((1,), queries, device=q.device, dtype=torch.int32)
-            given = [placed(torch.zeros_like(t))[None] for t in values]
-            call = partial(bi_kernels.attention, *given, lengths_k=lengths)
-            return compare(tuple(replayed(call, [*zip(given, values), (lengths, length)])), expected)
-
-        def compile() -> Drift:
-            lengths = torch.full((1,), length, device=q.device, dtype=torch.int32)
-            with torch._dynamo.config.patch(recompile_limit=64):
-                return compare(tuple(compiled(*(t[None] for t in values), lengths)), expected)
-
-        ways = {"cuda_graph": partial(replay, torch.clone), UNALIGNED: partial(replay, unaligned)}  # that ran aligned
-        for layout, made in (ways | {"torch.compile": compile}).items():
-            rows += s.attempt("invariance", layout, made, **said)
-    return rows
-
-
-def rows_to_the_last(session, number: int) -> list[Row]:
-    """Judges the control that gives rows that no sequence holds to the last."""
-
-    def attention(q, k, v, cu_seqlens: torch.Tensor, **told) -> tuple[torch.Tensor, ...]:
-        ends = torch.cat((cu_seqlens[:-1], cu_seqlens.new_full((1,), len(q))))
-        return bi_kernels.attention(q, k, v, cu_seqlens=ends, **told)
-
-    own = session.make()[number]
-    return [as_control(nobodys(replace(own, function=attention, candidate="rows of no sequence given to the last")))]
-
-
-def nobodys(s: Subject) -> list[Row]:
-    """Judges a step under a CUDA graph, gradients and all, whose cu_seqlens leave the last rows to no sequence where it
-    is replayed again: their outputs are 0 and −inf, their gradients 0, and the others those of a call without them."""
-    count, device = ENDS[-1], s.problem.device
-    values = [t.detach() for t in s.inputs(SHARPEST, count)[0].values()]
-    drawn = generator(device, s.problem.seed, NOBODYS)
-    upstream = values[0].flip(0), torch.randn(values[0].shape[:-1], generator=drawn, device=device)
-
-    def step(given: list[torch.Tensor], ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in given]
-        out = s.function(*leaves, cu_seqlens=ends, **s.problem.op.constants)
-        grads = torch.autograd.grad(out, leaves, [dy[: len(y)] for dy, y in zip(upstream, out)])
-        return *(y.detach() for y in out), *grads
-
-    def judged() -> Drift:
-        ends = torch.tensor(ENDS, device=device, dtype=torch.int32)
-        given = [torch.zeros_like(t) for t in values]
-        step(given, ends)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step(given, ends)
-        for t, value in zip(given, values):
-            t.copy_(value)
-        graph.replay()  # whose gradients lie where those of the next are to be 0
-        ends.copy_(ends.new_tensor(FEWER))
-        graph.replay()
-        torch.cuda.synchronize()
-        alone = step([t[: FEWER[-1]] for t in values], ends)
-        empty = 0, -torch.inf, 0, 0, 0
-        expected = [torch.cat((y, y.new_full((count - len(y), *y.shape[1:]), e))) for y, e in zip(alone, empty)]
-        return compare(found, tuple(expected))
-
-    said = {"against": "eager, without these rows", "inputs": SHARPEST, "rows": count, "gradient": Side.CALL}
-    said["detail"] = f"{FEWER[-1]} of {count} rows are a sequence's"
-    return s.attempt("invariance", NOBODYS, judged, **said)

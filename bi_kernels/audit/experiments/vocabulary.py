@@ -16,10 +16,12 @@ from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
+from bi_kernels.ops.embedding import MANY
 
 FEW = 66, 9000  # of hidden, whose rows no copy of 16 bytes takes whole, and of the vocabulary
-HANDED = 33, 9  # tokens, of which logits are computed a block at a time, and several
-FREQUENT, OFTEN = "one id, frequent in one call", (300, 1, 290)  # tokens of samples: over 512 of it together, not alone
+HANDED = 33, 9  # tokens: of the latter the LM head's parts are wider than a block, and have to end with one
+FREQUENT = "one id, frequent in one call"
+OFTEN = 7 * MANY // 6, 1, 7 * MANY // 6  # tokens of samples: those of the id are over 2 * MANY together, and not alone
 SPLITS = ("packed", "batch", "left_padded:16", "permuted", "micro_batches:each", "micro_batches:ragged")
 
 

@@ -4,14 +4,17 @@ All of the package, not what one audit loads of it: controls and ranks load each
 called older than it is costs a run, one that is called current and is not costs its reader. But for what no audit
 loads: what stands here, which reads documents that are made, and what breaks the kernels, of which mutants are made.
 Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
-And of the experiments, which notebooks import by name, those that neither the document's nor the package imports.
+And of the experiments, which notebooks import one by one, those that nothing which an audit loads names: no import
+in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
 """
 
 import ast
 import hashlib
 import json
+import re
 import subprocess
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 FILE = "sources.json"
@@ -24,7 +27,8 @@ MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
 CURRENT, NOT_RECORDED = "current", "not recorded"
-NAMED = 2  # folders that a sentence names
+EVERY = "*"  # as what an import of all of a folder names
+NAMED = 2  # folders, or files of experiments, that a sentence names
 
 
 def blob(content: bytes) -> str:
@@ -33,11 +37,12 @@ def blob(content: bytes) -> str:
 
 
 def folders(blobs: dict[str, str]) -> dict[str, str]:
-    """Returns {folder: digest of its files' names and contents} of {path: content's name}, and experiments' files."""
+    """Returns {folder: digest of its files' names and contents} of {path: content's name}, and the experiments' files
+    besides."""
     found = defaultdict(list)
     for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith(WRITERS)):
         found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
-    files = {path: name for path, name in blobs.items() if path.startswith(f"{PACKAGE.name}/{EXPERIMENTS}/")}
+    files = {k: v for k, v in blobs.items() if k.rpartition("/")[0] == f"{PACKAGE.name}/{EXPERIMENTS}"}
     return files | {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
 
 
@@ -46,12 +51,12 @@ def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str,
     apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
     found = folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
-    folder = f"{PACKAGE.name}/{EXPERIMENTS}"
-    if of_mutants:  # which all of them judge
+    if of_mutants:  # which all experiments judge
         page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS)
-        return {k: v for k, v in found.items() if not k.startswith(f"{folder}/")} | {PAGE: blob(page.encode())}
+        return {k: v for k, v in found.items() if not k.endswith(KINDS)} | {PAGE: blob(page.encode())}
     loaded = experiments(files, notebook)
-    return {k: v for k, v in found.items() if not k.startswith(folder) or Path(k).stem in loaded}
+    del found[f"{PACKAGE.name}/{EXPERIMENTS}"]
+    return {k: v for k, v in found.items() if not k.endswith(".py") or Path(k).stem in loaded}
 
 
 def experiments(files: list[Path], notebook: Path | None) -> set[str]:
@@ -61,27 +66,32 @@ def experiments(files: list[Path], notebook: Path | None) -> set[str]:
     own = {path.stem: read.pop(path) for path in list(read) if path.parent == PACKAGE / EXPERIMENTS}
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"] if notebook else []
     lines = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
-    cells_text = "\n".join(line for line in lines if not line.startswith("%"))
-    found, todo = set(), [name for text in (*read.values(), cells_text) for name in _imported(text)]
+    cells_text = "\n".join(line for line in lines if not line.startswith(("%", "!")))
+    found, todo = set(), ["__init__", *(name for text in (*read.values(), cells_text) for name in _imported(text))]
     while todo:
-        if (name := todo.pop()) in own and name not in found:
+        if (name := todo.pop()) == EVERY:
+            return {*own}
+        if name in own and name not in found:
             found.add(name)
             todo += _imported(own[name])
-    return found | {"__init__"}
+    return found
 
 
+@cache
 def _imported(text: str) -> set[str]:
-    """Returns the experiments that a text imports."""
+    """Returns the experiments that a text names, in whatever way; EVERY where it may load any."""
     folder = f"{PACKAGE.name}.{EXPERIMENTS}".replace("/", ".")
-    if folder not in text:
-        return set()
-    names = set()
+    parent, _, last = folder.rpartition(".")
+    names = set(re.findall(rf"{re.escape(folder)}\.(\w+)", text))
+    if last not in text and "from ." not in text:
+        return names
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return {name.removeprefix(f"{folder}.").partition(".")[0] for name in names if name.startswith(f"{folder}.")}
+            if node.level or node.module == parent and last in {alias.name for alias in node.names}:
+                names.add(EVERY)
+            elif node.module == folder:
+                names |= {alias.name for alias in node.names}
+    return names
 
 
 def code(notebook: Path) -> str:
@@ -97,7 +107,7 @@ def record(folder: Path, notebook: Path | None = None) -> None:
 
 
 def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
-    """Returns the folders that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
+    """Returns the sources that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
     NOTEBOOK."""
     books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
     of_mutants = not any(name.endswith(".ipynb") for name in recorded)
@@ -111,7 +121,7 @@ def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
 
 
 def others(recorded: dict[str, str], commit: str) -> list[str]:
-    """Returns the recorded folders of which a commit holds another content; none where no git knows the commit."""
+    """Returns the recorded sources of which a commit holds another content; none where no git knows the commit."""
     command = ["git", "-C", str(PACKAGE.parent), "ls-tree", "-r", commit.removesuffix("+changes"), "--", PACKAGE.name]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
