@@ -802,6 +802,27 @@ def test_values_are_looked_at_again_once_written_to_and_by_no_other_layer(name, 
         call(given.clone())  # of which no version is kept
 
 
+@pytest.mark.parametrize("queries, fewer", [((0, 70, 150), (0, 40, 110)), ((0, 3, 6), (0, 2, 4))])
+def test_rows_of_no_sequence_have_no_result_and_no_gradient_where_nobody_can_look(queries, fewer, monkeypatch):
+    """As in the capture of a CUDA graph, which is replayed with other ends."""
+    keys, fewer_keys = (0, 70, 150), (0, 40, 110)
+    q, k, v = numbers("q", queries[-1], 4, 16), numbers("k", keys[-1], 2, 16), numbers("v", keys[-1], 2, 16)
+    upstream = numbers("dy", queries[-1], 4, 16), numbers("dlse", queries[-1], 4, 1)[..., 0].float()
+
+    def step(q, k, v):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        ends = {"cu_seqlens_q": torch.tensor(fewer), "cu_seqlens_k": torch.tensor(fewer_keys)}
+        out = bi_kernels.attention(*leaves, **ends)
+        return [*out, *torch.autograd.grad(out, leaves, [dy[: len(y)] for dy, y in zip(upstream, out)])]
+
+    alone = step(q[: fewer[-1]], k[: fewer_keys[-1]], v[: fewer_keys[-1]])
+    monkeypatch.setattr("bi_kernels.ops.attention.arguments.can_wait", lambda t: False)
+    monkeypatch.setattr("bi_kernels.ops.attention.arguments.unseen", lambda *asked: False)
+    for y, own, empty in zip(step(q, k, v), alone, (0, -torch.inf, 0, 0, 0), strict=True):
+        assert_same_bits(y[: len(own)], own)
+        assert_same_bits(y[len(own) :], torch.full_like(y[len(own) :], empty))
+
+
 def test_selective_checkpointing_recomputes_the_same_ops():
     """What the first call has looked at, and the recomputation has not, makes no other op of torch's."""
     q, k = (numbers(n, 6, h, 16).requires_grad_() for n, h in (("q", 4), ("k", 2)))
