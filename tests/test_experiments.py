@@ -78,6 +78,15 @@ def test_what_has_no_parameters_refuses_fp32_or_adds_to_no_main_grad_is_not_aske
     assert unasked == ["bf16", "fp32"] * (name == "torchs")
 
 
+def test_a_gradient_of_this_package_that_is_not_asked_without_main_grad_needs_a_fix(monkeypatch):
+    of = without_main_grad.of
+    found = lambda s: of(s)[1 if s.candidate == "bi_kernels" and s.problem.op.name == "linear_bias" else 0 :]
+    monkeypatch.setattr(without_main_grad, "of", found)
+    rows, _ = without_main_grad.judge(session("backward", "fp32"))
+    left = [(r.op, r.tensor, r.detail) for r in rows if r.verdict == NEEDS_FIX and not r.control]
+    assert left == [("linear_bias", "dweight.grad", "required, not run")]
+
+
 def test_torchs_table_moves_with_the_split_where_one_id_is_frequent_and_ours_does_not():
     rows, lines = vocabulary.frequent(session("vocabulary"), "fp32")
     assert [(r.verdict == NEEDS_FIX, r.control) for r in rows] == [(False, False), (True, True)]

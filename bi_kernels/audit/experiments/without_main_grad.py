@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bi_kernels.audit import parallel
+from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Found
+from bi_kernels.audit.experiments.common import Found, is_ours
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.audit.relations.forward import supported
 from bi_kernels.audit.relations.gradient import INVARIANCE, LEFT
@@ -49,6 +50,9 @@ def _of(session, item: tuple[int, str]) -> Found:
     if supported(s):
         return [], []
     rows = of(s)
+    if is_ours(session):  # all of whose parameters fold into main_grad
+        wanted = ({"relation": INVARIANCE, "layout": LAYOUT, "tensor": f"d{k}{LEFT}"} for k in s.problem.op.shared)
+        rows += coverage.missing(rows, s, wanted)
     said = {"op": s.problem.op.name, "case": s.problem.case or "–", "dtype": dtype_name(s.problem.dtype)}
     differ = lambda r: r.detail if r.mismatches is None else f"{r.mismatches} of {r.elements}"
     lines = [said | {"tokens": r.rows, "gradient": r.tensor, "elements that differ": differ(r)} for r in rows]
