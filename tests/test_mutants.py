@@ -127,14 +127,9 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
 
 
 ALIVE = {  # in which functions the documents' survivors are, and what limits says of each
-    "interpreter": {
-        "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
-        "_embedding_backward_kernel": "On the interpreter: a wrong stride in the launch for an id of 512 tokens",
-        "_chunks": "an LM head's columns, of fewer than 16 tokens, in parts that are no whole blocks",
-        "_load_tile": "a read beyond a matrix.",
-    },
+    "interpreter": {"_load_tile": "On the interpreter: a read beyond a matrix."},
     "nvidia-h200": {
-        "fold_bias": "On both: the gradient of a bias without `main_grad`, summed by torch.",
+        "fold_bias": "On a GPU: the gradient of a bias without `main_grad`, summed by torch",
         "_ends": "rows that no sequence holds, forward",
         "arguments": "rows that no sequence holds, forward and backward",
         "_aligned": "decode captured with memory of another alignment than what ran before",
