@@ -8,7 +8,7 @@ import torch
 import bi_kernels
 from bi_kernels.audit import load
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
-from bi_kernels.audit.experiments import vocabulary, without_main_grad
+from bi_kernels.audit.experiments import attention_on_gpu, vocabulary, without_main_grad
 from bi_kernels.ops import lm_head
 from bi_kernels.ops.embedding import MANY
 
@@ -85,6 +85,15 @@ def test_a_gradient_of_this_package_that_is_not_asked_without_main_grad_needs_a_
     rows, _ = without_main_grad.judge(session("backward", "fp32"))
     left = [(r.op, r.tensor, r.detail) for r in rows if r.verdict == NEEDS_FIX and not r.control]
     assert left == [("linear_bias", "dweight.grad", "required, not run")]
+
+
+def test_a_control_of_attention_in_a_graph_that_raises_is_a_control_that_was_missed(monkeypatch):
+    def graph():
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    rows = attention_on_gpu.of_nobody(session("attention"), 0)
+    assert [(r.control, r.caught) for r in rows] == [(True, False)] * 2 and len({r.candidate for r in rows}) == 2
 
 
 def test_torchs_table_moves_with_the_split_where_one_id_is_frequent_and_ours_does_not():
