@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -140,30 +141,59 @@ def test_what_no_audit_loads_is_no_source_of_it():
         assert "audit.mutants" not in book.read_text() and "audit.index" not in book.read_text(), book
 
 
-def test_the_experiments_that_an_audit_imports_are_sources_of_its_document():
-    """Held against what Python has loaded: by every session, and by each notebook's own imports besides."""
+def test_the_interpreter_is_a_source_where_kernels_are_interpreted(package):
+    place = package.parent / "document" / sources.FILE
+    (package / "interpreter").mkdir()
+    (package / "interpreter" / "builder.py").write_text("other")
+    known = json.loads(place.read_text())
+    for device, expected in (("interpreter", "other kernels since (interpreter)"), ("NVIDIA H200", "current")):
+        assert sources.status(known, "HEAD", device) == expected
+    (package / "ops" / "norm.py").write_text("other")
+    assert sources.status(known, "HEAD", "NVIDIA H200") == "other kernels since (ops)"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """{notebook: the modules of the package that Python has loaded after every session and its own imports}, and what
+    mutants load as "", each as on a GPU: without Triton's interpreter."""
     books, lines = sorted((ROOT / "notebooks").glob("*.ipynb")), []
     for path in books:
         cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
         imports = [line for cell in cells for line in cell.splitlines() if re.match(r"\s*(from|import) ", line)]
         lines.append("\n".join(line.strip() for line in imports))
+    lines.append("from bi_kernels.audit.mutants import command, document, questions, run, server")
     script = f"""
 import os, sys
 from bi_kernels.audit import SESSIONS
+from bi_kernels.audit.runs import documents
 [__import__(name, fromlist=["start"]) for name in SESSIONS.values()]
 for imports in {lines!r}:
     if not os.fork():  # so that none finds what another has loaded
         exec(imports)
-        print(sorted(name for name in sys.modules if ".experiments." in name), flush=True)
+        print(sorted(name for name in sys.modules if name.startswith("bi_kernels.")), flush=True)
         os._exit(0)
     os.wait()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    found = [set(ast.literal_eval(line)) for line in done.stdout.splitlines()]
+    return dict(zip([*(path.name for path in books), ""], found, strict=True))
+
+
+def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(loaded):
     folder = f"bi_kernels/{sources.EXPERIMENTS}/"
-    for path, loaded in zip(books, map(ast.literal_eval, done.stdout.splitlines()), strict=True):
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         recorded = {name for name in sources.package(path) if name.startswith(folder)}
-        assert loaded and {f"{name.replace('.', '/')}.py" for name in loaded} <= recorded, path
+        names = {f"{name.replace('.', '/')}.py" for name in loaded[path.name] if ".experiments." in name}
+        assert names and names <= recorded, path
         assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
+
+
+def test_no_audit_loads_the_interpreter_on_a_gpu(loaded):
+    folder = f"bi_kernels.{sources.INTERPRETER}"
+    assert [name for name, modules in loaded.items() if any(m.startswith(folder) for m in modules)] == [
+        "workbench.ipynb"
+    ]
 
 
 def test_mutants_are_of_every_experiment(package):
@@ -220,7 +250,8 @@ def test_a_claim_of_the_readme_is_of_these_kernels_or_names_the_commit_that_it_i
             linked.add(place)
             made = json.loads((ROOT / place / "provenance.json").read_text())
             recorded = ROOT / place / sources.FILE
-            current = recorded.exists() and not sources.changed(json.loads(recorded.read_text()))[sources.KERNELS]
+            stale = recorded.exists() and sources.changed(json.loads(recorded.read_text()), made["device"])
+            current = stale and not stale[sources.KERNELS]
             assert current or made["commit"][:7] in paragraph, f"{place} is of other kernels: README names no commit"
     shown = set(re.findall(r"\((audits/[\w./-]+)/[\w-]+\.png\)", readme))
     assert shown <= linked, "a figure whose document the README does not link"
@@ -229,7 +260,7 @@ def test_a_claim_of_the_readme_is_of_these_kernels_or_names_the_commit_that_it_i
 def test_a_document_of_the_promised_device_is_of_these_kernels():
     for path in DOCUMENTS:
         made = json.loads(path.with_name("provenance.json").read_text())
-        stale = sources.changed(json.loads(path.read_text()))[sources.KERNELS]
+        stale = sources.changed(json.loads(path.read_text()), made["device"])[sources.KERNELS]
         promised = made["architecture"] in CONTRACT["architectures"]["promised"]
         assert not (promised and stale), f"{path.parent.relative_to(ROOT)}: other kernels since, in {stale}"
 

@@ -4,6 +4,9 @@
 - `tl.dot` on bf16 and fp16 gives the bits that an H200 gave, through mma.sync and wgmma alike; on fp32 it is the chain
   of FMAs that Triton compiles for input_precision="ieee".
 - A NaN that arithmetic or tl.sum makes is the GPU's: 0x7fffffff in fp32, 0x7fff in fp16 and bf16.
+- What a kernel reads or writes beyond the tensors that it was given raises, also where no result holds it: a GPU may
+  let it pass, or end the process. Not seen: what lies in another of them, or in the rest of a view's storage, and a
+  launch whose kernel makes a pointer of a number.
 - What is not right raises. Not made equal, because the GPU's own result depends on the layout or is an approximation:
   fp32 sums and scans, the sign of a zero from `tl.max`, `/` (but `tl.div_rn` is), exp, log, rsqrt and their like.
   Nor is what the compiler rewrites: it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into

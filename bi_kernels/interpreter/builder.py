@@ -21,6 +21,7 @@ from bi_kernels.interpreter.formats import (
     to_bf16,
     to_fp16_toward_zero,
 )
+from bi_kernels.interpreter.memory import Memory
 from bi_kernels.interpreter.tensor_core import fma_dot, mma
 from bi_kernels.interpreter.tensors import block_of
 
@@ -32,39 +33,40 @@ def _at(address: int, size: int) -> ctypes.Array:
     return (ctypes.c_char * size).from_address(address)
 
 
-def _gathered(pointers: np.ndarray, mask: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns memory and the indices of `pointers` in it (0 where masked), or None: no element, or not all aligned."""
-    if mask.all():
-        first, last = int(pointers.min()), int(pointers.max())
-    elif mask.any():
-        pointers = np.where(mask, pointers, first := pointers[mask].min())
-        first, last = int(pointers.min()), int(pointers.max())
-    else:
-        return None
+def _reached(pointers: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, int, int] | None:
+    """Returns `pointers`, those masked as one that is not, the first and the last; None where all are masked."""
+    if not mask.all():
+        if not mask.any():
+            return None
+        pointers = np.where(mask, pointers, pointers[mask].min())
+    return pointers, int(pointers.min()), int(pointers.max())
+
+
+def _gathered(pointers: np.ndarray, first: int, last: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns memory and the indices of `pointers` in it, or None where not all are aligned."""
     offsets = (pointers - np.uint64(first)).view(np.int64)
     if (offsets & (dtype.itemsize - 1)).any():
         return None
     return np.frombuffer(_at(first, last - first + dtype.itemsize), dtype), offsets >> (dtype.itemsize.bit_length() - 1)
 
 
-def _window(desc, indices, dtype: np.dtype) -> tuple[np.ndarray | None, tuple[slice, ...]]:
-    """Returns the part of a descriptor's block that is within the tensor, as memory, and where in the block it is."""
+def _clipped(desc, indices, dtype: np.dtype) -> tuple[int, int, list[int], list[int], tuple[slice, ...]]:
+    """Returns where the part of a descriptor's block that is within its shape starts, how many bytes it spans (0: there
+    is none), its sizes, its steps in bytes, and where in the block it is."""
     offsets, strides = [int(i.data.item()) for i in indices], [int(s.data.item()) for s in desc.strides]
     assert offsets[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
     first = [max(0, -at) for at in offsets]
     last = [min(n, int(size.data.item()) - at) for n, size, at in zip(desc.block_shape, desc.shape, offsets)]
-    sizes = [end - start for start, end in zip(first, last)]
-    inside = tuple(map(slice, first, last))
-    if min(sizes) <= 0:
-        return None, inside
-    steps = [dtype.itemsize * stride for stride in strides]
+    sizes, steps = [end - start for start, end in zip(first, last)], [dtype.itemsize * stride for stride in strides]
     start = int(desc.base.data.item()) + sum((at + skip) * step for at, skip, step in zip(offsets, first, steps))
     span = sum((size - 1) * step for size, step in zip(sizes, steps)) + dtype.itemsize
-    return np.ndarray(sizes, dtype, _at(start, span), strides=steps), inside
+    return start, span if min(sizes) > 0 else 0, sizes, steps, tuple(map(slice, first, last))
 
 
 class Builder(InterpreterBuilder):
     """Replaces the operations of Triton's InterpreterBuilder that are wrong for bf16 or differ from sm_90's."""
+
+    memory: Memory | None = None  # of the launch that runs
 
     def get_bf16(self, value):
         return handle_of(np.array([value], dtype=np.float64), tl.bfloat16)
@@ -111,11 +113,34 @@ class Builder(InterpreterBuilder):
         out = op(numbers(lhs), numbers(rhs))
         return TensorHandle(out, tl.int1) if out.dtype == bool else handle_of(out, dtype)
 
+    def _reach(self, pointers: np.ndarray, mask: np.ndarray, dtype: np.dtype):
+        """Returns memory and indices in it, as `_gathered` does, or None: too few, or none. IndexError beyond it."""
+        if (reached := _reached(pointers, mask)) is None:
+            return None
+        pointers, first, last = reached
+        if self.memory:
+            self.memory.check(first, last, dtype.itemsize, pointers)
+        return _gathered(pointers, first, last, dtype) if pointers.size >= GATHER else None
+
+    def _window(self, desc, indices, dtype: np.dtype) -> tuple[np.ndarray | None, tuple[slice, ...]]:
+        """Returns the part of a descriptor's block that is within its shape, as memory, and where in the block."""
+        start, span, sizes, steps, inside = _clipped(desc, indices, dtype)
+        if not span:
+            return None, inside
+        if self.memory:
+            self.memory.check(start, start + span - dtype.itemsize, dtype.itemsize)
+        return np.ndarray(sizes, dtype, _at(start, span), strides=steps), inside
+
+    def create_int_to_ptr(self, src, dst_type):
+        if self.memory:
+            self.memory.known = False  # the address of anything
+        return super().create_int_to_ptr(src, dst_type)
+
     def create_masked_load(self, ptrs, mask, other, *rest):
         pointers, masked = ptrs.data, mask.data
         dtype = ptrs.get_element_ty()
         element = stock._get_np_dtype(dtype)
-        found = _gathered(pointers, masked, element) if pointers.size >= GATHER else None
+        found = self._reach(pointers, masked, element)
         if found is None:
             return super().create_masked_load(ptrs, mask, other, *rest)
         memory, index = found
@@ -126,7 +151,7 @@ class Builder(InterpreterBuilder):
 
     def create_masked_store(self, ptrs, value, mask, *rest):
         pointers, masked, data = ptrs.data, mask.data, value.data
-        found = _gathered(pointers, masked, data.dtype) if pointers.size >= GATHER else None
+        found = self._reach(pointers, masked, data.dtype)
         if found is None:
             return super().create_masked_store(ptrs, value, mask, *rest)
         memory, index = found
@@ -141,13 +166,13 @@ class Builder(InterpreterBuilder):
             return super().create_descriptor_load(desc, indices, *rest)
         dtype = desc.base.get_element_ty()
         tile = np.zeros(desc.block_shape, stock._get_np_dtype(dtype))
-        memory, inside = _window(desc, indices, tile.dtype)
+        memory, inside = self._window(desc, indices, tile.dtype)
         if memory is not None:
             tile[inside] = memory
         return TensorHandle(tile, dtype)
 
     def create_descriptor_store(self, desc, value, indices):
-        memory, inside = _window(desc, indices, value.data.dtype)
+        memory, inside = self._window(desc, indices, value.data.dtype)
         if memory is not None:
             memory[...] = value.data[inside]
 
@@ -177,10 +202,12 @@ class Builder(InterpreterBuilder):
 
     def create_atomic_rmw(self, op, ptr, val, *rest):
         refuse_bf16(val, "an atomic operation on")
+        self._reach(ptr.data, rest[0].data, val.data.dtype)
         return super().create_atomic_rmw(op, ptr, val, *rest)
 
     def create_atomic_cas(self, ptr, cmp, val, *rest):
         refuse_bf16(val, "an atomic operation on")
+        self._reach(ptr.data, np.ones(ptr.data.shape, bool), val.data.dtype)
         return super().create_atomic_cas(ptr, cmp, val, *rest)
 
     def create_tensor_pointer_load(self, ptr, boundary_check, padding, *rest):

@@ -15,6 +15,7 @@ from triton.runtime.jit import _normalize_ty
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.interpreter.formats import numbers
+from bi_kernels.interpreter.memory import Memory
 from bi_kernels.interpreter.tensors import OPERATORS, index, short_operator
 
 LOCK = threading.RLock()  # the interpreter is one for all threads
@@ -119,6 +120,7 @@ class Launch(stock.GridExecutor):
             values = {n: v if n in self.constexprs else stock._implicit_cvt(v) for n, v in bound.arguments.items()}
             grid = self.grid(values) if callable(self.grid) else self.grid
             grid = (*grid, 1, 1, 1)[: max(3, len(grid))]
+            stock.interpreter_builder.memory = Memory(bound.arguments)
             stock.interpreter_builder.set_grid_dim(*grid)
             try:
                 for at in np.ndindex(*grid):
@@ -128,4 +130,6 @@ class Launch(stock.GridExecutor):
                 if triton.knobs.compilation.front_end_debugging:
                     raise
                 raise InterpreterError(repr(e)) from e
+            finally:
+                stock.interpreter_builder.memory = None
         self._restore_args_dev(args, host_args, kwargs, host_kwargs)

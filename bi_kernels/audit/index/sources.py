@@ -6,6 +6,7 @@ loads: what stands here, which reads documents that are made, and what breaks th
 Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
 And of the experiments, which notebooks import one by one, those that nothing which an audit loads names: no import
 in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
+Nor does a run on a GPU load Triton's interpreter as it is mended here: there it is recorded, and counts for nothing.
 """
 
 import ast
@@ -23,6 +24,7 @@ NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, o
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
 MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
+INTERPRETER = "interpreter"  # the folder, and a document's device
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
@@ -106,14 +108,15 @@ def record(folder: Path, notebook: Path | None = None) -> None:
     (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
-def changed(recorded: dict[str, str]) -> dict[str, list[str]]:
+def changed(recorded: dict[str, str], device: str = INTERPRETER) -> dict[str, list[str]]:
     """Returns the sources that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
-    NOTEBOOK."""
+    NOTEBOOK; device: the document's, as its provenance names it."""
     books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
     of_mutants = not any(name.endswith(".ipynb") for name in recorded)
     now = package(books[0] if books else None, of_mutants) | {path.name: code(path) for path in books}
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
-    for name in sorted({*now, *recorded}):
+    apart = set() if device == INTERPRETER else {f"{PACKAGE.name}/{INTERPRETER}"}
+    for name in sorted({*now, *recorded} - apart):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
         if now.get(name) != recorded.get(name):
             found[kind].append(name)
@@ -134,11 +137,11 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
     return [name for name, known in recorded.items() if not apart(name) and held.get(name) != known]
 
 
-def status(recorded: dict[str, str], commit: str) -> str:
+def status(recorded: dict[str, str], commit: str, device: str = INTERPRETER) -> str:
     """Says in a few words whether a document is of the sources that are here, and of the commit that it names."""
     if not recorded:
         return NOT_RECORDED
-    said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded).items() if names]
+    said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded, device).items() if names]
     if lies := others(recorded, commit):
         said.append(f"not of its commit ({_some(lies)})")
     return "; ".join(said) or CURRENT

@@ -64,12 +64,16 @@ def follow_mutants(folder: Path) -> bool:
     """Writes a document of mutants anew where nothing but its page is another by now; returns whether it did."""
     file = folder / sources.FILE
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if not recorded or sum(sources.changed(recorded).values(), []) != [sources.PAGE]:
+    if not recorded:
+        return False
+    device = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["device"]
+    if sum(sources.changed(recorded, device).values(), []) != [sources.PAGE]:
         return False
     from bi_kernels.audit.mutants import document  # noqa: PLC0415 (all mutants are made for it: ten seconds)
 
     document.again(folder)
-    file.write_text(json.dumps(sources.package(of_mutants=True), indent=1) + "\n", encoding="utf-8")
+    now = recorded | {sources.PAGE: sources.package(of_mutants=True)[sources.PAGE]}
+    file.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     return True
 
 
