@@ -1,4 +1,4 @@
-# make audit | documents | test | test-all | mutants | lab: each sets up .venv first. Needs Python >= 3.11 and nothing else.
+# make audit | documents | test | test-all | mutants | lab: each sets up .venv first. Needs Python 3.11, 3.12 or 3.13 and a network.
 # Another Python beside it: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv

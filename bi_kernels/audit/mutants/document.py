@@ -27,6 +27,11 @@ def rate(found: Sequence[dict]) -> float:
     return sum(f["verdict"] == KILLED for f in counted) / len(counted) if counted else 1.0
 
 
+def share(found: Sequence[dict]) -> str:
+    """Returns the rate as a table shows it: – where all of them are explained."""
+    return f"{rate(found):.1%}" if any(f["verdict"] != EXPLAINED for f in found) else "–"
+
+
 def counts(found: Sequence[dict]) -> dict[str, int]:
     number = Counter(f["verdict"] for f in found)
     return {"mutants": len(found), **{v: number[v] for v in (KILLED, EXPLAINED, SURVIVED)}}
@@ -53,7 +58,7 @@ def by(found: Sequence[dict], column: str) -> str:
     """Returns a table of a column's values: how many mutants, and what became of them."""
     lines = []
     for value, mine in sorted(grouped(found, lambda f: f[column].split(":")[0]).items()):
-        lines.append({column: value, **counts(mine), "kill rate": f"{rate(mine):.1%}"})
+        lines.append({column: value, **counts(mine), "kill rate": share(mine)})
     return table(lines)
 
 
@@ -119,7 +124,7 @@ def of_how_many(found: Sequence[dict], population: Sequence[Mutant], names: Sequ
         killed = sum(f["verdict"] == KILLED for f in counted)
         lines.append(
             f"{kind}: {len(mine):,} of {there:,} judged, {killed} of {len(counted)} not explained killed "
-            f"({rate(mine):.1%})."
+            f"({share(mine)})."
         )
     left = Counter(m.file for m in population)
     for f in found:
@@ -148,9 +153,11 @@ def write(
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
-        "process of its own, which is asked what the audits ask of the ops of its file, or else of some that reach it "
-        "(nothing of whole models, and not the static audit), until something needs a fix, with each of three seeds: "
-        "what not all of them show is not caught. A survivor is a question to add, or stands in the file of "
+        "process of its own, which is asked what their own audits, that of gradients and that of drawn cases ask of "
+        "the ops of its file, or else of some that reach it, until something needs a fix: in fp32, of attention in "
+        "bf16 too, else in bf16 what kills most, in fp16 nothing; and with each of three seeds: what not all show is "
+        "not caught. Not asked: whole models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and "
+        "compiled, attention's late copies. A survivor is a question to add, or stands in the file of "
         "equivalents with the reason why nothing that is promised changes there; a mutant of that file that is killed "
         "fails the run. Left alone is most of what the contract calls free (GEMM's tiles and their choice, warps and "
         "stages of a launch), and what no audit of bits is about (checks of arguments, texts). `mutants.json` says of "
