@@ -65,7 +65,7 @@ def book(place: Path, source: str, outputs: list) -> None:
 
 
 def said(package: Path, commit: str = "HEAD") -> str:
-    return sources.status(json.loads((package.parent / "document" / sources.FILE).read_text()), commit)
+    return sources.status(json.loads((package.parent / "document" / sources.FILE).read_text()), {"commit": commit})
 
 
 def test_what_has_not_changed_is_current(package):
@@ -74,7 +74,7 @@ def test_what_has_not_changed_is_current(package):
     book(package.parent, NORM, [{"text": "other"}])
     (package / "audit" / "mutants" / "run.py").write_text("other")
     assert said(package) == "current", "neither notes nor outputs judge anything, nor what breaks the kernels"
-    assert sources.status({}, "HEAD") == "not recorded"
+    assert sources.status({}, {"commit": "HEAD"}) == "not recorded"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,12 @@ def test_the_interpreter_is_a_source_where_kernels_are_interpreted(package):
     (package / "interpreter").mkdir()
     (package / "interpreter" / "builder.py").write_text("other")
     known = json.loads(place.read_text())
-    for device, expected in (("interpreter", "other kernels since (interpreter)"), ("NVIDIA H200", "current")):
-        assert sources.status(known, "HEAD", device) == expected
+    for made in ({}, {"architecture": "–"}):
+        assert sources.status(known, made) == "other kernels since (interpreter)"
+    on_a_gpu = {"architecture": "sm_90", "commit": "HEAD"}
+    assert sources.status(known, on_a_gpu) == "current"
     (package / "ops" / "norm.py").write_text("other")
-    assert sources.status(known, "HEAD", "NVIDIA H200") == "other kernels since (ops)"
+    assert sources.status(known, on_a_gpu) == "other kernels since (ops)"
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +191,34 @@ def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(loade
         assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
 
 
+def names_in(text: str) -> set[str]:
+    """Returns the modules that a file imports, or names in a string, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "no relative imports here"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
 def test_no_audit_loads_the_interpreter_on_a_gpu(loaded):
+    """Nor names it, in whatever function: but where kernels are interpreted, and in what the workbench alone loads."""
     folder = f"bi_kernels.{sources.INTERPRETER}"
-    assert [name for name, modules in loaded.items() if any(m.startswith(folder) for m in modules)] == [
-        "workbench.ipynb"
-    ]
+    those = [name for name, modules in loaded.items() if any(m.startswith(folder) for m in modules)]
+    assert those == ["workbench.ipynb"], "which is no audit, and shows how the interpreter sums"
+    texts = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in ROOT.glob("bi_kernels/**/*.py")}
+    named = {name for name, text in texts.items() if any(name.startswith(folder) for name in names_in(text))}
+    named = {name for name in named if not name.startswith(f"bi_kernels/{sources.INTERPRETER}/")}
+    sums = "bi_kernels/audit/workbench/summation_order.py"
+    assert named == {"bi_kernels/checks.py", sums}
+    assert "if INTERPRETED:\n    from bi_kernels import interpreter\n" in texts["bi_kernels/checks.py"]
+    books = {p.name: p.read_text(encoding="utf-8") for p in (ROOT / "notebooks").glob("*.ipynb")}
+    users = {name for name, text in (texts | books).items() if "summation_order" in text}
+    assert users == {"workbench.ipynb"}
 
 
 def test_mutants_are_of_every_experiment(package):
@@ -250,7 +275,7 @@ def test_a_claim_of_the_readme_is_of_these_kernels_or_names_the_commit_that_it_i
             linked.add(place)
             made = json.loads((ROOT / place / "provenance.json").read_text())
             recorded = ROOT / place / sources.FILE
-            stale = recorded.exists() and sources.changed(json.loads(recorded.read_text()), made["device"])
+            stale = recorded.exists() and sources.changed(json.loads(recorded.read_text()), made)
             current = stale and not stale[sources.KERNELS]
             assert current or made["commit"][:7] in paragraph, f"{place} is of other kernels: README names no commit"
     shown = set(re.findall(r"\((audits/[\w./-]+)/[\w-]+\.png\)", readme))
@@ -260,7 +285,7 @@ def test_a_claim_of_the_readme_is_of_these_kernels_or_names_the_commit_that_it_i
 def test_a_document_of_the_promised_device_is_of_these_kernels():
     for path in DOCUMENTS:
         made = json.loads(path.with_name("provenance.json").read_text())
-        stale = sources.changed(json.loads(path.read_text()), made["device"])[sources.KERNELS]
+        stale = sources.changed(json.loads(path.read_text()), made)[sources.KERNELS]
         promised = made["architecture"] in CONTRACT["architectures"]["promised"]
         assert not (promised and stale), f"{path.parent.relative_to(ROOT)}: other kernels since, in {stale}"
 

@@ -33,13 +33,9 @@ def _at(address: int, size: int) -> ctypes.Array:
     return (ctypes.c_char * size).from_address(address)
 
 
-def _reached(pointers: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, int, int] | None:
-    """Returns `pointers`, those masked as one that is not, the first and the last; None where all are masked."""
-    if not mask.all():
-        if not mask.any():
-            return None
-        pointers = np.where(mask, pointers, pointers[mask].min())
-    return pointers, int(pointers.min()), int(pointers.max())
+def _whole(t: TensorHandle) -> TensorHandle:
+    """Returns a tile whose elements lie one behind another, as Triton's atomic operations take them to."""
+    return TensorHandle(np.array(t.data, order="C"), t.dtype)
 
 
 def _gathered(pointers: np.ndarray, first: int, last: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
@@ -113,22 +109,30 @@ class Builder(InterpreterBuilder):
         out = op(numbers(lhs), numbers(rhs))
         return TensorHandle(out, tl.int1) if out.dtype == bool else handle_of(out, dtype)
 
-    def _reach(self, pointers: np.ndarray, mask: np.ndarray, dtype: np.dtype):
-        """Returns memory and indices in it, as `_gathered` does, or None: too few, or none. IndexError beyond it."""
-        if (reached := _reached(pointers, mask)) is None:
-            return None
-        pointers, first, last = reached
-        if self.memory:
-            self.memory.check(first, last, dtype.itemsize, pointers)
-        return _gathered(pointers, first, last, dtype) if pointers.size >= GATHER else None
+    def _reach(self, pointers: np.ndarray, mask: np.ndarray, size: int) -> tuple[np.ndarray, int, int] | None:
+        """Returns `pointers`, those masked as one that is not, the first and the last, or None where all are masked.
+        IndexError where one has not as many bytes of the launch's memory."""
+        if not mask.all():
+            if not mask.any():
+                return None
+            pointers = np.where(mask, pointers, pointers[mask].min())
+        first, last = int(pointers.min()), int(pointers.max())
+        if self.memory and not self.memory.holds(first, last, size):
+            self.memory.check(pointers, size)
+        return pointers, first, last
+
+    def _gather(self, pointers: np.ndarray, mask: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
+        reached = self._reach(pointers, mask, dtype.itemsize)
+        return _gathered(*reached, dtype) if reached and pointers.size >= GATHER else None
 
     def _window(self, desc, indices, dtype: np.dtype) -> tuple[np.ndarray | None, tuple[slice, ...]]:
         """Returns the part of a descriptor's block that is within its shape, as memory, and where in the block."""
         start, span, sizes, steps, inside = _clipped(desc, indices, dtype)
         if not span:
             return None, inside
-        if self.memory:
-            self.memory.check(start, start + span - dtype.itemsize, dtype.itemsize)
+        if self.memory and not self.memory.holds(start, start + span - dtype.itemsize, dtype.itemsize):
+            offsets = np.ix_(*(step * np.arange(size) for size, step in zip(sizes, steps)))
+            self.memory.check((start + sum(offsets)).astype(np.uint64), dtype.itemsize)
         return np.ndarray(sizes, dtype, _at(start, span), strides=steps), inside
 
     def create_int_to_ptr(self, src, dst_type):
@@ -136,13 +140,13 @@ class Builder(InterpreterBuilder):
             self.memory.known = False  # the address of anything
         return super().create_int_to_ptr(src, dst_type)
 
-    def create_masked_load(self, ptrs, mask, other, *rest):
-        pointers, masked = ptrs.data, mask.data
+    def create_masked_load(self, ptrs, mask, other, *rest, **named):
+        pointers, masked = ptrs.data, np.asarray(mask.data)  # of a block pointer the mask is no handle
         dtype = ptrs.get_element_ty()
         element = stock._get_np_dtype(dtype)
-        found = self._reach(pointers, masked, element)
+        found = self._gather(pointers, masked, element)
         if found is None:
-            return super().create_masked_load(ptrs, mask, other, *rest)
+            return super().create_masked_load(ptrs, mask, other, *rest, **named)
         memory, index = found
         data = memory.take(index)
         if not masked.all():
@@ -150,8 +154,8 @@ class Builder(InterpreterBuilder):
         return TensorHandle(data, dtype)
 
     def create_masked_store(self, ptrs, value, mask, *rest):
-        pointers, masked, data = ptrs.data, mask.data, value.data
-        found = self._reach(pointers, masked, data.dtype)
+        pointers, masked, data = ptrs.data, np.asarray(mask.data), value.data
+        found = self._gather(pointers, masked, data.dtype)
         if found is None:
             return super().create_masked_store(ptrs, value, mask, *rest)
         memory, index = found
@@ -174,7 +178,7 @@ class Builder(InterpreterBuilder):
     def create_descriptor_store(self, desc, value, indices):
         memory, inside = self._window(desc, indices, value.data.dtype)
         if memory is not None:
-            memory[...] = value.data[inside]
+            memory[...] = value.data.reshape(desc.block_shape)[inside]  # of a scatter, a row without its dimension of 1
 
     create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, maximum)
     create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, minimum)
@@ -200,15 +204,15 @@ class Builder(InterpreterBuilder):
 
     create_rsqrt = lambda self, arg: self.unary_op(arg, lambda x: 1 / np.sqrt(x))
 
-    def create_atomic_rmw(self, op, ptr, val, *rest):
+    def create_atomic_rmw(self, op, ptr, val, mask, *rest):
         refuse_bf16(val, "an atomic operation on")
-        self._reach(ptr.data, rest[0].data, val.data.dtype)
-        return super().create_atomic_rmw(op, ptr, val, *rest)
+        self._reach(ptr.data, mask.data, val.data.itemsize)
+        return super().create_atomic_rmw(op, _whole(ptr), _whole(val), _whole(mask), *rest)
 
     def create_atomic_cas(self, ptr, cmp, val, *rest):
         refuse_bf16(val, "an atomic operation on")
-        self._reach(ptr.data, np.ones(ptr.data.shape, bool), val.data.dtype)
-        return super().create_atomic_cas(ptr, cmp, val, *rest)
+        self._reach(ptr.data, np.True_, val.data.itemsize)
+        return super().create_atomic_cas(_whole(ptr), _whole(cmp), _whole(val), *rest)
 
     def create_tensor_pointer_load(self, ptr, boundary_check, padding, *rest):
         if padding == ir.PADDING_OPTION.PAD_NAN:

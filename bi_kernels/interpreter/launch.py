@@ -120,8 +120,8 @@ class Launch(stock.GridExecutor):
             values = {n: v if n in self.constexprs else stock._implicit_cvt(v) for n, v in bound.arguments.items()}
             grid = self.grid(values) if callable(self.grid) else self.grid
             grid = (*grid, 1, 1, 1)[: max(3, len(grid))]
-            stock.interpreter_builder.memory = Memory(bound.arguments)
             stock.interpreter_builder.set_grid_dim(*grid)
+            stock.interpreter_builder.memory = Memory(bound.arguments)
             try:
                 for at in np.ndindex(*grid):
                     stock.interpreter_builder.set_grid_idx(*at)

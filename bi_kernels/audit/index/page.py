@@ -44,7 +44,7 @@ class Document:
     @cached_property
     def status(self) -> str:
         """Says whether it is of the sources that stand here: all of the package is read for it."""
-        return sources.status(self.sources, self.made.get("commit", ""), self.made.get("device", sources.INTERPRETER))
+        return sources.status(self.sources, self.made)
 
     @property
     def goals(self) -> Path:

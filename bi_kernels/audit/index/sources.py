@@ -17,6 +17,7 @@ import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 FILE = "sources.json"
 PACKAGE = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, o
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
 MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
-INTERPRETER = "interpreter"  # the folder, and a document's device
+INTERPRETER = "interpreter"
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
@@ -108,14 +109,14 @@ def record(folder: Path, notebook: Path | None = None) -> None:
     (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
-def changed(recorded: dict[str, str], device: str = INTERPRETER) -> dict[str, list[str]]:
+def changed(recorded: dict[str, str], made: dict[str, str] = MappingProxyType({})) -> dict[str, list[str]]:
     """Returns the sources that are others now, come or gone, and the notebook, by what they are: KERNELS, AUDITOR or
-    NOTEBOOK; device: the document's, as its provenance names it."""
+    NOTEBOOK; made: the document's provenance."""
     books = [path for place in NOTEBOOKS for path in place.glob("*.ipynb") if path.name in recorded]
     of_mutants = not any(name.endswith(".ipynb") for name in recorded)
     now = package(books[0] if books else None, of_mutants) | {path.name: code(path) for path in books}
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
-    apart = set() if device == INTERPRETER else {f"{PACKAGE.name}/{INTERPRETER}"}
+    apart = {f"{PACKAGE.name}/{INTERPRETER}"} if made.get("architecture", "").startswith("sm_") else set()
     for name in sorted({*now, *recorded} - apart):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
         if now.get(name) != recorded.get(name):
@@ -137,12 +138,13 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
     return [name for name, known in recorded.items() if not apart(name) and held.get(name) != known]
 
 
-def status(recorded: dict[str, str], commit: str, device: str = INTERPRETER) -> str:
-    """Says in a few words whether a document is of the sources that are here, and of the commit that it names."""
+def status(recorded: dict[str, str], made: dict[str, str]) -> str:
+    """Says in a few words whether a document is of the sources that are here, and of the commit that its provenance
+    names."""
     if not recorded:
         return NOT_RECORDED
-    said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded, device).items() if names]
-    if lies := others(recorded, commit):
+    said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded, made).items() if names]
+    if lies := others(recorded, made.get("commit", "")):
         said.append(f"not of its commit ({_some(lies)})")
     return "; ".join(said) or CURRENT
 

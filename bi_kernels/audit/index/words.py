@@ -64,10 +64,9 @@ def follow_mutants(folder: Path) -> bool:
     """Writes a document of mutants anew where nothing but its page is another by now; returns whether it did."""
     file = folder / sources.FILE
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if not recorded:
-        return False
-    device = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["device"]
-    if sum(sources.changed(recorded, device).values(), []) != [sources.PAGE]:
+    place = folder / "provenance.json"
+    made = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    if not recorded or sum(sources.changed(recorded, made).values(), []) != [sources.PAGE]:
         return False
     from bi_kernels.audit.mutants import document  # noqa: PLC0415 (all mutants are made for it: ten seconds)
 
