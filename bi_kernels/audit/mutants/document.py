@@ -153,15 +153,16 @@ def write(
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
-        "process of its own, which is asked what their own audits, that of gradients and that of drawn cases ask of "
-        "the ops of its file, or else of some that reach it, until something needs a fix: in fp32, of attention in "
-        "bf16 too, else in bf16 what kills most, in fp16 nothing; and with each of three seeds: what not all show is "
-        "not caught. Not asked: whole models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and "
-        "compiled, attention's late copies. A survivor is a question to add, or stands in the file of "
-        "equivalents with the reason why nothing that is promised changes there; a mutant of that file that is killed "
-        "fails the run. Left alone is most of what the contract calls free (GEMM's tiles and their choice, warps and "
-        "stages of a launch), and what no audit of bits is about (checks of arguments, texts). `mutants.json` says of "
-        "each what became of it, and which question killed it.",
+        "process of its own, which is asked most of what their own audits, that of gradients and that of drawn cases "
+        "ask of the ops of its file, or else of some that reach it, until something needs a fix: in fp32, of "
+        "attention in bf16 too, else in bf16 what kills most, of no op in fp16; most of it at tiny sizes; and with "
+        "each of three seeds: what not all show is not caught. Not asked: whole models, the static audit, that of "
+        "dtypes, GEMM's sweep in CUDA graphs and compiled and its rows beyond 4,096, attention's late copies. A "
+        "survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is "
+        "promised changes there; a mutant of that file that is killed fails the run. Left alone is most of what the "
+        "contract calls free (GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits "
+        "is about (checks of arguments, texts). `mutants.json` says of each what became of it, and which question "
+        "killed it.",
         f"**{sentence(found)}.** {generated}",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
