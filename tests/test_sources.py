@@ -250,6 +250,54 @@ def test_a_notebook_of_other_cells_is_another(package):
     assert said(package) == "another notebook since (1_norm.ipynb)"
 
 
+CODE = '''"""What a file is
+for."""
+
+
+class Pass:
+    """What a report cites."""
+
+
+def f(x):  # a remark
+    """Says what it does,
+
+    in three lines."""; y = "# no remark"
+    return x + y
+'''
+
+
+@pytest.mark.parametrize(
+    "words, others, expected",
+    [
+        ("What a file is\nfor", "What a file\nis for", "current"),
+        ("  # a remark", "", "current"),
+        ("Says what it does,\n\n", "Does what\n\nit says,", "current"),
+        ("What a file is\nfor", "What a file is for", "other kernels since (ops)"),
+        ("What a report cites", "What a report says", "other kernels since (ops)"),
+        ("# no remark", "# another", "other kernels since (ops)"),
+        ("x + y", "y + x", "other kernels since (ops)"),
+        ("(x)", "( x)", "other kernels since (ops)"),
+        ("    return x + y", "    return (x + y", "other kernels since (ops)"),
+    ],
+)
+def test_words_of_comments_and_docstrings_judge_nothing_and_lines_do(package, words, others, expected):
+    (package / "ops/norm.py").write_text(CODE)
+    git(package.parent, "-c", "user.name=a", "-c", "user.email=a", "commit", "-qam", "second")
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    assert CODE.count(words) == 1 and said(package) == "current"
+    (package / "ops/norm.py").write_text(CODE.replace(words, others))
+    assert said(package) == expected
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    assert said(package) == ("current" if expected == "current" else "not of its commit (ops)")
+
+
+def test_what_documents_cite_of_the_code_is_its_lines_and_what_its_classes_say():
+    """Else words that judge nothing would stand in a document that they do not make older."""
+    for path in sources.PACKAGE.rglob("*.py"):
+        cited = re.findall(r"(?:\w+\.)?__doc__|getdoc\(", path.read_text(encoding="utf-8"))
+        assert not cited or (path.name, cited) == ("replace.py", ["kind.__doc__"]), (path, cited)
+
+
 def test_a_commit_that_holds_something_else_is_told(package):
     (package / "ops" / "norm.py").write_text("changed, and not committed")
     sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")

@@ -1,1 +1,1 @@
-"""Kernels, one file an op: kernel → launcher → autograd.Function → public function."""
+"""Kernels, a file for an op or a few that are alike: kernel → launcher → autograd.Function → public function."""

@@ -14,7 +14,7 @@ from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
 from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
-from bi_kernels.audit.index import sources, words
+from bi_kernels.audit.index import fit, sources, words
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.contract import CONTRACT
 
@@ -178,8 +178,8 @@ def report(folder: Path) -> dict[str, str]:
     head = (
         f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "
         f"the interpreter is no statement about a GPU. *Sources* are the kernels, the auditor and the notebook that a "
-        f"document was made with, held against those that stand here; the interpreter's, of one made on it alone. "
-        f"{promised(folder)}"
+        f"document was made with, held against those that stand here; the interpreter's, of one made on it alone; of "
+        f"comments and docstrings, neither. {promised(folder)}"
     )
     body = "\n\n".join(["## Findings", *parts] if places else ["## Findings", "No document here yet."])
     return files | {PAGE: f"{head.rstrip()}\n\n{body.rstrip()}\n"}
@@ -187,10 +187,14 @@ def report(folder: Path) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     """Writes the index of a folder, and of each folder of documents below it; before it, documents whose notebook has
-    other words by now, and mutants whose page has."""
+    other words by now, mutants whose page has, and pages with a table that is wider than a screen."""
     for found in documents(folder).values():
         for d in found:
             (words.follow_mutants if d.mutants else words.follow)(d.path)
+            page = d.path / PAGE
+            text = page.read_text(encoding="utf-8") if page.exists() else ""
+            if (narrow := fit.fitted(text)) != text:
+                page.write_text(narrow, encoding="utf-8")
     for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
         for name, text in report(place).items():
             (place / name).write_text(text, encoding="utf-8")

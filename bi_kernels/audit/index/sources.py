@@ -7,16 +7,20 @@ Of that, what writes their page and says why some change nothing judges none of 
 And of the experiments, which notebooks import one by one, those that nothing which an audit loads names: no import
 in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
 Nor does a run on a GPU load Triton's interpreter as it is mended here: there it is recorded, and counts for nothing.
+Of Python the code counts, and the line that it stands on, which documents cite; not the words of comments, nor those
+of docstrings of modules and functions. A class's count: reports cite them.
 """
 
 import ast
 import hashlib
+import io
 import json
 import re
 import subprocess
+import tokenize
 from collections import defaultdict
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 FILE = "sources.json"
@@ -31,6 +35,7 @@ WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "e
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
 CURRENT, NOT_RECORDED = "current", "not recorded"
 EVERY = "*"  # as what an import of all of a folder names
+DOCUMENTED = ast.Module, ast.FunctionDef, ast.AsyncFunctionDef
 NAMED = 2  # folders, or files of experiments, that a sentence names
 
 
@@ -39,9 +44,33 @@ def blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+@cache
+def judging(content: bytes) -> bytes:
+    """Returns of a Python file what judges: the words of comments and of docstrings are gone, their lines are not. Of
+    what is no Python, all of it."""
+    try:
+        lines = content.decode().split("\n")
+        for token in tokenize.tokenize(io.BytesIO(content).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column].rstrip()
+        lines = [line.encode() for line in lines]
+        tree = ast.parse(content)
+    except (SyntaxError, UnicodeError, tokenize.TokenError):
+        return content
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            said = node.body[0]
+            first, last = said.lineno - 1, said.end_lineno - 1
+            after = lines[last][said.end_col_offset :]
+            lines[first : last + 1] = [lines[first][: said.col_offset] + b'""', *[b""] * (last - first)]
+            lines[last] += after
+    return b"\n".join(lines)
+
+
 def folders(blobs: dict[str, str]) -> dict[str, str]:
-    """Returns {folder: digest of its files' names and contents} of {path: content's name}, and the experiments' files
-    besides."""
+    """Returns {folder: digest of its files' names and contents} of {path: name of what judges of its content}, and the
+    experiments' files besides."""
     found = defaultdict(list)
     for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith(WRITERS)):
         found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
@@ -53,13 +82,19 @@ def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str,
     """Returns the sources in the package as it stands of which the document of a notebook is made, or mutants are."""
     apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
-    found = folders({path.relative_to(PACKAGE.parent).as_posix(): blob(path.read_bytes()) for path in files})
+    found = folders({path.relative_to(PACKAGE.parent).as_posix(): _named(path) for path in files})
     if of_mutants:  # which all experiments judge
         page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS)
         return {k: v for k, v in found.items() if not k.endswith(KINDS)} | {PAGE: blob(page.encode())}
     loaded = experiments(files, notebook)
     del found[f"{PACKAGE.name}/{EXPERIMENTS}"]
     return {k: v for k, v in found.items() if not k.endswith(".py") or Path(k).stem in loaded}
+
+
+def _named(path: Path | PurePosixPath, content: bytes | None = None) -> str:
+    """Returns git's name of what judges in a file; content: what it held, if not what it holds."""
+    content = path.read_bytes() if content is None else content
+    return blob(judging(content) if path.suffix == ".py" else content)
 
 
 def experiments(files: list[Path], notebook: Path | None) -> set[str]:
@@ -126,16 +161,26 @@ def changed(recorded: dict[str, str], made: dict[str, str] = MappingProxyType({}
 
 def others(recorded: dict[str, str], commit: str) -> list[str]:
     """Returns the recorded sources of which a commit holds another content; none where no git knows the commit."""
-    command = ["git", "-C", str(PACKAGE.parent), "ls-tree", "-r", commit.removesuffix("+changes"), "--", PACKAGE.name]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    held = folders({path: about.split()[2] for about, path in (line.split("\t", 1) for line in listed)})
+    held = _held(commit.removesuffix("+changes"))
     if not held:  # installed into a folder of somebody's repository
         return []
     apart = lambda name: name.endswith(".ipynb") or name == PAGE  # which a document follows after its run
     return [name for name, known in recorded.items() if not apart(name) and held.get(name) != known]
+
+
+def _held(commit: str) -> dict[str, str]:
+    """Returns the package's sources as a commit holds them; none where no git knows the commit."""
+    run = partial(subprocess.run, capture_output=True, check=True)
+    git = ["git", "-C", str(PACKAGE.parent)]
+    try:
+        listed = run([*git, "ls-tree", "-r", "-z", commit, "--", PACKAGE.name]).stdout.decode().split("\0")
+        files = dict(reversed(line.split("\t", 1)) for line in listed if line.endswith(KINDS))
+        names = [about.split()[2] for about in files.values()]
+        found = io.BytesIO(run([*git, "cat-file", "--batch"], input="\n".join(names).encode()).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    contents = [found.read(int(found.readline().split()[2]) + 1)[:-1] for _ in names]
+    return folders({path: _named(PurePosixPath(path), content) for path, content in zip(files, contents, strict=True)})
 
 
 def status(recorded: dict[str, str], made: dict[str, str]) -> str:

@@ -1,0 +1,61 @@
+"""Tables of documents fit a screen: what is too wide may break, and says what it said."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bi_kernels.audit.index import fit
+from bi_kernels.audit.index.page import write
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "audits").rglob("README.md"))
+HEAD = "| op | " + " | ".join(["determinism"] * 8) + " | source |\n|:--|" + ":--|" * 9 + "\n"
+ROW = "| a | " + " | ".join(["0"] * 8) + " | {} |\n"
+
+
+def shown(page: str) -> str:
+    return re.sub("&shy;|<wbr>", "", page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.relative_to(ROOT).as_posix())
+def test_no_table_of_a_document_is_wider_than_a_screen(page):
+    text = page.read_text(encoding="utf-8")
+    widths = [fit.width(found[0]) for found in fit.TABLE.finditer(text)]
+    assert widths and max(widths) < 1233, "which is what a browser's window of 1,280 leaves a page"
+    assert fit.fitted(text) == text, "bi-audit report audits"
+
+
+@pytest.mark.parametrize(
+    "cell, expected",
+    [
+        ("model/decoder.py:83", "model/<wbr>decoder.<wbr>py:<wbr>83"),
+        (r"_hopper_gemm a\_b", r"_hopper<wbr>_gemm a<wbr>\_b"),
+        ("`a/b.c_d` [a_b](c/d_e.md)", "`a/b.c_d` [a<wbr>_b](c/d_e.md)"),
+        ("1.5 of 4,276,224, 3/4 &shy;", "1.5 of 4,276,224, 3/4 &shy;"),
+        (r"x \| y_z", r"x \| y<wbr>_z"),
+    ],
+)
+def test_a_table_that_is_too_wide_may_break_its_words(cell, expected):
+    wide = HEAD + ROW.format(cell)
+    found = fit.fitted(f"determinism\n\n{wide}\ndeterminism\n")
+    assert (
+        found
+        == f"determinism\n\n{HEAD.replace('determinism', 'determi&shy;nism')}{ROW.format(expected)}\ndeterminism\n"
+    )
+    assert fit.width(wide) > fit.SCREEN > fit.width(fit.TABLE.search(found)[0])
+    assert shown(found) == shown(f"determinism\n\n{wide}\ndeterminism\n") and fit.fitted(found) == found
+
+
+def test_a_table_that_fits_stays_as_it_is():
+    narrow = "| determinism | a |\n|:--|:--|\n| model/decoder.py:83 | b_c |\n"
+    assert fit.fitted(narrow) == narrow
+
+
+def test_the_index_lets_the_tables_of_its_documents_fit(tmp_path):
+    place = tmp_path / "tiny" / "gemm"
+    place.mkdir(parents=True)
+    (place / "verdicts.json").write_text("[]")
+    (place / "README.md").write_text(f"# What was asked\n\n{HEAD}{ROW.format('b')}")
+    write(tmp_path)
+    assert fit.width(fit.TABLE.search((place / "README.md").read_text())[0]) < fit.SCREEN
