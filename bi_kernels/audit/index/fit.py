@@ -12,7 +12,7 @@ BOLD, LETTER, CODE, PADDING = 10.0, 8.3, 8.2, 27
 TABLE = re.compile(r"(?:^\|.*\|[ \t]*\n)+", re.MULTILINE)
 CELLS = re.compile(r"(?<!\\)\|")
 APART = re.compile(r"(`[^`]*`|\]\([^)]*\)|<[^>]*>|&\w+;)")  # code, a link's address, tags: nothing is put in there
-WORDS = "invari-ance", "determi-nism", "accu-racy", "gra-dient", "differ-ing", "con-tract", "atom-ics", "to-gether"
+WORDS = "invari-ance", "determi-nism", "accu-racy", "gra-dient", "differ-ing", "con-tract", "to-gether"
 HYPHENATED = {word.replace("-", ""): word.replace("-", "&shy;") for word in (*WORDS, "for-ward")}
 BREAK = re.compile(r"(?<=[^\W\d_][/.:])(?=\w)|(?<=[^\W_])(?=\\?_\w)")  # after a/ a. a:, before _
 
