@@ -87,8 +87,8 @@ def without_wait(module: str = MODULE) -> ModuleType:
 
 
 def captured(session, number: int) -> list[Row]:
-    """Judges prefill, a chunk and decode under a CUDA graph and under torch.compile, captured with as many keys as
-    queries; and a step under a CUDA graph of which some rows are nobody's."""
+    """Judges prefill, a chunk and decode under a CUDA graph, captured with as many keys as queries, and under
+    torch.compile; and a step under a CUDA graph of which some rows are nobody's."""
     n, s = 9000, session.make()[number]
     rows = [row for layout in ENDS for row in nobodys(s, layout)]
     compiled = torch.compile(
