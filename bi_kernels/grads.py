@@ -15,7 +15,7 @@ from bi_kernels.scalars import check_flag, check_integer, check_number, shown
 
 
 class MainGrads:
-    """Attaches a zeroed fp32 `main_grad` to every parameter; the backward of this package's ops accumulates into it.
+    """Attaches a zeroed fp32 `main_grad` to every parameter that trains; this package's ops accumulate into it.
 
     tied: parameters used both as an embedding and as an LM head. They get a second buffer, `embedding_main_grad`, so
     that neither fold is cut by the other; `join` adds the two once, at the end of the step. What another op leaves in

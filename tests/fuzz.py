@@ -1,4 +1,4 @@
-"""Calls every public name of the package with odd arguments, drawn by a seed: each call is right, or one sentence.
+"""Calls every public name but RopeTable with odd arguments, drawn by a seed: each call is right, or one sentence.
 
     python tests/fuzz.py [COUNT] [--seed N]      # 2,000 calls unless given, in child processes
     python tests/fuzz.py --one NUMBER            # one of them, and all that is known of it

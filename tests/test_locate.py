@@ -17,7 +17,10 @@ from bi_kernels.audit.broken.judge_models import judge_faults
 from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.broken.model_hosts import SIZES, decoder, ids, qwen3
 from bi_kernels.audit.localiser.locate import against, record
+from bi_kernels.audit.localiser.watched.geometry import Tokens
+from bi_kernels.audit.localiser.watched.plans import width_of
 from bi_kernels.model import Config, Decoder
+from bi_kernels.model.decoder import CONFIGS
 
 
 def shows(script) -> bool:
@@ -36,6 +39,23 @@ def test_nothing_is_named_on_our_chain():
 def test_nothing_is_named_on_our_decode():
     report = locate(decoder("cpu", ops=bi_kernels), ids(), ("packed", "decode", "chunked:7"))
     assert report.passed and report.compared > 100, report
+
+
+@pytest.mark.slow(but=["5-3"])
+@pytest.mark.parametrize("lengths", [(5, 3), (19, 3), (4, 11, 1, 1)], ids=lambda of: "-".join(map(str, of)))
+def test_nothing_is_named_where_few_tokens_divide_the_models_sizes(lengths):
+    torch.manual_seed(0)
+    model, batch = Decoder(CONFIGS["tiny"], "cpu"), [torch.randint(0, CONFIGS["tiny"].vocab, (n,)) for n in lengths]
+    report = locate(model, batch, ("batch", "left_padded"))
+    assert report.passed and report.compared > 100, report
+
+
+@pytest.mark.parametrize("lengths, width", [((5, 3), 7), ((19, 3), 21), ((4, 11, 1, 1), 13), ((40,), 41)])
+def test_no_size_of_the_model_is_a_multiple_of_a_batchs_places(lengths, width):
+    model = Decoder(CONFIGS["tiny"], "cpu")
+    sizes = {n for p in model.parameters() for n in p.shape}
+    assert width_of(model, Tokens(lengths)) == width
+    assert width not in sizes and not any(n % (width * len(lengths)) == 0 for n in sizes)
 
 
 def test_nothing_is_named_where_every_op_is_invariant():

@@ -221,6 +221,50 @@ def test_no_audit_loads_the_interpreter_on_a_gpu(loaded):
     assert users == {"workbench.ipynb"}
 
 
+def test_the_localiser_is_a_source_of_the_chains_document_alone(package, loaded):
+    """No other notebook loads it, nor names it, nor does what they load, but where a user asks for it by name."""
+    folder = f"bi_kernels.{sources.LOCALISER}".replace("/", ".")
+    assert [book for book, names in loaded.items() if any(n.startswith(folder) for n in names)] == ["10_chain.ipynb"]
+    texts = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in ROOT.glob("bi_kernels/**/*.py")}
+    chains, users = {"audit/chain/localising.py"}, {"audit/__init__.py", "audit/commands.py"}  # users': in a function
+    asks = {f"{folder}.": {*chains, *users, "audit/broken/judge_models.py"}, "bi_kernels.audit.locate": chains}
+    asks |= {"bi_kernels.audit.broken.judge_models": chains, "bi_kernels.audit.chain.localising": set()}
+    asks |= {"bi_kernels.audit.commands": {"audit/cli.py"}}
+    for name, known in asks.items():
+        named = {path for path, text in texts.items() if any(n.startswith(name) for n in names_in(text))}
+        named = {path.removeprefix("bi_kernels/") for path in named if not path.startswith(folder.replace(".", "/"))}
+        assert named <= known, name
+    books = {p.name: json.loads(p.read_text(encoding="utf-8"))["cells"] for p in (ROOT / "notebooks").glob("*.ipynb")}
+    codes = {
+        name: "".join(line for c in cells if c["cell_type"] == "code" for line in c["source"])
+        for name, cells in books.items()
+    }
+    assert {name for name, text in codes.items() if re.search(r"\blocate\b|localis", text)} == {"10_chain.ipynb"}
+
+    (package / sources.LOCALISER / "watched").mkdir(parents=True)
+    (package / sources.LOCALISER / "watched" / "plans.py").write_text("other")
+    assert said(package) == "current"
+    sources.record(package.parent / "document")  # of mutants
+    (package / sources.LOCALISER / "watched" / "plans.py").write_text("another")
+    assert said(package, "") == "current"
+    book(package.parent, f"{NORM}\nfrom bi_kernels.audit.chain import {sources.LOCALISING}", [])
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    (package / sources.LOCALISER / "watched" / "plans.py").write_text("other")
+    assert said(package, "") == "another auditor since (audit/localiser/watched)"
+
+
+def test_what_reads_a_command_line_is_no_source(package, loaded):
+    modules = {name.removesuffix(".py").replace("/", ".") for name in sources.COMMANDS}
+    assert modules == {"bi_kernels.audit.cli", "bi_kernels.audit.runs.command"}
+    assert not [book for book, names in loaded.items() if modules & names], "no kernel of a notebook loads it"
+    for name in sources.COMMANDS:
+        (package.parent / name).parent.mkdir(exist_ok=True)
+        (package.parent / name).write_text("other")
+        assert (ROOT / name).is_file() and said(package) == "current"
+    (package / "audit/runs/documents.py").write_text("other")
+    assert said(package) == "another auditor since (audit/runs)"
+
+
 def test_mutants_are_of_every_experiment(package):
     sources.record(package.parent / "document")
     (package / sources.EXPERIMENTS / "gemm.py").write_text("other")
@@ -255,7 +299,7 @@ for."""
 
 
 class Pass:
-    """What a report cites."""
+    """What no report cites."""
 
 
 def f(x):  # a remark
@@ -273,7 +317,7 @@ def f(x):  # a remark
         ("  # a remark", "", "current"),
         ("Says what it does,\n\n", "Does what\n\nit says,", "current"),
         ("What a file is\nfor", "What a file is for", "other kernels since (ops)"),
-        ("What a report cites", "What a report says", "other kernels since (ops)"),
+        ("What no report cites", "What a report does not cite", "current"),
         ("# no remark", "# another", "other kernels since (ops)"),
         ("x + y", "y + x", "other kernels since (ops)"),
         ("(x)", "( x)", "other kernels since (ops)"),
@@ -291,11 +335,25 @@ def test_words_of_comments_and_docstrings_judge_nothing_and_lines_do(package, wo
     assert said(package) == ("current" if expected == "current" else "not of its commit (ops)")
 
 
-def test_what_documents_cite_of_the_code_is_its_lines_and_what_its_classes_say():
+def test_what_a_class_says_that_a_report_cites_is_a_source(package):
+    place = package / sources.CITED / "norm.py"
+    place.parent.mkdir(parents=True)
+    place.write_text(CODE)
+    sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
+    place.write_text(CODE.replace("in three lines", "in 3 lines"))
+    assert said(package, "") == "current"
+    place.write_text(CODE.replace("What no report", "What each report"))
+    assert said(package, "") == "other kernels since (integrations/transformers)"
+
+
+def test_what_documents_cite_of_the_code_is_its_lines_and_what_those_classes_say():
     """Else words that judge nothing would stand in a document that they do not make older."""
     for path in sources.PACKAGE.rglob("*.py"):
         cited = re.findall(r"(?:\w+\.)?__doc__|getdoc\(", path.read_text(encoding="utf-8"))
         assert not cited or (path.name, cited) == ("replace.py", ["kind.__doc__"]), (path, cited)
+    replace = pytest.importorskip("bi_kernels.integrations.transformers.replace", exc_type=ImportError)
+    kinds = replace.Swapped.__subclasses__()
+    assert len(kinds) > 3 and all(sources.CITED.replace("/", ".") in f"{kind.__module__}." for kind in kinds)
 
 
 def test_a_commit_that_holds_something_else_is_told(package):

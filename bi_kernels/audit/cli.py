@@ -38,7 +38,9 @@ OF_A_RUN = (
     click.option(
         "--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."
     ),
-    click.option("--dtype", help="bf16, fp16 or fp32; unless given, all of them for ops, bf16 for whole models."),
+    click.option(
+        "--dtype", help="bf16, fp16 or fp32; unless given, all of them for ops, bf16 for whole models and recipes."
+    ),
     click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
     click.option(
         "--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."
@@ -75,7 +77,7 @@ PUBLISH = click.option("--publish", is_flag=True, help="Writes below audits/, wh
     "--quick",
     "hurried",
     is_flag=True,
-    help="A minute for all ops: bf16, a few layouts, one drawn case and one control of each; no documents.",
+    help="A minute for all ops: bf16, a few layouts and a drawn case of each, a control an audit; no documents.",
 )
 @click.option("--resume", is_flag=True, help="Leaves documents that are of the same sources and parameters.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Audits run at a time; 1 unless given, 2 with --quick.")
@@ -96,11 +98,11 @@ PUBLISH = click.option("--publish", is_flag=True, help="Writes below audits/, wh
     "needs-fix: accuracy and the contract besides; warning: digests besides.",
 )
 def run() -> None:
-    """Runs audits (all of them unless named) and writes their documents.
+    """Runs audits (unless named, all but any, zoo, bench, world and recipes) and writes their documents.
 
     They run in the order named; if none is, and several at a time, the longest start first. What an audit had recorded
     stays where it is stopped, by --timeout, --cell-timeout or you. Exit status: 0 all verdicts pass, 1 something needs
-    a fix (see --fail-on), 2 the command was wrong, or its folders are.
+    a fix (see --fail-on), 2 nothing could be judged: the command is wrong, or its folders or bi-audit itself.
     """
 
 
@@ -111,7 +113,7 @@ def run() -> None:
     "--seed", type=int, default=0, show_default=True, help="Of the shapes that are drawn, and of the numbers."
 )
 @click.option("--tiny", is_flag=True, help="A few small cells of each group, to try it out.")
-@click.option("--out", type=PATH, help="Folder of the document; runs/DEVICE-qwen3-8b unless given.")
+@click.option("--out", type=PATH, help="Folder of the document; below runs/ unless given, by device and what is timed.")
 @PUBLISH
 def bench() -> None:
     """Times the ops beside their peers and the device's limits, and writes a document.
@@ -139,7 +141,7 @@ def locate() -> None:
     """Names the first op that drifts, in a model or between two recorded runs.
 
     build() returns (model, batch) or (model, batch, loss); docs/locate.md says what these may be. Exit status: 0
-    nothing drifts, 1 something does, 2 the command was wrong.
+    nothing drifts, 1 something does, 2 the command was wrong, the model raised or no output could be compared.
     """
 
 
@@ -163,7 +165,7 @@ def mutate() -> None:
 @cli.command(cls=Loaded)
 @click.argument("file", type=PATH)
 @_of_a_run
-@click.option("--check", is_flag=True, help="Only compares, and ends with 1 if a digest differs; FILE stays as it is.")
+@click.option("--check", is_flag=True, help="Only compares: ends with 1 if a digest differs or is missing; FILE stays.")
 def digest() -> None:
     """Records SHA-256 digests of the candidate's output bits in FILE, with the versions that made them.
 

@@ -6,9 +6,10 @@ loads: what stands here, which reads documents that are made, and what breaks th
 Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
 And of the experiments, which notebooks import one by one, those that nothing which an audit loads names: no import
 in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
-Nor does a run on a GPU load Triton's interpreter as it is mended here: there it is recorded, and counts for nothing.
+Nor does a run on a GPU load Triton's interpreter as it is mended here, nor any but the chain's the localiser: there it
+is recorded, and counts for nothing. Nor does what reads a command line and tells a terminal: a document says its own.
 Of Python the code counts, and the line that it stands on, which documents cite; not the words of comments, nor those
-of docstrings of modules and functions. A class's count: reports cite them.
+of docstrings but of classes that take the place of others in a model: a report cites these.
 """
 
 import ast
@@ -29,13 +30,15 @@ NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, o
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
 MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
-INTERPRETER = "interpreter"
+INTERPRETER, LOCALISER = "interpreter", "audit/localiser"
+LOCALISING = "localising"  # in a notebook that asks it
+COMMANDS = tuple(f"{PACKAGE.name}/audit/{name}" for name in ("cli.py", "runs/command.py"))
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
 CURRENT, NOT_RECORDED = "current", "not recorded"
 EVERY = "*"  # as what an import of all of a folder names
-DOCUMENTED = ast.Module, ast.FunctionDef, ast.AsyncFunctionDef
+CITED = "integrations/transformers/"  # whose classes say in reports what they are
 NAMED = 2  # folders, or files of experiments, that a sentence names
 
 
@@ -45,9 +48,9 @@ def blob(content: bytes) -> str:
 
 
 @cache
-def judging(content: bytes) -> bytes:
-    """Returns of a Python file what judges: the words of comments and of docstrings are gone, their lines are not. Of
-    what is no Python, all of it."""
+def judging(content: bytes, cited: bool = False) -> bytes:
+    """Returns of a Python file what judges: the words of comments and of docstrings are gone, but not their lines, nor
+    what classes say if that is cited. Of what is no Python, all of it."""
     try:
         lines = content.decode().split("\n")
         for token in tokenize.tokenize(io.BytesIO(content).readline):
@@ -58,8 +61,9 @@ def judging(content: bytes) -> bytes:
         tree = ast.parse(content)
     except (SyntaxError, UnicodeError, tokenize.TokenError):
         return content
+    documented = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, *[ast.ClassDef] * (not cited))
     for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
             said = node.body[0]
             first, last = said.lineno - 1, said.end_lineno - 1
             after = lines[last][said.end_col_offset :]
@@ -72,7 +76,7 @@ def folders(blobs: dict[str, str]) -> dict[str, str]:
     """Returns {folder: digest of its files' names and contents} of {path: name of what judges of its content}, and the
     experiments' files besides."""
     found = defaultdict(list)
-    for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith(WRITERS)):
+    for path in sorted(path for path in blobs if path.endswith(KINDS) and not path.endswith((*WRITERS, *COMMANDS))):
         found[path.rpartition("/")[0]].append(f"{path} {blobs[path]}")
     files = {k: v for k, v in blobs.items() if k.rpartition("/")[0] == f"{PACKAGE.name}/{EXPERIMENTS}"}
     return files | {name: hashlib.sha1("\n".join(lines).encode()).hexdigest() for name, lines in found.items()}
@@ -94,7 +98,7 @@ def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str,
 def _named(path: Path | PurePosixPath, content: bytes | None = None) -> str:
     """Returns git's name of what judges in a file; content: what it held, if not what it holds."""
     content = path.read_bytes() if content is None else content
-    return blob(judging(content) if path.suffix == ".py" else content)
+    return blob(judging(content, CITED in path.as_posix()) if path.suffix == ".py" else content)
 
 
 def experiments(files: list[Path], notebook: Path | None) -> set[str]:
@@ -151,12 +155,18 @@ def changed(recorded: dict[str, str], made: dict[str, str] = MappingProxyType({}
     of_mutants = not any(name.endswith(".ipynb") for name in recorded)
     now = package(books[0] if books else None, of_mutants) | {path.name: code(path) for path in books}
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
-    apart = {f"{PACKAGE.name}/{INTERPRETER}"} if made.get("architecture", "").startswith("sm_") else set()
-    for name in sorted({*now, *recorded} - apart):
+    apart = [INTERPRETER] * made.get("architecture", "").startswith("sm_") + [LOCALISER] * (not _localises(books))
+    unloaded = tuple(f"{PACKAGE.name}/{name}/" for name in apart)
+    for name in sorted(name for name in {*now, *recorded} if not f"{name}/".startswith(unloaded)):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
         if now.get(name) != recorded.get(name):
             found[kind].append(name)
     return found
+
+
+def _localises(notebooks: list[Path]) -> bool:
+    """Returns whether one of the notebooks imports the chain's questions to the localiser."""
+    return any(LOCALISING in path.read_text(encoding="utf-8") for path in notebooks)
 
 
 def others(recorded: dict[str, str], commit: str) -> list[str]:

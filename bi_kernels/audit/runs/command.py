@@ -88,8 +88,8 @@ def run(
         op = f" -p op {told['op']}" if told.get("op") else ""
         other = f" --candidate {shlex.quote(candidate)}" if candidate != "bi_kernels" else ""
         click.echo(
-            f"{' and '.join(alone)}: no gradient, other mode, memory or earlier call was asked about; "
-            f"`bi-audit run backward{other}{op}` asks"
+            f"{' and '.join(alone)}: no gradient was asked about, nor all that a model does around a call (modes, "
+            f"memory, earlier calls); `bi-audit run backward{other}{op}` asks"
         )
     sys.exit(ci.fails(rows, warnings or [], level))
 

@@ -17,7 +17,7 @@ PARTS = "op", "dtype", "groups", "animals", "first"  # parameters by which a run
 
 
 def checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
-    """Returns the audits named (all of them if none is) and what they are told, checked."""
+    """Returns the audits named (all that need no naming if none is) and what they are told, checked."""
     every = runner.audits()
     for name in names:
         if name not in every:

@@ -53,7 +53,7 @@ def parts_of(name: str, tokens: Tokens) -> list[list[int]]:
 
 
 def width_of(model, tokens: Tokens) -> int:
-    """Returns a width to pad to that no size of the model could be mistaken for."""
+    """Returns a width to pad to that no size of the model equals, and by whose places none can be divided."""
     shapes = [p.shape for p in model.parameters()] + [b.shape for b in model.buffers()] if _is_module(model) else []
     config = getattr(model, "config", None)
     sizes = (
@@ -62,7 +62,7 @@ def width_of(model, tokens: Tokens) -> int:
         else {n for shape in shapes for n in shape}
     )
     width, count = max(tokens.lengths) + 1, len(tokens.lengths)
-    while width in sizes or width == count or width * count in sizes:
+    while width in sizes or width == count or any(n % (width * count) == 0 for n in sizes if n > 0):
         width += 1
     return width
 
