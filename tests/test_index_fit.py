@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.index import fit
 from bi_kernels.audit.index.page import write
 
@@ -19,11 +20,12 @@ def shown(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.relative_to(ROOT).as_posix())
-def test_no_table_of_a_document_is_wider_than_a_screen(page):
+def test_a_document_fits_a_screen_and_links_what_is_promised(page):
     text = page.read_text(encoding="utf-8")
     widths = [fit.width(found[0]) for found in fit.TABLE.finditer(text)]
     assert widths and max(widths) < 1233, "which is what a browser's window of 1,280 leaves a page"
     assert fit.fitted(text) == text, "bi-audit report audits"
+    assert promised(page.parent) and text.count(promised(page.parent)) == 1, "bi-audit report audits"
 
 
 @pytest.mark.parametrize(

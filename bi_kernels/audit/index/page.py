@@ -187,14 +187,16 @@ def report(folder: Path) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     """Writes the index of a folder, and of each folder of documents below it; before it, documents whose notebook has
-    other words by now, mutants whose page has, and pages with a table that is wider than a screen."""
+    other words by now, mutants whose page has, and pages with a table that is wider than a screen, or that were made
+    in another folder, without a link to what is promised."""
     for found in documents(folder).values():
         for d in found:
             (words.follow_mutants if d.mutants else words.follow)(d.path)
             page = d.path / PAGE
             text = page.read_text(encoding="utf-8") if page.exists() else ""
-            if (narrow := fit.fitted(text)) != text:
-                page.write_text(narrow, encoding="utf-8")
+            linked = text if not text or promised(d.path) in text else f"{text}\n{promised(d.path)}\n"
+            if (fitting := fit.fitted(linked)) != text:
+                page.write_text(fitting, encoding="utf-8")
     for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
         for name, text in report(place).items():
             (place / name).write_text(text, encoding="utf-8")
