@@ -141,7 +141,8 @@ def locate() -> None:
     """Names the first op that drifts, in a model or between two recorded runs.
 
     build() returns (model, batch) or (model, batch, loss); docs/locate.md says what these may be. Exit status: 0
-    nothing drifts, 1 something does, 2 the command was wrong, the model raised or no output could be compared.
+    nothing drifts, 1 something does, 2 the command was wrong, the model raised, or nothing drifts
+    before an output that could not be compared.
     """
 
 
@@ -177,7 +178,8 @@ def digest() -> None:
 @cli.command(cls=Loaded)
 @click.argument("place", default="audits", type=PATH, metavar="[DIR]")
 def report() -> None:
-    """Writes DIR/README.md, the index with the status matrix, from the verdicts below DIR (audits unless given)."""
+    """Writes DIR/README.md, the index with the status matrix, from the verdicts below DIR (audits unless given), and
+    anew the indexes of folders below it and the documents whose notebooks have other words by now."""
 
 
 def main() -> None:
