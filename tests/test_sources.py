@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from bi_kernels.audit.index import sources
+from bi_kernels.audit.recipes import products, script
 from bi_kernels.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]
 NORM = "%matplotlib inline\nfrom bi_kernels.audit.experiments import norm as experiments"
+SAID = b"'What it is.'\n"
 DOCUMENTS = sorted((ROOT / "audits").rglob(sources.FILE))
 
 
@@ -227,7 +229,7 @@ def test_the_localiser_is_a_source_of_the_chains_document_alone(package, loaded)
     assert [book for book, names in loaded.items() if any(n.startswith(folder) for n in names)] == ["10_chain.ipynb"]
     texts = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in ROOT.glob("bi_kernels/**/*.py")}
     chains, users = {"audit/chain/localising.py"}, {"audit/__init__.py", "audit/commands.py"}  # users': in a function
-    asks = {f"{folder}.": {*chains, *users, "audit/broken/judge_models.py"}, "bi_kernels.audit.locate": chains}
+    asks = {folder: {*chains, *users, "audit/broken/judge_models.py"}, "bi_kernels.audit.locate": chains}
     asks |= {"bi_kernels.audit.broken.judge_models": chains, "bi_kernels.audit.chain.localising": set()}
     asks |= {"bi_kernels.audit.commands": {"audit/cli.py"}}
     for name, known in asks.items():
@@ -276,6 +278,7 @@ def test_mutants_record_what_breaks_the_package_too_and_no_notebook(package):
     assert said(package) == "current"
     recorded = json.loads((package.parent / "document" / sources.FILE).read_text())
     assert recorded.keys() - sources.package().keys() == {
+        sources.RULE,
         "bi_kernels/audit/mutants",
         f"bi_kernels/{sources.EXPERIMENTS}",
         sources.PAGE,
@@ -299,7 +302,7 @@ for."""
 
 
 class Pass:
-    """What no report cites."""
+    """What a class is."""
 
 
 def f(x):  # a remark
@@ -314,46 +317,69 @@ def f(x):  # a remark
     "words, others, expected",
     [
         ("What a file is\nfor", "What a file\nis for", "current"),
-        ("  # a remark", "", "current"),
         ("Says what it does,\n\n", "Does what\n\nit says,", "current"),
+        ("What a class is", "That of which objects are", "current"),
         ("What a file is\nfor", "What a file is for", "other kernels since (ops)"),
-        ("What no report cites", "What a report does not cite", "current"),
+        ("# a remark", "# another", "other kernels since (ops)"),
         ("# no remark", "# another", "other kernels since (ops)"),
         ("x + y", "y + x", "other kernels since (ops)"),
         ("(x)", "( x)", "other kernels since (ops)"),
         ("    return x + y", "    return (x + y", "other kernels since (ops)"),
+        ("# a remark", "# a remark\r    x += 1", "other kernels since (ops)"),
     ],
 )
-def test_words_of_comments_and_docstrings_judge_nothing_and_lines_do(package, words, others, expected):
+def test_words_of_docstrings_judge_nothing_and_their_lines_do(package, words, others, expected):
     (package / "ops/norm.py").write_text(CODE)
     git(package.parent, "-c", "user.name=a", "-c", "user.email=a", "commit", "-qam", "second")
     sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
     assert CODE.count(words) == 1 and said(package) == "current"
-    (package / "ops/norm.py").write_text(CODE.replace(words, others))
+    (package / "ops/norm.py").write_bytes(CODE.replace(words, others).encode())
     assert said(package) == expected
     sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
     assert said(package) == ("current" if expected == "current" else "not of its commit (ops)")
 
 
-def test_what_a_class_says_that_a_report_cites_is_a_source(package):
-    place = package / sources.CITED / "norm.py"
+@pytest.mark.parametrize(
+    "content", [SAID + b"\rx = 1", b"\xef\xbb\xbf" + SAID, SAID + b"\xe9", SAID + b"(", SAID + b"\0"]
+)
+def test_what_is_no_python_as_here_is_taken_whole(content):
+    assert sources.judging(content) == content and sources.judging(SAID) != SAID
+
+
+@pytest.mark.parametrize("name", sources.CITED)
+def test_words_that_a_document_may_hold_are_a_source(package, name):
+    place = package / name if name.endswith(".py") else package / name / "norm.py"
     place.parent.mkdir(parents=True)
     place.write_text(CODE)
     sources.record(package.parent / "document", package.parent / "notebooks" / "1_norm.ipynb")
     place.write_text(CODE.replace("in three lines", "in 3 lines"))
-    assert said(package, "") == "current"
-    place.write_text(CODE.replace("What no report", "What each report"))
-    assert said(package, "") == "other kernels since (integrations/transformers)"
+    assert said(package, "").endswith(f" since ({place.parent.relative_to(package).as_posix()})")
 
 
-def test_what_documents_cite_of_the_code_is_its_lines_and_what_those_classes_say():
-    """Else words that judge nothing would stand in a document that they do not make older."""
-    for path in sources.PACKAGE.rglob("*.py"):
-        cited = re.findall(r"(?:\w+\.)?__doc__|getdoc\(", path.read_text(encoding="utf-8"))
-        assert not cited or (path.name, cited) == ("replace.py", ["kind.__doc__"]), (path, cited)
+def test_docstrings_that_a_document_may_hold_are_those_of_known_places():
+    """Else words that judge nothing would stand in a document that they do not make older. What else reads sources
+    cites lines, or does so for a user."""
+    known = {"integrations/transformers/replace.py", "audit/recipes/script.py"}
+    known |= {f"audit/{name}" for name in ("digests/candidate.py", "localiser/replay.py", "workbench/kernel.py")}
+    known |= {f"audit/static/{name}" for name in ("function.py", "launches.py")}
+    reads = re.compile(r"__doc__|getdoc\(|getsource|getlines|findsource|linecache")
+    files = {path.relative_to(sources.PACKAGE).as_posix(): path for path in sources.PACKAGE.rglob("*.py")}
+    assert {name for name, path in files.items() if reads.search(path.read_text(encoding="utf-8"))} == known
     replace = pytest.importorskip("bi_kernels.integrations.transformers.replace", exc_type=ImportError)
     kinds = replace.Swapped.__subclasses__()
-    assert len(kinds) > 3 and all(sources.CITED.replace("/", ".") in f"{kind.__module__}." for kind in kinds)
+    told = [recipe.told for recipe in vars(products).values() if isinstance(recipe, products.Recipe) and recipe.told]
+    assert len(kinds) > 3 and told
+    for cited in (*kinds, script.cancel, script.numbers, *products.DIRECTIONS.values(), *told):
+        name = f"{cited.__module__.removeprefix('bi_kernels.').replace('.', '/')}.py"
+        assert name.startswith(sources.CITED), cited
+
+
+def test_a_document_that_was_recorded_by_another_rule_says_so(package):
+    place = package.parent / "document" / sources.FILE
+    known = json.loads(place.read_text())
+    for rule in ({}, {sources.RULE: "another"}):
+        place.write_text(json.dumps({k: v for k, v in known.items() if k != sources.RULE} | rule))
+        assert said(package) == "recorded by another rule"
 
 
 def test_a_commit_that_holds_something_else_is_told(package):

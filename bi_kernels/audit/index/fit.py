@@ -5,29 +5,39 @@ else; `<wbr>` never is.
 """
 
 import re
+from collections.abc import Callable
+from itertools import zip_longest
 
 SCREEN = 1200  # pixels that a table may take of a screen 1,280 wide
 # pixels: of a heading's letter, of a cell's, of one in code, each on average of a word at most; and about a cell
 BOLD, LETTER, CODE, PADDING = 10.0, 8.3, 8.2, 27
-TABLE = re.compile(r"(?:^\|.*\|[ \t]*\n)+", re.MULTILINE)
+TABLE = re.compile(r"^\|.*\|[ \t]*\n\|[ \t:|-]*-[ \t:|-]*\|[ \t]*\n(?:\|.*\|[ \t]*\n)*", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CELLS = re.compile(r"(?<!\\)\|")
-APART = re.compile(r"(`[^`]*`|\]\([^)]*\)|<[^>]*>|&\w+;)")  # code, a link's address, tags: nothing is put in there
-WORDS = "invari-ance", "determi-nism", "accu-racy", "gra-dient", "differ-ing", "con-tract", "to-gether"
-HYPHENATED = {word.replace("-", ""): word.replace("-", "&shy;") for word in (*WORDS, "for-ward")}
-BREAK = re.compile(r"(?<=[^\W\d_][/.:])(?=\w)|(?<=[^\W_])(?=\\?_\w)")  # after a/ a. a:, before _
+# code, pictures, a link's address, addresses, formulas, tags: nothing is put in there
+APART = re.compile(r"((`+).*?\2|!\[[^]]*\]|\]\(.*?\)(?= |$)|\S+://\S+|\S+@\S+|\$[^$]+\$|<[^>]*>|&\w+;)")
+WORDS = ["invari-ance", "determi-nism", "accu-racy", "gra-dient", "differ-ing", "con-tract", "to-gether", "for-ward"]
+HYPHENATED = {word.replace("-", ""): word.replace("-", "&shy;") for word in WORDS}
+AFTER = re.compile(r"(?<=[^\W\d_][/.:])(?=\w)")  # a/ a. a:
+BEFORE = re.compile(r"(?<=[^\W_])\\?_(?=\w)")  # _, which would begin emphasis where a tag comes before it
 
 
 def fitted(page: str) -> str:
     """Returns a page of Markdown whose tables fit a screen as far as breaks in their words can make them."""
-    return TABLE.sub(lambda found: _broken(found[0]) if width(found[0]) > SCREEN else found[0], page)
+    fences = [found.span() for found in FENCED.finditer(page)]
+
+    def fit(found: re.Match) -> str:
+        code = any(begin <= found.start() < end for begin, end in fences)
+        return found[0] if code or width(found[0]) <= SCREEN else _broken(found[0])
+
+    return TABLE.sub(fit, page)
 
 
 def width(table: str) -> float:
     """Returns how many pixels a Markdown table takes at least, about: of each column its longest word."""
     rows = [CELLS.split(line.strip())[1:-1] for line in table.splitlines()]
-    rows = [row for i, row in enumerate(rows) if i != 1]
-    most = lambda head, *cells: max(_longest(head, BOLD), *(_longest(cell, LETTER) for cell in cells))
-    return sum(PADDING + most(*column) for column in zip(*rows, strict=True))
+    head, cells = [_longest(cell, BOLD) for cell in rows[0]], [[_longest(c, LETTER) for c in row] for row in rows[2:]]
+    return sum(PADDING + max(column) for column in zip_longest(head, *cells, fillvalue=0.0))
 
 
 def _longest(cell: str, letter: float) -> float:
@@ -39,15 +49,15 @@ def _longest(cell: str, letter: float) -> float:
 
 def _broken(table: str) -> str:
     head, *body = table.split("\n")
-    head = "".join(
-        re.sub(r"\w+", _hyphenated, part) if i % 2 == 0 else part for i, part in enumerate(APART.split(head))
-    )
-    return "\n".join([head, *(_opened(line) for line in body)])
+    hyphenated = _outside(head, lambda text: re.sub(r"\w+", lambda word: HYPHENATED.get(word[0], word[0]), text))
+    opened = lambda text: BEFORE.sub(r"<wbr>\\_", AFTER.sub("<wbr>", text))
+    return "\n".join([hyphenated, *(_outside(line, opened) for line in body)])
 
 
-def _hyphenated(word: re.Match) -> str:
-    return HYPHENATED.get(word[0], word[0])
-
-
-def _opened(line: str) -> str:
-    return "".join(BREAK.sub("<wbr>", part) if i % 2 == 0 else part for i, part in enumerate(APART.split(line)))
+def _outside(line: str, change: Callable[[str], str]) -> str:
+    """Returns a line, changed but for what stands APART."""
+    found, end = [], 0
+    for apart in APART.finditer(line):
+        found += [change(line[end : apart.start()]), apart[0]]
+        end = apart.end()
+    return "".join([*found, change(line[end:])])

@@ -179,7 +179,7 @@ def report(folder: Path) -> dict[str, str]:
         f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "
         f"the interpreter is no statement about a GPU. *Sources* are the kernels, the auditor and the notebook that a "
         f"document was made with, held against those that stand here, but for what can change no such document: most "
-        f"comments and docstrings, the interpreter where it was made on a GPU. {promised(folder)}"
+        f"docstrings, the interpreter where it was made on a GPU. {promised(folder)}"
     )
     body = "\n\n".join(["## Findings", *parts] if places else ["## Findings", "No document here yet."])
     return files | {PAGE: f"{head.rstrip()}\n\n{body.rstrip()}\n"}

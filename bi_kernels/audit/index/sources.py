@@ -8,8 +8,8 @@ And of the experiments, which notebooks import one by one, those that nothing wh
 in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
 Nor does a run on a GPU load Triton's interpreter as it is mended here, nor any but the chain's the localiser: there it
 is recorded, and counts for nothing. Nor does what reads a command line and tells a terminal: a document says its own.
-Of Python the code counts, and the line that it stands on, which documents cite; not the words of comments, nor those
-of docstrings but of classes that take the place of others in a model: a report cites these.
+Of Python the code counts, its comments, and the line that each stands on, which documents cite; the words of docstrings
+do where a document may hold them (CITED).
 """
 
 import ast
@@ -18,10 +18,9 @@ import io
 import json
 import re
 import subprocess
-import tokenize
 from collections import defaultdict
 from functools import cache, partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 
 FILE = "sources.json"
@@ -36,9 +35,12 @@ COMMANDS = tuple(f"{PACKAGE.name}/audit/{name}" for name in ("cli.py", "runs/com
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
 WRITERS = tuple(f"{MUTANTS}/{name}" for name in ("command.py", "document.py", "equivalents.toml"))
 PAGE = f"{PACKAGE.name}/{MUTANTS}/page"
-CURRENT, NOT_RECORDED = "current", "not recorded"
+CURRENT, NOT_RECORDED, OTHERWISE = "current", "not recorded", "recorded by another rule"
 EVERY = "*"  # as what an import of all of a folder names
-CITED = "integrations/transformers/"  # whose classes say in reports what they are
+# in what a report calls a class, and in reproducers of recipes
+CITED = "integrations/transformers/", "audit/recipes/", "audit/problem/inputs.py"
+RULE = "rule"  # by which sources were recorded
+THIS = "docstrings apart"
 NAMED = 2  # folders, or files of experiments, that a sentence names
 
 
@@ -48,22 +50,19 @@ def blob(content: bytes) -> str:
 
 
 @cache
-def judging(content: bytes, cited: bool = False) -> bytes:
-    """Returns of a Python file what judges: the words of comments and of docstrings are gone, but not their lines, nor
-    what classes say if that is cited. Of what is no Python, all of it."""
+def judging(content: bytes) -> bytes:
+    """Returns of a Python file what judges: the words of docstrings are gone, their lines are not. Of what is no Python
+    in UTF-8 with lines that end as here, all of it."""
     try:
-        lines = content.decode().split("\n")
-        for token in tokenize.tokenize(io.BytesIO(content).readline):
-            if token.type == tokenize.COMMENT:
-                row, column = token.start
-                lines[row - 1] = lines[row - 1][:column].rstrip()
-        lines = [line.encode() for line in lines]
-        tree = ast.parse(content)
-    except (SyntaxError, UnicodeError, tokenize.TokenError):
+        tree = ast.parse(content.decode())
+    except (SyntaxError, ValueError):
         return content
-    documented = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, *[ast.ClassDef] * (not cited))
+    if b"\r" in content or content.startswith(b"\xef\xbb\xbf"):
+        return content
+    lines = content.split(b"\n")
     for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node) is not None:
             said = node.body[0]
             first, last = said.lineno - 1, said.end_lineno - 1
             after = lines[last][said.end_col_offset :]
@@ -86,7 +85,8 @@ def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str,
     """Returns the sources in the package as it stands of which the document of a notebook is made, or mutants are."""
     apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
-    found = folders({path.relative_to(PACKAGE.parent).as_posix(): _named(path) for path in files})
+    names = [path.relative_to(PACKAGE.parent).as_posix() for path in files]
+    found = folders({name: _named(name, path.read_bytes()) for name, path in zip(names, files, strict=True)})
     if of_mutants:  # which all experiments judge
         page = "".join(blob((PACKAGE / name).read_bytes()) for name in WRITERS)
         return {k: v for k, v in found.items() if not k.endswith(KINDS)} | {PAGE: blob(page.encode())}
@@ -95,10 +95,10 @@ def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str,
     return {k: v for k, v in found.items() if not k.endswith(".py") or Path(k).stem in loaded}
 
 
-def _named(path: Path | PurePosixPath, content: bytes | None = None) -> str:
-    """Returns git's name of what judges in a file; content: what it held, if not what it holds."""
-    content = path.read_bytes() if content is None else content
-    return blob(judging(content, CITED in path.as_posix()) if path.suffix == ".py" else content)
+def _named(name: str, content: bytes) -> str:
+    """Returns git's name of what judges in a file."""
+    cited = name.startswith(tuple(f"{PACKAGE.name}/{place}" for place in CITED))
+    return blob(judging(content) if name.endswith(".py") and not cited else content)
 
 
 def experiments(files: list[Path], notebook: Path | None) -> set[str]:
@@ -145,7 +145,7 @@ def code(notebook: Path) -> str:
 def record(folder: Path, notebook: Path | None = None) -> None:
     """Writes of what sources a document is, beside what they found; notebook: none, of mutants."""
     known = package(notebook) | {notebook.name: code(notebook)} if notebook else package(of_mutants=True)
-    (folder / FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps({RULE: THIS} | known, indent=1) + "\n", encoding="utf-8")
 
 
 def changed(recorded: dict[str, str], made: dict[str, str] = MappingProxyType({})) -> dict[str, list[str]]:
@@ -157,7 +157,7 @@ def changed(recorded: dict[str, str], made: dict[str, str] = MappingProxyType({}
     found: dict[str, list[str]] = {KERNELS: [], AUDITOR: [], NOTEBOOK: []}
     apart = [INTERPRETER] * made.get("architecture", "").startswith("sm_") + [LOCALISER] * (not _localises(books))
     unloaded = tuple(f"{PACKAGE.name}/{name}/" for name in apart)
-    for name in sorted(name for name in {*now, *recorded} if not f"{name}/".startswith(unloaded)):
+    for name in sorted(name for name in {*now, *recorded} - {RULE} if not f"{name}/".startswith(unloaded)):
         kind = NOTEBOOK if name.endswith(".ipynb") else AUDITOR if "audit" in name.split("/") else KERNELS
         if now.get(name) != recorded.get(name):
             found[kind].append(name)
@@ -174,7 +174,7 @@ def others(recorded: dict[str, str], commit: str) -> list[str]:
     held = _held(commit.removesuffix("+changes"))
     if not held:  # installed into a folder of somebody's repository
         return []
-    apart = lambda name: name.endswith(".ipynb") or name == PAGE  # which a document follows after its run
+    apart = lambda name: name.endswith(".ipynb") or name in (PAGE, RULE)  # which a document follows after its run
     return [name for name, known in recorded.items() if not apart(name) and held.get(name) != known]
 
 
@@ -187,10 +187,10 @@ def _held(commit: str) -> dict[str, str]:
         files = dict(reversed(line.split("\t", 1)) for line in listed if line.endswith(KINDS))
         names = [about.split()[2] for about in files.values()]
         found = io.BytesIO(run([*git, "cat-file", "--batch"], input="\n".join(names).encode()).stdout)
-    except (OSError, subprocess.CalledProcessError):
+        contents = [found.read(int(found.readline().split()[2]) + 1)[:-1] for _ in names]
+    except (OSError, subprocess.CalledProcessError, IndexError):  # no git, no such commit, not all of it
         return {}
-    contents = [found.read(int(found.readline().split()[2]) + 1)[:-1] for _ in names]
-    return folders({path: _named(PurePosixPath(path), content) for path, content in zip(files, contents, strict=True)})
+    return folders({name: _named(name, content) for name, content in zip(files, contents, strict=True)})
 
 
 def status(recorded: dict[str, str], made: dict[str, str]) -> str:
@@ -198,6 +198,8 @@ def status(recorded: dict[str, str], made: dict[str, str]) -> str:
     names."""
     if not recorded:
         return NOT_RECORDED
+    if recorded.get(RULE) != THIS:
+        return OTHERWISE
     said = [f"{kind} since ({_some(names)})" for kind, names in changed(recorded, made).items() if names]
     if lies := others(recorded, made.get("commit", "")):
         said.append(f"not of its commit ({_some(lies)})")
