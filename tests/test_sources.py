@@ -1,6 +1,7 @@
 """Of what sources a document is: recorded before a run, compared when the index is written, and asked of its commit."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -193,6 +194,7 @@ def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(loade
         assert len(recorded) < len([*(ROOT / folder).glob("*.py")]), "each document is of some experiments alone"
 
 
+@functools.cache
 def names_in(text: str) -> set[str]:
     """Returns the modules that a file imports, or names in a string, wherever in it."""
     found = set()
