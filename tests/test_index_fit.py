@@ -69,17 +69,29 @@ def test_what_fits_or_is_no_table_stays_as_it_is(table):
     assert fit.fitted(table) == table
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "<wbr>" in page.read_text(encoding="utf-8")], ids=str)
+BROKEN = [page for page in PAGES if "<wbr>" in page.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", BROKEN, ids=lambda page: page.parent.relative_to(ROOT).as_posix())
 def test_breaks_change_nothing_that_is_shown(page):
     text = page.read_text(encoding="utf-8")
     plain = re.sub(r"<wbr>\\_", "_", text).replace("<wbr>", "").replace("&shy;", "")
     assert shown(text) == shown(plain) != shown(text.replace("_", "-"))
 
 
-def test_the_index_lets_the_tables_of_its_documents_fit(tmp_path):
-    place = tmp_path / "tiny" / "gemm"
-    place.mkdir(parents=True)
-    (place / "verdicts.json").write_text("[]")
-    (place / "README.md").write_text(f"# What was asked\n\n{HEAD}{ROW.format('b')}")
-    write(tmp_path)
-    assert fit.width(fit.TABLE.search((place / "README.md").read_text())[0]) < fit.SCREEN
+def test_a_break_that_makes_emphasis_is_seen():
+    row = "| fill{0}_reverse{0}_indices_ |\n|:--|\n"
+    assert shown(row.format("<wbr>\\")) == shown(row.format("")) != shown(row.format("<wbr>"))
+
+
+def test_the_index_fits_its_documents_and_links_what_is_promised_once(tmp_path):
+    place = tmp_path / "audits" / "tiny" / "gemm"
+    for file in (tmp_path / "docs/limits.md", tmp_path / "bi_kernels/contract.toml", place / "verdicts.json"):
+        file.parent.mkdir(parents=True)
+        file.write_text("[]")
+    page, wide = place / "README.md", f"{HEAD}{ROW.format('b')}"
+    page.write_text(f"# What was asked\n\n{wide}")
+    for _ in range(2):
+        write(tmp_path / "audits")
+        assert fit.width(wide) > fit.SCREEN > fit.width(fit.TABLE.search(page.read_text())[0])
+        assert promised(place) and page.read_text().count(promised(place)) == 1
