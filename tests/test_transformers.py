@@ -496,7 +496,7 @@ def test_restore_gives_the_original_back(tmp_path, whole):
 
     expected = outcome(stock)
     report = apply(model)
-    assert "0 left" in str(report) and not report.left and not report.others
+    assert report.batch_invariant and report.split_invariant
     assert_same(step(model, STEPS["batch"]), whole["qwen3"])
     model.eval().generate(SEQUENCES[0][None], max_new_tokens=2)
     restore(model)
@@ -547,7 +547,6 @@ def test_every_module_and_parameter_is_accounted_for():
         names = [*report.replaced, *report.left, *report.containers]
         assert sorted(names) == sorted(n for n, _ in model.named_modules())
         assert sorted([*report.folded, *report.others]) == sorted(n for n, _ in model.named_parameters())
-        assert str(report).count("left: ") == len(report.left)
         assert isinstance(model, (Mixed, GPT2LMHeadModel)) or not report.left and not report.others
     model = Mixed()
     report = apply(model)

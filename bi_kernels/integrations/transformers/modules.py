@@ -93,7 +93,7 @@ class MLP(Swapped):
 
 
 class Rotary(Swapped):
-    """a table of cos and sin, in fp64 of the module's frequencies, rounded once to fp32"""
+    """a table of cos and sin, computed in fp64, rounded once to fp32"""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[bi.RopeTable, Tensor]:
         call = current()
@@ -168,7 +168,7 @@ def _model_forward(forward: Callable) -> Callable:
 
 
 class Model(Swapped):
-    """reads which sequences a call holds, and hands gradients to the optimizer"""
+    """finds the sequences of a call; puts folded gradients into .grad"""
 
     @classmethod
     def members(cls, replaces: type[nn.Module]) -> dict:
@@ -187,7 +187,7 @@ class Model(Swapped):
 
 
 class LanguageModel(Model):
-    """reads which sequences a call holds, and hands gradients to the optimizer; its attention is ours"""
+    """finds the sequences of a call; puts folded gradients into .grad"""
 
     whole = True
 

@@ -1,0 +1,133 @@
+"""`apply` answers for every family: yes where the model keeps its bits, NO with the reason where it does not."""
+
+import warnings
+
+import pytest
+import torch
+from families import FAMILIES, SIZES, built
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bi_kernels.integrations.transformers import apply, restore
+from bi_kernels.integrations.transformers.classify import WRAPPER
+
+YES = ("Qwen3", "Qwen3 with LoRA (PEFT)", "Qwen3 reward model", "Qwen2, Qwen2.5", "Llama 2, 3", "Mistral")
+NO = tuple(family for family in FAMILIES if family not in YES)
+DRIFTING = ("Qwen3-MoE", "Gemma 3", "GPT-2", "GPT-NeoX")  # in the forward too, at sizes as small as these
+
+
+def bits(report) -> tuple[bool, bool]:
+    """Whether no forward and no gradient of the check differs."""
+    return tuple(not any(c.fails for c in report.checks if c.gradient == of) for of in (False, True))
+
+
+@pytest.mark.parametrize("family", YES)
+def test_a_model_that_keeps_its_bits_is_told_yes(family):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "apply:")
+        report = apply(built(family), strict=True, check=True)
+    assert (report.batch_invariant, report.split_invariant, bits(report)) == (True, True, (True, True)), report
+    assert str(report).splitlines()[:2] == ["Batch-invariant: yes", "Split-invariant: yes"]
+    assert len(report.checks) == (3 if "reward" in family else 4), "a reward has no decode"
+
+
+@pytest.mark.parametrize("family", NO)
+def test_a_model_that_drifts_is_told_no_and_why(family):
+    with pytest.warns(UserWarning, match="Batch-invariant: NO") as warned:
+        report = apply(built(family), check=True)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert (report.batch_invariant, report.split_invariant) == (False, False)
+    assert str(report).startswith("Batch-invariant: NO. Attention"), report
+    forward, gradients = bits(report)
+    assert not gradients and not (forward and family in DRIFTING), f"the check sees no drift: {report}"
+
+
+@pytest.mark.parametrize("family", [*DRIFTING, "Qwen3", "Qwen3 with LoRA (PEFT)"])
+def test_a_report_is_as_short_for_48_layers_as_for_2(family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shallow, deep = (str(apply(built(family, layers))).splitlines() for layers in (2, 48))
+    assert shallow[0] == deep[0] and len(shallow) == len(deep) <= 40 and max(map(len, deep)) <= 120
+
+
+def test_strict_raises_before_anything_is_replaced():
+    model = built("Qwen3-MoE")
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="strict is True, .*NO. Attention, experts and the router are still PyTorch's"):
+        apply(model, strict=True)
+    assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation != "bi_kernels"
+
+
+class Shifted(Qwen3ForCausalLM):
+    """A Qwen3 whose own code depends on how many sequences a call holds."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + len(out.logits)
+        return out
+
+
+class Policy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = built("Qwen3")
+
+    def forward(self, input_ids):
+        return self.model(input_ids).logits.softmax(-1)
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda: Shifted(Qwen3Config(**SIZES)).bfloat16(), "shifted is still"),
+    (Policy, "policy is still"),
+], ids=["subclass", "wrapper"])  # fmt: skip
+def test_code_of_the_users_own_is_no_yes(make, said):
+    model = make()
+    with pytest.warns(UserWarning, match="Batch-invariant: NO"):
+        report = apply(model)
+    assert said in str(report).splitlines()[0].lower()
+    assert WRAPPER in report.left.values() or isinstance(model, Shifted)
+
+
+def drifting_hook(module, args, y):
+    """Control: a last bit that depends on how many rows there are."""
+    return y * (1 + 2.0**-7) if y.shape[:-1].numel() > 40 else y
+
+
+def test_the_check_finds_what_no_class_shows():
+    """Its control: a forward hook makes one linear depend on the number of rows."""
+    model = built("Qwen3")
+    model.model.layers[1].mlp.up_proj.register_forward_hook(drifting_hook)
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="strict is True, .*check found .*: padded right .* elements differ"):
+        apply(model, strict=True, check=True)
+    assert [type(m) for m in model.modules()] == kinds, "it is as it was"
+    assert apply(model).batch_invariant, "without the check nobody can know"
+    restore(model)
+    with pytest.warns(UserWarning, match="The check found a difference"):
+        report = apply(model, check=True)
+    assert not report.batch_invariant and not report.split_invariant
+
+
+def test_the_check_leaves_the_model_as_it_was():
+    model = built("Qwen3").train()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before, mode = torch.random.get_rng_state(), model.model.norm.eval().training
+    apply(model, check=True)
+    assert all((p.grad == 1).all() and not hasattr(p, "main_grad") for p in model.parameters())
+    assert model.training and model.model.norm.training == mode and model.model.layers[0].training
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_dropout_is_a_reason():
+    model = built("Qwen3 with LoRA (PEFT)")
+    linear = next(m for m in model.modules() if hasattr(m, "lora_dropout"))
+    linear.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    with pytest.warns(UserWarning, match="NO. Dropout is still PyTorch's"):
+        assert not apply(model).batch_invariant
+
+
+def test_a_check_of_a_model_without_token_ids_is_one_sentence():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="check is True for a Sequential, expected a model that embeds token ids"):
+        apply(model, check=True)
+    assert type(model[0]) is torch.nn.Linear
