@@ -1,10 +1,12 @@
 """Triton kernels whose result for a token does not depend on what else is in the batch.
 
-Importing the package does no work; an op's module is loaded when the op is first named. With TRITON_INTERPRET=1 the
-kernels run on a CPU, on Triton's interpreter as `bi_kernels.interpreter` mends it.
+Importing the package does no work; an op's module is loaded when the op is first named. It needs torch and triton; with
+TRITON_INTERPRET=1 the kernels run on a CPU, on Triton's interpreter, which needs the extra `interpreter`.
 """
 
 import importlib
+
+from bi_kernels.extras import extra
 
 _HOLDS = {
     "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "soft_cap"),
@@ -28,7 +30,8 @@ def __getattr__(name: str):
     """Loads an op; one that is not listed has a file of its own name in ops/."""
     module = f"{__name__}.{_MODULE.get(name, f'ops.{name}')}"
     try:
-        found = getattr(importlib.import_module(module), name)
+        with extra("interpreter"):  # which alone needs more than torch and triton
+            found = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         if getattr(error, "name", "") not in (module, name):
             raise  # what the op itself could not import

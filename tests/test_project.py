@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_environment_yml_says_what_pyproject_says():
+def test_conda_installs_what_pip_does():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-    pip = next(d["pip"] for d in environment if isinstance(d, dict))
-    wanted = PYPROJECT["dependencies"] + [d for extra in PYPROJECT["optional-dependencies"].values() for d in extra]
-    assert sorted(d for d in pip if not d.startswith("-")) == sorted(wanted)
+    (pip,) = next(d["pip"] for d in environment if isinstance(d, dict))
+    extras = re.fullmatch(r"--editable \.\[([\w,]+)\]", pip)[1].split(",")
+    assert {*extras} <= PYPROJECT["optional-dependencies"].keys()
     newest = max(int(c.rpartition(".")[2]) for c in PYPROJECT["classifiers"])  # conda takes the newest that it may
     assert f"python{PYPROJECT['requires-python']},<3.{newest + 1}" in environment
 
@@ -36,7 +36,57 @@ def test_constraints_pin_every_dependency_within_its_range():
     )
     for line in PYPROJECT["dependencies"] + [d for e in PYPROJECT["optional-dependencies"].values() for d in e]:
         requirement = Requirement(line)
-        assert requirement.specifier.contains(pins[requirement.name.lower()]), line
+        if requirement.name != PYPROJECT["name"]:
+            assert requirement.specifier.contains(pins[requirement.name.lower()]), line
+
+
+def test_kernels_need_torch_and_triton_alone():
+    from packaging.requirements import Requirement
+
+    assert {Requirement(line).name for line in PYPROJECT["dependencies"]} == {"torch", "triton"}
+
+
+MISSING = """
+import sys
+sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
+{code}
+"""
+
+
+@pytest.mark.parametrize(
+    "blocked, code, extra",
+    [
+        (
+            ["numpy", "numba"],
+            "import os; os.environ['TRITON_INTERPRET'] = '1'; import bi_kernels; bi_kernels.linear",
+            "interpreter",
+        ),
+        (["click"], "from bi_kernels.audit.__main__ import main; main()", "audit"),
+        (["rich"], "from bi_kernels.audit import audit", "audit"),
+        (["transformers"], "from bi_kernels.integrations.transformers import apply", "transformers"),
+    ],
+    ids=["interpreter", "command", "audit", "transformers"],
+)
+def test_what_an_extra_brings_is_said_in_one_sentence(blocked, code, extra):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MISSING.format(blocked=blocked, code=code)],
+        cwd=ROOT, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    said = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and said.endswith(f"run pip install 'bi-kernels[{extra}]'"), done.stderr
+
+
+def test_import_bi_kernels_loads_nothing_that_is_not_needed():
+    """An op of a GPU loads torch and Triton; the package alone not even these."""
+    code = "import sys, bi_kernels; print(*sys.modules); import torch, triton; before = {*sys.modules};"
+    code += "bi_kernels.linear, bi_kernels.attention, bi_kernels.MainGrads; print(*({*sys.modules} - before))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    alone, ops = (line.split() for line in done.stdout.splitlines())
+    known = {*sys.stdlib_module_names, "bi_kernels", "torch", "triton"}
+    top = lambda names: {name.partition(".")[0] for name in names if not name.startswith("_")}
+    assert not {"torch", "triton", "numpy"} & {*alone} and not top(ops) - known, top(ops) - known
 
 
 def test_ci_runs_the_readme_command():

@@ -8,6 +8,7 @@ import importlib
 import os
 
 from bi_kernels.audit.worker import wait_at
+from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
     "registry": "bi_kernels.audit.session",
@@ -54,12 +55,12 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
 
 
 def __getattr__(name: str):
-    if name == "audit":
-        from bi_kernels.audit.callables.audit import audit  # noqa: PLC0415 (imports triton: `start` chooses first)
-
-        return audit
-    if name == "locate":
-        from bi_kernels.audit.localiser.locate import locate  # noqa: PLC0415 (likewise)
-
-        return locate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Loads `audit` and `locate`, which import triton, when they are first named: `start` chooses the device before."""
+    if name not in ("audit", "locate"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with extra("audit"):
+        if name == "audit":
+            from bi_kernels.audit.callables.audit import audit as found  # noqa: PLC0415
+        else:
+            from bi_kernels.audit.localiser.locate import locate as found  # noqa: PLC0415
+    return found
