@@ -1,6 +1,8 @@
-"""docs/add-an-op.md and the README are executed: what they say is what happens."""
+"""README and docs are executed: every block of code runs from the wheel, and every command is one."""
 
-import copy
+import ast
+import builtins
+import json
 import os
 import re
 import runpy
@@ -8,22 +10,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import click
 import papermill
 import pytest
-import torch
-import transformers
-import triton
-import triton.language as tl
-from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM
 
-import bi_kernels
 from bi_kernels.audit.cli import cli
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 from bi_kernels.audit.mutants import command as mutants
 from bi_kernels.audit.runs import quick, runner
 
@@ -73,144 +67,226 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
         )
 
 
-PYTHON = [text for language, _, _, text in blocks("README.md") if language == "python"]
-DEMO, MINE, MODEL, USE, TRAIN, RANKS, TENSOR, AUDIT, LOCATE = PYTHON
-COMMANDS = [
-    line.split("#")[0].strip()
-    for language, _, _, text in blocks("README.md")
-    if not language
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ALONE = ("docs/add-an-op.md", "docs/ci.md")  # whose blocks are files and recipes with tests of their own
+PYTHON = {
+    f"{name}:{i}": text
+    for name in DOCUMENTS
+    if name not in ALONE
+    for i, text in enumerate(t for language, _, _, t in blocks(name) if language == "python")
+}
+COMMANDS = {
+    line.split("#")[0].strip(): name
+    for name in DOCUMENTS
+    if name not in ALONE
+    for language, _, _, text in blocks(name)
+    if not language and "<!--" not in text
     for line in text.splitlines()
-]
+    if line.startswith(("bi-audit ", "make ", "papermill "))
+}
 
+SMALL = """
+import torch, transformers
+from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM
 
-def test_the_readme_uses_a_model(monkeypatch):
-    """It is given ours, generates, is scored, makes a step, and is given its own back."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=None)).bfloat16()
-    before, kind = [p.detach().clone() for p in model.parameters()], type(model)
+sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "head_dim": 16}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+config = Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=None)
+
+def from_pretrained(name, dtype):  # what stands on a server
+    model = Qwen3ForCausalLM(config).to(getattr(torch, str(dtype).removeprefix("torch.")))
     model.generation_config.suppress_tokens = [0]  # nothing ends, so nothing is padded
-    tokens = BatchEncoding({"input_ids": torch.arange(1, 7).view(2, 3), "attention_mask": torch.ones(2, 3).long()})
-    tokenizer = Mock(return_value=tokens, pad_token_id=0)
-    # what stands on a server: the checkpoint, and its tokenizer
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: model)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, padding_side: tokenizer)
-    small = (
-        MODEL.replace("max_new_tokens=64", "max_new_tokens=6").replace('"cuda"', '"cpu"').replace("lr=1e-6", "lr=0.1")
-    )
-    exec(small, scope := {})
-    assert scope["completions"].shape == scope["logprob"].shape == (2, 9) and scope["entropy"].requires_grad
-    assert scope["mask"].all() and scope["logprob"][:, :-1].all() and not scope["logprob"][:, -1].any()
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert type(model) is kind and all(p.grad.any() for p in model.parameters())
+    return model
 
+class Tokenizer:
+    pad_token_id = 0
+    def __call__(self, texts, **how):
+        return BatchEncoding({"input_ids": torch.arange(1, 7).view(2, 3), "attention_mask": torch.ones(2, 3).long()})
 
-def test_the_readme_uses_the_kernels():
-    exec(USE, names := {})
-    assert names["logprob"].shape == names["entropy"].shape == (6,)
-    assert names["out"].shape == (6, 2, 64) and names["lse"].shape == (6, 2) and names["one"].shape == (2, 1, 2, 64)
-
-
-POLICY, LOOP = TRAIN.split("\ngrads = ")
-LOOP = "grads = " + LOOP
-
-
-def trained(splits: list[list[int]], loop: str = LOOP) -> tuple[list[torch.Tensor], torch.nn.Module]:
-    """The weights after two steps of a loop of the README, and a model as it was; splits: the sequences of each
-    micro-batch, or group."""
-    exec(POLICY, scope := {"torch": torch})
-    lengths = [5, 17, 9]
-    batches = [scope["batch"](*(lengths[i] for i in split)) for split in splits]
-    groups = [[batch] for batch in batches] + [[]] * (8 - len(batches))
-    step = SimpleNamespace(micro_batches=batches, groups=groups, active_tokens=sum(lengths))
-    torch.manual_seed(0)
-    model = scope["Policy"]()
-    fresh = copy.deepcopy(model)
-    exec(loop, scope | {"model": model, "steps": [step, step]})
-    return [p.detach() for p in model.parameters()], fresh
-
-
-def test_the_readme_trains_and_the_split_does_not_matter(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(TRAIN, {})  # as it stands
-    (tmp_path / "step.pt").unlink()
-    (whole, _), (cut, resumed) = trained([[0, 1, 2]]), trained([[0], [1, 2]])
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut))
-    assert not any(torch.equal(a, b.detach()) for a, b in zip(whole, resumed.parameters()))
-    grads = bi_kernels.MainGrads(resumed.parameters(), tied=[resumed.embedding.weight])
-    grads.load_state_dict(torch.load("step.pt")["grads"])
-    assert all(torch.equal(a, b.detach()) for a, b in zip(whole, resumed.parameters()))
-
-
-def test_the_readme_trains_on_ranks(tmp_path):
-    """Of which there is one; tests/test_parallel.py has more."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        loops = RANKS, RANKS.replace("world=world", "world=world, sharded=True")
-        found = [trained([[0], [1, 2]], loop)[0] for loop in loops]
-    finally:
-        torch.distributed.destroy_process_group()
-    alone, fresh = trained([[0], [1, 2]], RANKS.replace("torch.distributed.group.WORLD", "None"))
-    assert all(torch.equal(a, b) for weights in found for a, b in zip(weights, alone))
-    assert not any(torch.equal(a, b.detach()) for a, b in zip(alone, fresh.parameters()))
-
-
-def test_the_readme_cuts_weights_over_ranks(tmp_path):
-    """Of which there is one; tests/test_tensor_parallel.py has more."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    small = TENSOR.replace('"cuda"', '"cpu"').replace("(2, 4)", "(1, 1)").replace("qwen3-8b", "tiny")
-    try:
-        exec(small, scope := {"bi": bi_kernels, "torch": torch})
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(scope["grads"].masters) == len([*scope["model"].parameters()])
-
+transformers.AutoModelForCausalLM.from_pretrained = from_pretrained
+transformers.AutoTokenizer.from_pretrained = lambda name, padding_side: Tokenizer()
+torch.nn.Module.to = lambda self, *to, original=torch.nn.Module.to: self if to == ("cuda",) else original(self, *to)
+BatchEncoding.to = lambda self, device: self
+"""
+POLICY = PYTHON["docs/training.md:1"].split("\nmodel = ")[0]
+GLOO = """
+import os, torch
+from types import SimpleNamespace
+where = f"file://{os.path.abspath(os.urandom(4).hex())}"
+torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+"""
+ONE_RANK = f"""{GLOO}
+{POLICY}
+torch.manual_seed(0)
+model = Policy()
+before = [p.detach().clone() for p in model.parameters()]
+steps = [SimpleNamespace(groups=[[packed(5, 17)], [packed(9)]] + [[]] * 6, active_tokens=31)] * 2
+"""
+MINE = """
+import torch, triton, triton.language as tl
+import bi_kernels, bi_kernels.audit
 
 @triton.jit
-def _double_kernel(x, out, n, BLOCK: tl.constexpr):
+def double_kernel(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, 2.0 * tl.load(x + at, mask=at < n), mask=at < n)
 
-
-def doubled(x, out):
-    _double_kernel[(triton.cdiv(x.numel(), 64),)](x.contiguous(), out, x.numel(), BLOCK=64)
-
+def my_launcher(x, out):
+    double_kernel[(triton.cdiv(x.numel(), 64),)](x.contiguous(), out, x.numel(), BLOCK=64)
 
 class OnlyTokens(torch.nn.Module):
-    """A model whose logits hang on their own token alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(9, 4))
-
     def forward(self, input_ids, attention_mask=None):
         return bi_kernels.embedding(input_ids, self.table)
 
+def my_op(x, weight):
+    return x * weight
+
+my_model, my_module, exact, said = OnlyTokens(), torch.nn.Tanh(), torch.tanh, []
+my_model.table = torch.nn.Parameter(torch.randn(9, 4))
+input_ids, attention_mask = torch.randint(0, 9, (8, 6)), torch.ones(8, 6, dtype=torch.int64)
+
+def audit(*given, **how):
+    said.append(bi_kernels.audit.audit(*given, **how))
+"""
+TINY = """
+import torch
+from bi_kernels.model import CONFIGS, Decoder
+model, batch = Decoder(CONFIGS["tiny"], "cpu"), [torch.randint(0, 64, (n,)) for n in (17, 9, 12)]
+"""
+
+
+@dataclass
+class Case:
+    """What a block is given, how it is made small, and what holds after it."""
+
+    before: str = ""
+    small: tuple[tuple[str, str], ...] = ()
+    after: str = ""
+
+
+LINEAR = "lambda x, weight: __import__('bi_kernels').linear(x, weight).softmax(-1)"
+DRIFTING = "[r.tensor for r in said[0].rows if r.verdict == 'needs-fix']"
+CASES = {
+    "README.md:0": Case(SMALL, after="assert type(model).whole"),
+    "README.md:1": Case(after=f"assert audit({LINEAR}, torch.randn(16, 512), torch.randn(64, 512)).passed"),
+    "docs/training.md:0": Case(
+        SMALL,
+        (("max_new_tokens=64", "max_new_tokens=6"), ("lr=1e-6", "lr=0.1")),
+        "assert completions.shape == logprob.shape == (2, 9)\n"
+        "assert logprob[:, :-1].all() and not logprob[:, -1].any(), 'nothing follows the last token'\n"
+        "assert all(p.grad.any() for p in model.parameters()) and type(model) is Qwen3ForCausalLM",
+    ),
+    "docs/training.md:1": Case(
+        after="first = [p.clone() for p in model.parameters()]\n"
+        "model = Policy()\n"
+        "again = bi.MainGrads(model.parameters(), tied=[model.embedding.weight])\n"
+        "again.load_state_dict(torch.load('step.pt')['grads'])\n"
+        "assert all(torch.equal(a, b) for a, b in zip(first, model.parameters())), 'it continues'"
+    ),
+    "docs/training.md:2": Case(after="assert out.shape == (6, 2, 64) and new.shape == (2, 1, 2, 64)"),
+    "docs/parallel.md:0": Case(
+        ONE_RANK,
+        after="torch.distributed.destroy_process_group()\n"
+        "assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))",
+    ),
+    "docs/parallel.md:1": Case(
+        GLOO,
+        (('"cuda"', '"cpu"'), ("(2, 4)", "(1, 1)"), ("qwen3-8b", "tiny")),
+        "torch.distributed.destroy_process_group()\nassert len(grads.masters) == len([*model.parameters()])",
+    ),
+    "docs/auditing.md:0": Case(
+        f"open('mine.py', 'w').write({MINE!r})\nfrom mine import *",
+        (("from bi_kernels.audit import audit", ""),),
+        "assert [r.verdict for r in said] == ['needs-fix', *['pass'] * 4], said\n"
+        f"assert {{*{DRIFTING}}} == {{'dweight'}}, 'PyTorch adds that up by the split'",
+    ),
+    "docs/locate.md:0": Case(TINY, after="assert report.passed"),
+}
+LONG = ("docs/auditing.md:0", "docs/locate.md:0")
+DRIVER = """
+import json, linecache, sys, traceback, bi_kernels
+print(json.dumps(bi_kernels.__file__))
+for name, code in json.load(sys.stdin).items():
+    linecache.cache[name] = len(code), None, code.splitlines(True), name  # so that a function's source is found
+    try:
+        exec(compile(code, name, "exec"), {"__name__": "block"})
+        print("\\n" + json.dumps([name, ""]), flush=True)
+    except BaseException:
+        print("\\n" + json.dumps([name, traceback.format_exc()]), flush=True)
+"""
+
+
+def ran(names: list[str], wheel: Path, folder: Path) -> dict[str, str]:
+    """{block: what it raised} of some blocks, run one after the other by a process that has the wheel alone."""
+    code = {}
+    for name in names:
+        case, text = CASES.get(name, Case()), PYTHON[name]
+        for old, new in case.small:
+            assert old in text, f"{name} no longer holds {old}"
+            text = text.replace(old, new)
+        code[name] = f"{case.before}\n{text}\n{case.after}\n"
+    environment = os.environ | {"PYTHONPATH": str(wheel), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER]
+    done = subprocess.run(command, input=json.dumps(code), cwd=folder, env=environment, capture_output=True, text=True)
+    home, *said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", '"'))]
+    assert Path(home).is_relative_to(wheel), "the blocks run from the wheel"
+    return dict(said)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A folder into which pip put the wheel, and nothing else."""
+    made, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", made], cwd=ROOT, check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder]
+    subprocess.run([*install, next(made.glob("*.whl"))], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(wheel, tmp_path_factory) -> dict[str, str]:
+    return ran([name for name in PYTHON if name not in LONG], wheel, tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.mark.parametrize("name", [name for name in PYTHON if name not in LONG])
+def test_a_block_of_python_runs_from_the_wheel(name, outcome):
+    assert not outcome[name], outcome[name]
+
 
 @pytest.mark.slow
-def test_the_readme_audits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = []
-    scope = {
-        "my_module": torch.nn.Tanh(),
-        "my_model": OnlyTokens(),
-        "input_ids": torch.randint(0, 9, (8, 6)),
-        "attention_mask": torch.ones(8, 6, dtype=torch.int64),
-        "my_op": lambda x, weight: x * weight,
-        "my_launcher": doubled,
-        "exact": torch.tanh,
-    }
-    exec(re.sub(r"^audit\((.*)\)(\s+#.*)$", r"said.append(audit(\1))", AUDIT, flags=re.M), scope | {"said": said})
-    op, *others = said
-    assert len(others) == 4 and not [r for report in others for r in report.rows if r.verdict == NEEDS_FIX]
-    assert {r.tensor for r in op.rows if r.verdict == NEEDS_FIX} == {"dweight"}, "torch adds that up by the split"
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_block_of_python_runs_from_the_wheel(name, wheel, tmp_path):
+    said = ran([name], wheel, tmp_path)[name]
+    assert not said, said
 
 
-@pytest.mark.slow
-def test_the_readme_locates():
-    said = []
-    exec(re.sub(r"^locate\((.*)\)(\s+#.*)$", r"said.append(locate(\1))", LOCATE, flags=re.M), {"said": said})
-    assert len(said) == 2 and all(report.passed for report in said)
+def bound(block: str) -> list[str]:
+    """Returns every name that a block binds at its top level: by assignment, import, def or class; loops apart."""
+    found = []
+    for node in ast.parse(block).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+    return found
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_block_shadows_no_name_and_fits_a_page(name):
+    names = bound(PYTHON[name])
+    twice = {n for n in names if names.count(n) > 1}
+    assert not twice and not {*names} & {*dir(builtins)}, twice or {*names} & {*dir(builtins)}
+    assert max(map(len, PYTHON[name].splitlines())) <= 88
+
+
+@pytest.mark.parametrize(
+    "names, twice", [("x = 1\nx = 2", {"x"}), ("import torch\ndef torch(): pass", {"torch"}), ("a = 1\nb = 2", set())]
+)
+def test_a_name_that_is_bound_twice_is_seen(names, twice):
+    found = bound(names)
+    assert {n for n in found if found.count(n) > 1} == twice
 
 
 @pytest.mark.slow(but=["gemm"])
@@ -218,7 +294,9 @@ def test_the_readme_locates():
 def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     """What they would run is looked at; the tests run the same elsewhere."""
     program, *arguments = shlex.split(command)
-    if program in (".", "export", "python"):  # tests/test_first_hour.py runs them
+    if program == "papermill":
+        parameters = papermill.inspect_notebook(str(ROOT / arguments[0]))
+        assert {a for a in arguments[arguments.index("-p") :: 3] if a != "-p"} <= {*parameters}
         return
     if program == "make":
         assert f"\n{arguments[0]}: " in (ROOT / "Makefile").read_text()
@@ -241,9 +319,13 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     assert bool(started) == (arguments[0] in ("run", "mutate") and not refused)
 
 
-def test_papermill_runs_a_notebook_as_the_readme_says():
-    notebook, parameter = re.search(r"`papermill (\S+) \S+ -p (\w+) bf16`", (ROOT / "README.md").read_text()).groups()
-    assert parameter in papermill.inspect_notebook(str(ROOT / notebook))
+TOOL = runpy.run_path(str(ROOT / "tools" / "readme.py"), run_name="tool")
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL["TABLES"] if name != "versions"])
+def test_a_table_of_the_readme_is_made_anew(name):
+    """By the command that writes it; what takes time is not compared."""
+    assert f"<!-- table: {name} -->\n{TOOL['TABLES'][name]()}\n<!-- end -->" in (ROOT / "README.md").read_text()
 
 
 def test_the_figure_of_the_fold_is_true():

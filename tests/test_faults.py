@@ -92,20 +92,6 @@ def test_a_candidate_that_loses_it_more_often_is_asked_up_to_the_last_that_may_b
     assert not any("not asked" in r.detail for r in rows[:last])
 
 
-def test_what_the_readme_says_of_torchs_attention_its_document_shows():
-    rows = read_rows(ROOT / "audits/nvidia-h200-qwen3-8b-torch/attention")
-    lost = {(r["relation"], r["layout"]) for r in rows if THERE in r["detail"]}
-    assert {r["op"] for r in rows if THERE in r["detail"]} == {"attention"} < {r["op"] for r in rows}, (
-        "without a window"
-    )
-    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert lost == {("gradient invariance", "unaligned view"), ("gradient invariance", "slice of a batch")}
-    assert all("misaligned address" in r["detail"] for r in rows if THERE in r["detail"])
-    where = "without a window, the backward of an unaligned view or of a slice of a batch"
-    assert f"{where} ends in `CUDA error: misaligned address`" in said
-    assert faults.MOST == 8 and "up to eight times" in said
-
-
 def test_where_no_other_process_would_go_on_a_row_says_what_was_raised():
     assert faults.key("row") == "" and faults.instead("", "row") is None and faults.raised("", "row") == "row"
 

@@ -1,10 +1,9 @@
-"""A new user's first hour, by the README's own blocks: clone, install, demo, an audit of a function of theirs that
-drifts, the script that shows it, the op mended, green. The clone stays clean; what it took is printed (pytest -s)."""
+"""A new user's first hour: clone, install, README's audit, their own function from the shell, the script that shows the
+drift, the op mended, green. The clone stays clean; what each step took is printed (pytest -s)."""
 
 import os
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +12,22 @@ import time
 from pathlib import Path
 
 import pytest
-from test_docs import COMMANDS, DEMO, MINE, ROOT
+from test_docs import PYTHON, ROOT
 
-DEMO_SECONDS, QUICK_SECONDS = 10, 2 * 60  # of CPU; a minute on two cores
-SLACK = 2  # for what runs beside this test, and for slower machines; what it took is printed
-OF_MINE = "mine.py:my_scores", "python runs/", "mine.py:mended", "run --quick"
-TRY = [c for c in COMMANDS if any(part in c for part in OF_MINE)]
+FIRST_ANSWER, COMMAND, QUICK = 60, 60, 2 * 60  # seconds of CPU at most, on whatever else runs beside this test
+MINE = """import torch
+
+import bi_kernels as bi
+
+
+def scores(x, weight):
+    return torch.nn.functional.linear(x, weight).softmax(-1)
+
+
+def mended(x, weight):
+    return bi.linear(x, weight).softmax(-1)
+"""
+AUDIT = "bi-audit run any --candidate mine.py:{} --inputs 'x:fp32[16,512] weight:fp32[64,512]'"
 
 
 def git(*arguments: str, cwd: Path) -> str:
@@ -58,11 +67,10 @@ def clone(tmp_path_factory):
 def shell(command: str, clone: Path) -> tuple[str, float]:
     """What a command prints in the activated environment, and the seconds of CPU that it took; its status is in the
     text's last line."""
-    setting_up = [c for c in COMMANDS if c.startswith((". ", "export "))]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     environment["JUPYTER_PATH"] = f"{sys.prefix}/share/jupyter"  # where the dependencies have their templates
-    script = "\n".join([*setting_up, command, "echo status $?"])
+    script = "\n".join([". .venv/bin/activate", "export TRITON_INTERPRET=1", command, "echo status $?"])
     done = subprocess.run(["bash"], input=script, cwd=clone, env=environment, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = sum(getattr(after, k) - getattr(before, k) for k in ("ru_utime", "ru_stime"))
@@ -72,36 +80,34 @@ def shell(command: str, clone: Path) -> tuple[str, float]:
 
 
 def test_the_first_hour(clone):
-    said, took = shell(f"python - <<'END'\n{DEMO}\nEND", clone)
-    torch_, ours = (int(n) for n in re.findall(r": (\d+) of 192 elements", said))
-    assert torch_ > 0 and ours == 0, said
-    assert "my_scores" in said and "needs-fix" in said and said.endswith("status 0\n")
-    assert took <= SLACK * DEMO_SECONDS
+    (clone / "first.py").write_text(PYTHON["README.md:1"])
+    said, took = shell("python first.py", clone)
+    assert said.startswith("needs-fix  scores: ") and said.endswith("status 0\n"), said
+    assert took <= FIRST_ANSWER
+    (clone / "first.py").unlink()
 
     (clone / "mine.py").write_text(MINE)
-    audit, script, mended, _ = TRY
-    said, _ = shell(audit, clone)
+    said, took = shell(AUDIT.format("scores"), clone)
     assert said.endswith("status 1\n") and "stopped" not in said, said
-    named = re.findall(r"python (runs/\S+\.py)", said)
-    path = shlex.split(script.split("#")[0])[1]
-    assert path in named, f"the report names {named}"
-    said, _ = shell(script, clone)
-    assert re.search(r"[1-9]\d* of \d+", said), said
-    said, _ = shell(mended, clone)
+    assert took <= COMMAND
+    scripts = re.findall(r"python (runs/\S+\.py)", said)
+    assert scripts, said
+    said, _ = shell(f"python {scripts[0]}", clone)
+    assert re.search(r"[1-9][\d,]* of \d+", said) and said.endswith("status 1\n"), said
+    said, _ = shell(AUDIT.format("mended"), clone)
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 
 @pytest.mark.slow
 def test_the_quick_run_of_every_op(clone):
-    said, took = shell(TRY[-1], clone)
+    said, took = shell("bi-audit run --quick", clone)
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
-    assert took <= SLACK * QUICK_SECONDS
+    assert took <= 2 * QUICK
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 
 @pytest.mark.parametrize("command", ["bi-audit list", "bi-audit report"])
 def test_a_cheap_command_leaves_the_clone_clean(command, clone):
-    assert command in COMMANDS + ["bi-audit list"]
     said, _ = shell(command, clone)
     assert said.endswith("status 0\n") and git("status", "--porcelain", cwd=clone) == "", said

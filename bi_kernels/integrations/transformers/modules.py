@@ -49,7 +49,7 @@ def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
 
 
 class Linear(Swapped):
-    """linear(x, weight, bias)"""
+    """linear"""
 
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
@@ -63,7 +63,7 @@ class Linear(Swapped):
 
 
 class Embedding(Swapped):
-    """embedding(ids, weight)"""
+    """embedding"""
 
     def forward(self, ids: Tensor) -> Tensor:
         folds, alone = _folds()
@@ -73,7 +73,7 @@ class Embedding(Swapped):
 
 
 class RMSNorm(Swapped):
-    """rms_norm(x, weight), or qk_norm over heads (batch, length, heads, head_dim)"""
+    """rms_norm, or qk_norm over heads"""
 
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
@@ -86,14 +86,14 @@ class RMSNorm(Swapped):
 
 
 class MLP(Swapped):
-    """down(swiglu(gate(x), up(x)))"""
+    """swiglu between its linears"""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(bi.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Rotary(Swapped):
-    """a table of cos and sin, computed in fp64, rounded once to fp32"""
+    """a rope table, computed in fp64"""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[bi.RopeTable, Tensor]:
         call = current()

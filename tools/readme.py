@@ -1,0 +1,217 @@
+"""Writes what README.md does not type: the output below each block of code, and its tables.
+
+    python tools/readme.py            # all of it
+    python tools/readme.py ops speed  # these tables alone
+    python tools/readme.py --check    # writes nothing; ends with 1 and a diff where README.md says something else
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. An output stands between `<!-- output -->` and
+`<!-- end -->`, and is that of the Python block before it, run on the CPU interpreter, with a model's random weights
+instead of a download. Needs the extras `test` and a checkout.
+"""
+
+import difflib
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+H200 = ROOT / "audits" / "nvidia-h200-qwen3-8b"
+PIECE = re.compile(r"<!-- (?:table: (\w+)|output) -->\n.*?<!-- end -->\n", re.S)
+OFFLINE = """
+import transformers, warnings
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+def from_pretrained(name, **options):
+    sizes = {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    config = Qwen3Config(num_key_value_heads=8, tie_word_embeddings=True, **sizes)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+AutoModelForCausalLM.from_pretrained = from_pretrained
+transformers.logging.set_verbosity_error()
+"""
+
+
+def run(code: str) -> str:
+    """Returns what a block of Python prints, in a new process on the CPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    code = (OFFLINE if "from_pretrained" in code else "") + code
+    done = subprocess.run([sys.executable, "-"], input=code, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table."""
+    line = lambda cells: f"| {' | '.join(cells)} |"
+    return "\n".join([line(head), f"|{':--|' * len(head)}", *map(line, rows)])
+
+
+def versions() -> str:
+    """Returns which versions are needed, and how long the first answer takes here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r"3\.\d+$", c)]
+    needs = {d.partition(">=")[0]: d.partition(">=")[2] for d in project["dependencies"]}
+    block = next(code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "audit(" in code)
+    began = time.monotonic()
+    run(block)
+    seconds = math.ceil(time.monotonic() - began)
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    rows = [
+        ["Python", f"{pythons[0]} to {pythons[-1]}"],
+        *[[name, f"≥ {versions.replace(',<', ', < ')}"] for name, versions in needs.items()],
+        [
+            "First answer of `audit` below",
+            f"{seconds} s on {os.cpu_count()} cores, {cpu[1] if cpu else platform.machine()}",
+        ],
+    ]
+    return table(["", ""], rows)
+
+
+def models() -> str:
+    """Returns what `apply` answers for each family that the tests build."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import warnings  # noqa: PLC0415
+
+    from families import FAMILIES, built  # noqa: PLC0415 (triton: main sets TRITON_INTERPRET before)
+
+    from bi_kernels.integrations.transformers import apply  # noqa: PLC0415
+
+    found: dict[str, list[str]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for family in FAMILIES:
+            answer = apply(built(family)).verdict[0].partition(": ")[2]
+            found.setdefault(re.sub(r"^NO\. (.*) (is|are) still PyTorch's\.$", r"NO: \1", answer), []).append(family)
+    rows = [[", ".join(names), re.sub(r"^\w+", r"**\g<0>**", answer)] for answer, names in found.items()]
+    return table(["Hugging Face models", "invariant after `apply`?"], rows)
+
+
+def ops() -> str:
+    """Returns the public ops and what the H200 reports say of each: forward, backward, dtypes."""
+    import bi_kernels  # noqa: PLC0415
+    from bi_kernels.audit.problem.registry import OPS  # noqa: PLC0415 (as above)
+
+    rows = [
+        r for path in sorted(H200.glob("*/verdicts.json")) for r in json.loads(path.read_text()) if not r["control"]
+    ]
+    judged: dict[str, dict[str, list[dict]]] = {}
+    for r in rows:
+        if r["op"] in OPS:
+            side = "backward" if r["relation"].startswith("gradient") else "forward"
+            judged.setdefault(OPS[r["op"]].function or r["op"], {}).setdefault(side, []).append(r)
+    lines = []
+    for names in bi_kernels._HOLDS.values():
+        known = [name for name in names if name in judged]
+        if not known:
+            continue
+        cells = []
+        for side in ("forward", "backward"):
+            mine = [r for name in known for r in judged[name].get(side, [])]
+            cells.append("–" if not mine else "✘" if any(r["verdict"] == "needs-fix" for r in mine) else "✓")
+        dtypes = {r["dtype"] for name in known for r in judged[name]["forward"] if r["verdict"] == "pass"}
+        order = [d for d in ("bf16", "fp16", "fp32") if d in dtypes]
+        lines.append([", ".join(f"`{name}`" for name in known), *cells, ", ".join(order)])
+    return table(["op", "forward", "backward", "dtypes"], lines)
+
+
+def speed() -> str:
+    """Returns the table of times on the H200, from the reports' data."""
+    bench = [json.loads(line) for line in (H200 / "bench" / "benchmark.jsonl").read_text().splitlines()]
+    steps = {r["what"]: r["of stock"] for r in tables(H200 / "transformers" / "README.md", "of stock")}
+    chain = tables(H200 / "chain" / "README.md", "of stock compiled")[0]
+
+    def cells(what: str, against: str, **where) -> list[str]:
+        times = [r["times"] for r in bench if all(r.get(k) == v for k, v in where.items()) and r.get("times")]
+        mean = math.exp(statistics.mean(map(math.log, times)))
+        spread = f"{min(times):.2f} to {max(times):.2f}" if len(times) > 1 else "–"
+        return [what, against, f"**{mean:.2f}**", spread]
+
+    decode = {"group": "decode", "direction": "contiguous"}
+    gradient = {"group": "gradients", "direction": "dW into main_grad"}
+    call = {"group": "calls", "op": "linear"}
+    head = next(r for r in bench if r["group"] == "lm_head" and r["case"] == "nothing kept")
+    compiled = head["ms"]["nothing kept"][0] / head["ms"]["torch.compile"][0]
+    count = sum(r["group"] == "gemm" for r in bench)
+    rows = [
+        [
+            "Qwen3 in Transformers, training step",
+            "stock",
+            f"**{float(steps['forward and backward of a step']):.2f}**",
+            "–",
+        ],
+        [
+            "Qwen3 in Transformers, decode in a graph",
+            "stock",
+            f"**{float(steps['a decode step in a CUDA graph']):.2f}**",
+            "–",
+        ],
+        ["8 layers of Qwen3-8B, training step", "eager PyTorch", f"**{float(chain['of stock eager']):.2f}**", "–"],
+        ["the same", "`torch.compile`", f"**{float(chain['of stock compiled']):.2f}**", "–"],
+        cells(f"{count:,} products of 12 models, M 1 to 16384", "cuBLAS", group="gemm"),
+        cells("200 products of random shape", "cuBLAS", group="drawn"),
+        cells("weight gradient into `main_grad`", "cuBLAS in fp32", **gradient),
+        cells("attention, forward", "cuDNN", group="attention", direction="forward"),
+        cells("attention, backward", "cuDNN", group="attention", direction="backward"),
+        cells("attention, decode", "SDPA's fastest", **decode),
+        ["LM head and logprob, no logits kept", "`torch.compile`", f"**{compiled:.2f}**", "–"],
+        cells("one eager call of `linear`, CPU time", "`F.linear`", **call),
+    ]
+    note = "Time over the peer's time, in the same run on an H200; below 1 is faster. Mean is geometric."
+    return f"{note} [Report](audits/nvidia-h200-qwen3-8b/bench/README.md).\n\n" + table(
+        ["what", "against", "mean", "range"], rows
+    )
+
+
+def tables(path: Path, column: str) -> list[dict[str, str]]:
+    """Returns the rows of the Markdown tables of a report that have a column."""
+    found: list[dict[str, str]] = []
+    for text in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.M):
+        head, _, *rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.strip().splitlines()]
+        found += [dict(zip(head, cells)) for cells in rows] if column in head else []
+    return found
+
+
+TABLES = {"models": models, "versions": versions, "ops": ops, "speed": speed}
+
+
+def written(text: str, wanted: list[str]) -> str:
+    """Returns README's text with its tables and outputs made anew; wanted: names of those, all if empty."""
+
+    def piece(match: re.Match) -> str:
+        name = match[1] or "output"
+        if wanted and name not in wanted:
+            return match[0]
+        if name != "output":
+            return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->\n"
+        code = re.findall(r"```python\n(.*?)```", text[: match.start()], re.S)[-1]
+        return f"<!-- output -->\n```\n{run(code).rstrip()}\n```\n<!-- end -->\n"
+
+    return PIECE.sub(piece, text)
+
+
+def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path.insert(0, str(ROOT))
+    wanted = [name for name in sys.argv[1:] if name != "--check"]
+    before = README.read_text(encoding="utf-8")
+    after = written(before, wanted)
+    if "--check" not in sys.argv:
+        README.write_text(after, encoding="utf-8")
+    elif before != after:
+        print("".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "README.md", "made anew")))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
