@@ -21,9 +21,7 @@ if INTERPRETED:
 PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
-INFERENCE = (
-    "bi_kernels: an op was called with tensors made in inference_mode where a gradient is wanted, expected their clones"
-)
+INFERENCE = "bi_kernels: an op that needs a gradient got tensors made in inference_mode; pass their clones"
 KEPT = 4096  # kinds of arguments of a check
 _UNKNOWN = object()
 _thread = threading.local()
@@ -265,8 +263,8 @@ def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -
         return in_eager(differentiable, *args)
     if _transformed(tensors):
         raise NotImplementedError(
-            "bi_kernels: an op was called inside a torch.func transform or with tangents of forward-mode "
-            "differentiation, expected plain tensors, whose gradients .backward() finds"
+            "bi_kernels: torch.func transforms and forward-mode differentiation are not supported; "
+            "call an op with plain tensors, and backward()"
         )
     if any(map(_is_fake, tensors)):
         if trains:

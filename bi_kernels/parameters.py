@@ -70,9 +70,8 @@ def check_own(op: str, name: str, weight: torch.Tensor) -> None:
     there = [p for owner in OWNERS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
     if weight.numel() and there and all(p is not weight for p in there):
         raise ValueError(
-            f"{op}: {name} is a copy without main_grad of a parameter that MainGrads has, as a reentrant checkpoint "
-            "passes its arguments on; expected the parameter itself, held by the checkpointed function, or "
-            "use_reentrant=False"
+            f"{op}: {name} is a copy of a parameter, made by a reentrant checkpoint, and has no main_grad; let the "
+            "checkpointed function hold the parameter, or set use_reentrant=False"
         )
 
 

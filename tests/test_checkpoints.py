@@ -182,7 +182,7 @@ def test_a_parameter_of_main_grads_that_is_passed_is_refused_where_its_gradient_
     for wanted in (u.floating, u.parameters):
         given, grads = stepped(u)
         with pytest.raises(
-            ValueError, match=r": (a|b|weight|bias) is a copy without main_grad of a parameter that Mai"
+            ValueError, match=r": (a|b|weight|bias) is a copy of a parameter, made by a reentrant checkp"
         ):
             u.made(wanted, given=given, function=function)
         grads.join()

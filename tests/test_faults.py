@@ -10,7 +10,7 @@ import torch
 
 from bi_kernels.audit import faults, load, parallel
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, read_rows
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 
 ROOT = Path(__file__).parents[1]
 

@@ -71,7 +71,7 @@ def test_forward_mode_and_func_transforms_are_one_sentence(op):
         lambda: torch.func.jvp(CALLS[op], (X,), (X,)),
     ):
         with pytest.raises(
-            NotImplementedError, match="^bi_kernels: an op was called inside a torch.func transform or w"
+            NotImplementedError, match="^bi_kernels: torch.func transforms and forward-mode differentiation are n"
         ):
             call()
     with forward_ad.dual_level():  # without a tangent there is nothing to lose
@@ -166,8 +166,9 @@ REFUSED = {
     "MainGrads: parameters were given in inference_mode, expected a call outside of it": lambda: torch.inference_mode()(
         G
     )([parameter()]),
-    "bi_kernels: an op was called with tensors made in inference_mode where a gradient is wanted, expected their "
-    "clones": (lambda: bi.linear(X.clone().requires_grad_(), torch.inference_mode()(W.clone)())),
+    "bi_kernels: an op that needs a gradient got tensors made in inference_mode; pass their clones": (
+        lambda: bi.linear(X.clone().requires_grad_(), torch.inference_mode()(W.clone)())
+    ),
 }
 
 

@@ -128,8 +128,8 @@ def paged_attention(
 def not_applied(module: nn.Module, *args, **kwargs) -> None:
     """Raises ValueError: the attention of an applied model is its layers' own, that of its configuration none."""
     raise ValueError(
-        f"{NAME}: a {type(module).__name__} has the configuration of a model that was given to apply, expected its own "
-        "model to be given to apply too, or another attn_implementation"
+        f"{NAME}: a {type(module).__name__} got the configuration of an applied model; call apply on its own model, or "
+        "set another attn_implementation"
     )
 
 

@@ -161,8 +161,8 @@ class Folds:
                 raise ValueError("apply: create_graph is True, expected False: there is no gradient of a gradient")
             if wanted == "some" and self.parameters:
                 raise ValueError(
-                    "apply: chosen gradients are asked for, by torch.autograd.grad or backward(inputs=...), expected "
-                    "backward() alone: it folds those of all parameters into their .grad"
+                    "apply: torch.autograd.grad and backward(inputs=...) are not supported; call backward() alone, "
+                    "which folds the gradient of every parameter into its .grad"
                 )
             self.task, self.opened = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._close)

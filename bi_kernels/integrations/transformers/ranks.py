@@ -22,8 +22,8 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
     owner, head = causal_lm(model)
     if head is None:
         raise ValueError(
-            f"apply: group is given for a {type(model).__name__}, expected a model for causal language modelling of an "
-            "architecture that is swapped whole, its head a linear without bias"
+            f"apply: group is given for a {type(model).__name__}, expected a causal language model that is replaced "
+            "whole, with a head without bias"
         )
     ops: dict[nn.Module, object] = {owner.get_input_embeddings(): parallel, head: _Head(parallel)}
     together: dict[nn.Module, int | None] = {owner.get_input_embeddings(): None, head: None}

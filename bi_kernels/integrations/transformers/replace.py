@@ -23,11 +23,11 @@ def _check(model: nn.Module) -> None:
         raise TypeError(f"apply: model is a {type(model).__name__}, expected a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, Swapped):
-            raise ValueError(f"apply: {name or 'the model'} is swapped already, expected restore(model) first")
+            raise ValueError(f"apply: {name or 'the model'} is replaced already; call restore(model) first")
         if "forward" in vars(module):
             raise ValueError(
-                f"apply: {name or 'the model'} has a forward of its own, as accelerate's hooks give it, "
-                "expected its class's: unwrap the model first"
+                f"apply: {name or 'the model'} has a forward set on the instance, as Accelerate and torch.compile do; "
+                "unwrap the model first"
             )
     given = [*model.named_parameters(), *model.named_buffers()]
     devices = {str(t.device): name for name, t in given}

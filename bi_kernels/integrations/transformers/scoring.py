@@ -57,8 +57,8 @@ def logprobs(
         check_parts("logprobs", owner)
     if head is None:
         raise ValueError(
-            f"logprobs: model is a {type(model).__name__}, expected a model for causal language modelling after "
-            "apply(model), of an architecture that is swapped whole, its head a linear without bias"
+            f"logprobs: model is a {type(model).__name__}, expected a causal language model that apply(model) "
+            "replaced whole, with a head without bias"
         )
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"logprobs: input_ids is a {type(input_ids).__name__}, expected a torch.Tensor (batch, length)")
