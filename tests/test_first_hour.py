@@ -104,4 +104,5 @@ def test_the_quick_run_of_every_op(clone):
 def test_a_cheap_command_leaves_the_clone_clean(command, clone):
     assert command in COMMANDS + ["bi-audit list"]
     said, _ = shell(command, clone)
-    assert said.endswith("status 0\n") and git("status", "--porcelain", cwd=clone) == "", said
+    indexes = ":!audits/README.md", ":!audits/*/README.md"  # which name the reports of older kernels
+    assert said.endswith("status 0\n") and git("status", "--porcelain", "--", ".", *indexes, cwd=clone) == "", said

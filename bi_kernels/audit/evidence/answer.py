@@ -15,11 +15,10 @@ from bi_kernels.audit.evidence.kinds import (
     Kind,
     Side,
     by_kind,
-    compares_bits,
     fields,
     side,
 )
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped
 
 NAMED = 3  # layouts, or row counts, in a sentence
 LONGEST = 160  # characters of what comes from outside
@@ -95,16 +94,6 @@ def headline(rows: Iterable[Row | dict]) -> str:
     each = " (each op in each case and dtype)" * any(case or dtype for _, case, dtype in ops)
     many = f"{len(bad)} of {len(judged)} need a fix{each}, the first " if len(bad) > 1 else ""
     return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
-
-
-def led(body: str, rows: Sequence[Row | dict], said: str = "") -> str:
-    """Returns a document, Markdown, with a sentence under its title: that on its rows, and, where none of them needs a
-    fix, what is `said` of its goals; of these alone where no bits were compared."""
-    title, _, rest = body.lstrip().partition("\n")
-    said = "" if needs_fix(rows) else said
-    if any(fields(r)["op"] for r in rows) and (compares_bits(rows) or not said):
-        said = " ".join(filter(None, (f"**{escape.text(headline(rows))}.**", said)))
-    return f"{title}\n\n{said}\n{rest}" if said else body
 
 
 def _rank(whose: str, kind: str) -> tuple:

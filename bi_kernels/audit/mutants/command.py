@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.provenance import provenance
-from bi_kernels.audit.index import sources
 from bi_kernels.audit.mutants import document, plan
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import on_hopper
@@ -33,7 +32,6 @@ def run(
     where = choose(device)
     mutants, entries = chosen(names, sample, seed, where.type == "cuda", equivalents)
     out.mkdir(parents=True, exist_ok=True)
-    sources.record(out)  # as they are before one of them is broken
     columns = (
         TextColumn("mutants"),
         BarColumn(),
@@ -54,8 +52,9 @@ def run(
     wrong = document.settle(found, entries, of, where.type)
     told = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
     made = provenance(where, told) | {"command": f"`{command}`"}
-    population = plan.of_audits(plan.every(where.type == "cuda"), names)
-    document.write(out, found, of, made, document.of_how_many(found, population, names), wrong)
+    every = plan.of_audits(plan.every(where.type == "cuda"), names)
+    document.record(out, found, of, made, document.population(every, names))
+    document.write(out)
     (out / ".mutants.jsonl").unlink()
     return document.sentence(found), wrong
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style)
+from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants import plan
@@ -96,15 +97,12 @@ def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[s
     wrong: other survivors, and entries that do not hold. of: the mutants by id."""
     wrong = []
     for f in found:
-        if f["verdict"] == EXPLAINED:
-            f["verdict"] = SURVIVED
-        f.pop("reason", None)
         reason = plan.explained(of[f["id"]], entries, device)
         place = f"{f['file']}, line {f['line']}, {f['operator']}: {f['before']!r} becomes {f['text']!r}"
-        if reason and f["verdict"] == KILLED:
-            wrong.append(f"{place}: {BUT} killed by {f['relation']} {f['layout']} of {f.get('op', '?')}")
-        elif reason and f.get("detail"):  # with one seed only
-            wrong.append(f"{place}: {BUT} {f['detail']}")
+        if reason and (f["verdict"] == KILLED or f.get("detail")):  # a detail: killed with one seed only
+            killed = f"killed by {f['relation']} {f['layout']} of {f.get('op', '?')}" * (f["verdict"] == KILLED)
+            f["not_held"] = f"{place}: {BUT} {killed or f['detail']}"
+            wrong.append(f["not_held"])
         elif reason:
             f |= {"verdict": EXPLAINED, "reason": reason}
         elif f["verdict"] == SURVIVED:
@@ -112,24 +110,33 @@ def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[s
     return wrong
 
 
-def of_how_many(found: Sequence[dict], population: Sequence[Mutant], names: Sequence[str]) -> str:
-    """Says of which mutants a sample is: how many there are of the audits named, or of all where none is; how many of
-    those made by hand and by an operator were judged and killed; in which files nothing was broken."""
+def population(mutants: Sequence[Mutant], names: Sequence[str]) -> dict:
+    """Returns of which mutants a run's are: how many there are of the audits named (of all where none is), made by hand
+    and by an operator, and in which files."""
+    by_hand = sum(_by_hand(vars(m)) for m in mutants)
+    files = dict(Counter(m.file for m in mutants))
+    return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files}
+
+
+def _by_hand(mutant: dict) -> bool:
+    return mutant["operator"].startswith(plan.HAND_MADE)
+
+
+def of_how_many(found: Sequence[dict], there: dict) -> str:
+    """Says of which mutants a run's are; there: as `population` returns it."""
+    names = there["audits"]
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
-    lines = [f"There are {len(population):,} mutants of {whose}."]
-    for by_hand, kind in ((True, "Made by hand"), (False, "Made by an operator")):
-        there = sum(m.operator.startswith(plan.HAND_MADE) is by_hand for m in population)
-        mine = [f for f in found if f["operator"].startswith(plan.HAND_MADE) is by_hand]
+    lines = [f"There are {there['hand-made'] + there['generated']:,} mutants of {whose}."]
+    for by_hand, kind, key in ((True, "Made by hand", "hand-made"), (False, "Made by an operator", "generated")):
+        mine = [f for f in found if _by_hand(f) is by_hand]
         counted = [f for f in mine if f["verdict"] != EXPLAINED]
         killed = sum(f["verdict"] == KILLED for f in counted)
         lines.append(
-            f"{kind}: {len(mine):,} of {there:,} judged, {killed} of {len(counted)} not explained killed "
+            f"{kind}: {len(mine):,} of {there[key]:,} judged, {killed} of {len(counted)} not explained killed "
             f"({share(mine)})."
         )
-    left = Counter(m.file for m in population)
-    for f in found:
-        left.pop(f["file"], None)
-    files, more = len({m.file for m in population}), sum(left.values())
+    left = {file: count for file, count in there["files"].items() if file not in {f["file"] for f in found}}
+    files, more = len(there["files"]), sum(left.values())
     lines.append(
         f"In {len(left)} of {files} files, which hold {more:,} mutants, nothing was broken: {', '.join(left)}."
         if left
@@ -138,16 +145,22 @@ def of_how_many(found: Sequence[dict], population: Sequence[Mutant], names: Sequ
     return " ".join(lines)
 
 
-def write(
-    folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, generated: str, wrong: Sequence[str]
-) -> None:
-    """Writes README.md, mutants.json and the figure into a folder; generated: the sentences on how many there are;
-    wrong: as `settle` returns it."""
+def record(folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, there: dict) -> None:
+    """Leaves in a folder what a run found: mutants.json, with the diff of each mutant that was not killed;
+    population.json; provenance.json. of: the mutants by id."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
-    text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in kept)
+    shown = [f if f["verdict"] == KILLED else f | {"diff": diff(of[f["id"]])} for f in kept]
+    text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in shown)
     (folder / "mutants.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
-    (folder / "provenance.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    for name, said in (("population", there), ("provenance", made)):
+        (folder / f"{name}.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def write(folder: Path) -> None:
+    """Writes the report, README.md and its figure, from what a run left in a folder."""
+    names = "mutants", "population", "provenance"
+    found, there, made = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names)
     figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
     plt.close("all")
     parts = [
@@ -164,37 +177,23 @@ def write(
         "contract calls free (GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits "
         "is about (checks of arguments, texts). `mutants.json` says of each what became of it, and which question "
         "killed it.",
-        f"**{sentence(found)}.** {generated}",
+        f"**{sentence(found)}.** {of_how_many(found, there)}",
         tables.facts(made).data,
         "![mutants by file and by what killed them](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",
         f"## By file\n\n{by(found, 'file')}",
         f"## Which question killed first\n\n{killers(found)}",
     ]
-    if not_held := [f"- {escape.text(line)}" for line in wrong if BUT in line]:
+    if not_held := [f"- {escape.text(f['not_held'])}" for f in found if "not_held" in f]:
         parts.append("## Entries of the file of equivalents that do not hold\n\n" + "\n".join(not_held))
     for verdict, title in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
         mine = [f for f in found if f["verdict"] == verdict]
         shown = [
             f"### {f['file']}, line {f['line']}: {f['operator']}\n\n"
             + "".join(f"{f[k]}\n\n" for k in ("reason", "detail") if f.get(k))
-            + f"```diff\n{diff(of[f['id']])}\n```"
+            + f"```diff\n{f['diff']}\n```"
             for f in mine
         ]
         parts.append(f"## {title}\n\n" + ("\n\n".join(shown) or "None."))
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def again(folder: Path, equivalents: Path = plan.HERE / "equivalents.toml") -> None:
-    """Writes a document anew of what its run found, with what the file of equivalents and this page say by now; its
-    kernels and what judged them are those that stand here."""
-    found, made = (
-        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("mutants", "provenance")
-    )
-    device = "cpu" if made["device"] == "interpreter" else "cuda"
-    audits = made["parameters"].partition(",")[0].removeprefix("audits=")
-    names = [] if audits == "all" else audits.split()
-    population = plan.of_audits(plan.every(device == "cuda"), names)
-    of = {m.id: m for m in population}
-    wrong = settle(found, plan.equivalents(equivalents), of, device)
-    write(folder, found, of, made, of_how_many(found, population, names), wrong)
+    parts.append(promised(folder))
+    (folder / "README.md").write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")

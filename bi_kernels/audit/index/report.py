@@ -1,0 +1,83 @@
+"""Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
+provenance. It changes none of these, so today's generator can write any report anew."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bi_kernels.audit.bench import goals
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.answer import headline
+from bi_kernels.audit.evidence.kinds import compares_bits
+from bi_kernels.audit.evidence.limits import promised
+from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
+NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
+STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
+
+
+class Lead(NamedTuple):
+    """The sentences under a report's title, which its line in the index repeats; '' where there is none."""
+
+    verdict: str
+    goals: str
+
+
+def lead(folder: Path, rows: list[dict]) -> Lead:
+    """Returns the sentences on a report's rows and on its goals. Goals are left out where a row needs a fix; a report
+    that compares no bits has only goals."""
+    met = "" if needs_fix(rows) else goals.told(folder)
+    verdict = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
+    return Lead(verdict, met)
+
+
+def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:
+    """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
+    report will stand, if elsewhere."""
+    title, _, rest = body.strip().partition("\n")
+    said = lead(folder, rows)
+    sentences = " ".join(filter(None, (f"**{said.verdict}**" * bool(said.verdict), said.goals)))
+    why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
+    stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
+    parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]]:
+    """Returns an executed notebook as Markdown without its code, and its figures by file name."""
+    from nbconvert import MarkdownExporter  # noqa: PLC0415 (it takes a second to load)
+    from traitlets.config import Config  # noqa: PLC0415
+
+    notebook = deepcopy(notebook)
+    if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
+        notebook.cells[-1].outputs = []
+    config = Config()
+    config.MarkdownExporter.exclude_input = True
+    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
+    config.TagRemovePreprocessor.remove_cell_tags = NOT_SHOWN
+    config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
+    body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
+    return body, resources["outputs"]
+
+
+def raised(cell: "NotebookNode") -> bool:
+    return any(output.output_type == "error" for output in cell.get("outputs", []))
+
+
+def write(folder: Path) -> None:
+    """Writes the report of a folder anew from its evidence. Where no notebook was left, the title stays."""
+    notebook, text = folder / NOTEBOOK, folder / PAGE
+    if notebook.is_file():
+        import nbformat  # noqa: PLC0415 (as nbconvert)
+
+        body, figures = markdown(nbformat.read(notebook, as_version=4), folder.name)
+        for name, data in figures.items():
+            (folder / name).write_bytes(data)
+    else:
+        lines = text.read_text(encoding="utf-8").splitlines() if text.is_file() else []
+        body = next(iter(lines), f"# {folder.name}")
+    text.write_text(page(body, folder, read_rows(folder)), encoding="utf-8")
