@@ -4,12 +4,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
-from bi_kernels.audit.evidence import kernels, limits
+from bi_kernels.audit.evidence import figures, kernels, limits
 from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, read_rows, verdict_of
 from bi_kernels.audit.index import page, report
@@ -211,6 +214,38 @@ def test_a_report_leads_with_its_goals_unless_something_needs_a_fix(tmp_path):
     assert f"**{answer([ROW])}.** ✔ 1 of 1" in page_of(ROW), "of bits and of time"
     for rows in ([failed], [ROW, missed]):
         assert "goals" not in page_of(*rows) and answer(rows) in page_of(*rows)
+
+
+def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp_path):
+    told = nbformat.v4.new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "2 of 3 drift"}})
+    notebook = executed("# GEMM", "## A [map](a.md)\n\nElements that *differ*: by M. More.", {"image/png": PNG})
+    notebook.cells += executed(
+        {"image/png": PNG}, "Of no heading", {"text/markdown": "# Speed"}, {"image/png": PNG}
+    ).cells
+    notebook.cells[-1].outputs.append(told)
+    body, _ = report.markdown(notebook, "gemm")
+    above = "A map. Elements that differ: by M"
+    wanted = [f"{above} (figure 1 of 2)", f"{above} (figure 2 of 2)", "Speed", "2 of 3 drift"]
+    assert re.findall(r"!\[(.*)\]\(gemm_\d_\d.png\)", body) == wanted
+
+
+def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    monkeypatch.setattr(figures, "get_ipython", lambda: shell)
+    figures.record_titles()
+    figure, axes = plt.subplots(1, 2)
+    axes[0].set_title("one", loc="left")
+    axes[1].set_title("the\nother")
+    shown = lambda: shell.display_formatter.format(figure)[1]["image/png"]["alt"]
+    assert shown() == "one; the other"
+    figure.suptitle("both")
+    assert shown() == "both"
+    plt.close(figure)
+
+
+def test_every_figure_of_a_committed_report_says_what_it_shows():
+    found = [alt for path in (ROOT / "audits").rglob("*.md") for alt in re.findall(r"!\[(.*)\]", path.read_text())]
+    assert len(found) > 60 and not [alt for alt in found if len(alt.split()) < 3]
 
 
 @pytest.mark.parametrize("place", REPORTS, ids=lambda place: place.relative_to(ROOT / "audits").as_posix())

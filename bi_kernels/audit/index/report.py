@@ -1,6 +1,8 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
 provenance. It changes none of these, so today's generator can write any report anew."""
 
+import re
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
+PNG, LONGEST = "image/png", 250  # characters of a sentence in a figure's alternative text
+WITH_ALT = """{% extends 'markdown/index.md.j2' %}
+{% block data_png %}
+![{{ output.metadata['image/png'].alt }}]({{ output.metadata.filenames['image/png'] | path2url }})
+{% endblock data_png %}"""
 
 
 class Lead(NamedTuple):
@@ -49,19 +56,51 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
 
 def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]]:
     """Returns an executed notebook as Markdown without its code, and its figures by file name."""
+    from jinja2 import DictLoader  # noqa: PLC0415 (as nbconvert)
     from nbconvert import MarkdownExporter  # noqa: PLC0415 (it takes a second to load)
     from traitlets.config import Config  # noqa: PLC0415
 
     notebook = deepcopy(notebook)
     if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
         notebook.cells[-1].outputs = []
+    describe(notebook)
     config = Config()
     config.MarkdownExporter.exclude_input = True
     config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
     config.TagRemovePreprocessor.remove_cell_tags = NOT_SHOWN
     config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
-    body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
+    template = {"template_file": "with_alt", "extra_loaders": [DictLoader({"with_alt": WITH_ALT})]}
+    body, resources = MarkdownExporter(config=config, **template).from_notebook_node(notebook)
     return body, resources["outputs"]
+
+
+def describe(notebook: "NotebookNode") -> None:
+    """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it and
+    the sentence below that heading."""
+    above, outputs = "", []
+    for cell in notebook.cells:
+        above = _described(cell.source if cell.cell_type == "markdown" else "") or above
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            above = _described(data.get("text/markdown", "")) or above
+            if PNG in data:
+                told = output.metadata.get(PNG, {}).get("alt", "")
+                outputs.append((output, escape.text(told or above or "A figure without a title")))
+    count, seen = Counter(alt for _, alt in outputs), Counter()
+    for output, alt in outputs:
+        seen[alt] += 1
+        number = f" (figure {seen[alt]} of {count[alt]})" * (count[alt] > 1)
+        output.metadata[PNG] = {**output.metadata.get(PNG, {}), "alt": f"{alt}{number}"}
+
+
+def _described(text: str) -> str:
+    """Returns the last heading of a text of Markdown, and the sentence that follows it; '' where it has no heading."""
+    found = re.findall(r"^#+ +(.+)\n*([^\n#|!]*)", text, re.MULTILINE)
+    if not found:
+        return ""
+    heading, paragraph = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", part).strip() for part in found[-1])
+    sentence = re.split(r"(?<=[.?!]) ", paragraph)[0].rstrip(". ")
+    return heading if not sentence or len(sentence) > LONGEST else f"{heading.rstrip('.?')}. {sentence}"
 
 
 def raised(cell: "NotebookNode") -> bool:
