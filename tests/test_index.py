@@ -111,6 +111,21 @@ def test_folders_come_by_what_is_promised_there(tmp_path):
     assert found == ["d-ours", "c-torch", "b-other", "a-cpu"]
 
 
+def test_stock_pytorch_is_called_a_control_wherever_its_results_stand(tmp_path):
+    stock = [replace(ROW, candidate="torch", verdict=NEEDS_FIX, mismatches=3), replace(CONTROL, candidate="broken")]
+    page_of = lambda rows: report.page("# GEMM: does it drift?", tmp_path, [r.json() for r in rows]).splitlines()
+    title, _, first, *_ = page_of(stock)
+    assert "tock PyTorch" in title and "not this package" in title and "GEMM: does it drift?" in title
+    assert "tock PyTorch" in first and "not this package" in first and answer([stock[0]]) in first
+    assert page_of([ROW, CONTROL])[0] == "# GEMM: does it drift?"
+    assert page_of([replace(ROW, candidate="my.py:f")])[0] == "# `my.py:f`: GEMM: does it drift?"
+    document(tmp_path / "gpu-torch" / "gemm", *stock)
+    document(tmp_path / "gpu" / "gemm", ROW, CONTROL)
+    files = page.report(tmp_path)
+    headings = [row for row in files["README.md"].splitlines() if row.startswith("### ")]
+    assert headings == ["### gpu", f"### gpu-torch: {report.STOCK}"] and "PyTorch" in files[page.PICTURE]
+
+
 def colors(svg: str) -> list[str]:
     """The colours of the cells, by op and column."""
     tree = ElementTree.fromstring(svg)

@@ -142,11 +142,18 @@ def _made(folder: Path, found: Sequence[Document]) -> str:
     return table(lines)
 
 
+def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
+    """Names a folder of documents, and whose ops they judge where these are not this package's."""
+    name = place.relative_to(folder).as_posix() if place != folder else folder.name
+    whose = {reports.subject(d.rows) for d in found if not d.mutants}
+    return f"{name}: {whose.pop()}" if len(whose) == 1 and any(whose) else name
+
+
 def report(folder: Path) -> dict[str, str]:
     """Returns the files of a folder's index by name, made of every document below it; the picture is of two folders and
     more. Raises ValueError for a file there that no audit wrote."""
     places = documents(folder)
-    named = {place: place.relative_to(folder).as_posix() if place != folder else folder.name for place in places}
+    named = {place: _name(folder, place, found) for place, found in places.items()}
     judged = [d for found in places.values() for d in found if not d.mutants]
     by_place = {named[place]: [r for d in found if not d.mutants for r in d.rows] for place, found in places.items()}
     status = {name: found for name, rows in by_place.items() if (found := cells(rows))}

@@ -27,6 +27,15 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 {% endblock data_png %}"""
 
 
+STOCK = "stock PyTorch (a control, not this package)"
+
+
+def subject(rows: list[dict]) -> str:
+    """Names in Markdown whose ops a report judges where these are not this package's, '' where they are."""
+    found = {r["candidate"] for r in rows if not r["control"]} - {"", "bi_kernels", "zoo"}
+    return STOCK if found == {"torch"} else escape.code(found.pop()) if len(found) == 1 else ""
+
+
 class Lead(NamedTuple):
     """The sentences under a report's title, which its line in the index repeats; '' where there is none."""
 
@@ -46,12 +55,18 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
     """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
     report will stand, if elsewhere."""
     title, _, rest = body.strip().partition("\n")
-    said = lead(folder, rows)
-    sentences = " ".join(filter(None, (f"**{said.verdict}**" * bool(said.verdict), said.goals)))
+    said, whose = lead(folder, rows), subject(rows)
+    title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose else title
+    verdict = f"{_begun(whose)}: {said.verdict}" if whose == STOCK else said.verdict
+    sentences = " ".join(filter(None, (f"**{verdict}**" * bool(said.verdict), said.goals)))
     why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
     stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
     parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _begun(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]]:
