@@ -263,6 +263,14 @@ def test_every_figure_of_a_committed_report_says_what_it_shows():
     assert len(found) > 60 and not [alt for alt in found if len(alt.split()) < 3]
 
 
+@pytest.mark.parametrize("place", [p for p in REPORTS if (p / "goals.json").exists()], ids=lambda place: place.name)
+def test_first_sentence_table_and_index_count_the_same_goals(place):
+    text = (place / "README.md").read_text(encoding="utf-8")
+    met, missed = (len(re.findall(rf"\| {mark}", text)) for mark in "✔✘")
+    said = f"✔ {met} of {met + missed} goals met, ✘ **{missed} missed**."
+    assert met and missed and said in text and said in page.report(ROOT / "audits")["README.md"]
+
+
 @pytest.mark.parametrize("place", REPORTS, ids=lambda place: place.relative_to(ROOT / "audits").as_posix())
 def test_a_committed_report_is_todays_of_its_evidence(place):
     body, figures = report.markdown(nbformat.read(place / report.NOTEBOOK, as_version=4), place.name)
