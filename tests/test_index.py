@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, read_rows, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
-from bi_kernels.audit.index.picture import NOT_JUDGED, PASSES, REFUSED, WRONG, draw
+from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
 from bi_kernels.contract import DTYPES
 
 ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "300", "normal", 9, PASS, 0, 64)
@@ -141,14 +141,26 @@ def test_weights_after_training_and_what_the_localiser_names_have_their_cells():
 
 def test_the_picture_has_a_colour_for_every_outcome_and_the_same_bytes_twice():
     rows = [replace(ROW, dtype=d) for d in ("bf16", "fp16", "fp32")]
-    rows += [replace(ROW, op="two", dtype=d) for d in ("bf16", "fp16")] + [replace(ROW, op="one")]
+    rows += [replace(ROW, op="some", dtype="bf16"), replace(ROW, op="some", dtype="fp16", verdict=UNSUPPORTED)]
+    rows += [replace(ROW, op="one")]
     rows += [replace(ROW, op="bad", dtype="bf16"), replace(ROW, op="bad", dtype="fp32", verdict=NEEDS_FIX)]
     rows += [replace(ROW, op="refused", verdict=UNSUPPORTED)]
     found = cells(r.json() for r in rows)
     svg = draw({"ours": found, "other": {}}, "a title")
     assert svg == draw({"ours": found, "other": {}}, "a title")
-    assert colors(svg) == [PASSES[2], PASSES[1], PASSES[0], WRONG, REFUSED], "cells that were not judged are none"
-    assert svg.count("✗") == 2 and NOT_JUDGED in svg and "4 of 5 need no fix" in svg and "0 of 0 need no fix" in svg
+    assert colors(svg) == [ALL, SOME, ALL, WRONG, REFUSED], "cells that were not judged are none"
+    assert svg.count("✗") == 2 and NOT_JUDGED in svg
+    assert "3 of 4 pass" in svg and "0 of 0 pass" in svg, "refused is not judged"
+
+
+def test_a_cell_counts_the_dtypes_that_were_asked_and_no_others():
+    svg = draw({"ours": cells([replace(ROW, op="qwen3", dtype="bf16").json()])}, "a title")
+    assert ">1/1<" in svg and "of 3" not in svg and colors(svg) == [ALL], "one dtype was asked, and passes"
+    svg = draw({"ours": cells(replace(ROW, dtype=d).json() for d in DTYPES)}, "a title")
+    assert ">3/3<" in svg and colors(svg) == [ALL]
+    other = replace(ROW, dtype="float64", verdict=NEEDS_FIX)
+    svg = draw({"ours": cells(r.json() for r in (ROW, other))}, "a title")
+    assert colors(svg) == [WRONG] and "0 of 1 pass" in svg, "a dtype that the contract refuses, and it does not"
 
 
 def test_a_picture_is_of_two_folders_and_each_folder_has_an_index(tmp_path):

@@ -161,9 +161,9 @@ def report(folder: Path) -> dict[str, str]:
     if len(status) > 1:
         from bi_kernels.audit.index.picture import draw  # noqa: PLC0415 (the library that draws takes half a second)
 
-        title = f"{len(RELATION)} relations of every op, by device and shapes: what passes, in how many dtypes"
+        title = f"{len(RELATION)} properties of every op, by device and shapes: how many of the dtypes asked pass"
         files[PICTURE] = draw(status, title)
-        parts.append(f"![op × relation: what passes on which device, in how many dtypes]({PICTURE})")
+        parts.append(f"![For every op, property and device: how many of the dtypes asked pass]({PICTURE})")
     for place, found in places.items():
         parts.append(f"### {named[place]}\n\n{_sum(found)}\n\n{_findings(folder, found)}")
     if judged:
