@@ -93,15 +93,6 @@ def test_goals_that_are_missed_have_no_tick(tmp_path):
     assert "❌" in line(page.report(tmp_path)["README.md"], "bench"), "goals hide no verdict"
 
 
-def test_mutants_are_a_line_of_the_same_table(tmp_path):
-    place = tmp_path / "gpu-mutants" / "mutants"
-    place.mkdir(parents=True)
-    verdicts = ["killed"] * 3 + ["survived", "explained"]
-    (place / "mutants.json").write_text(json.dumps([{"verdict": v} for v in verdicts]))
-    (place / "provenance.json").write_text(json.dumps({"device": "A GPU"}))
-    assert "75.00% of 4; 1 survived, 1 more are explained" in line(page.report(tmp_path)["README.md"], "mutants")
-
-
 def test_folders_come_by_what_is_promised_there(tmp_path):
     document(tmp_path / "a-cpu" / "gemm", ROW, CONTROL, architecture="interpreter (bits are promised on sm_90 only)")
     document(tmp_path / "b-other" / "gemm", ROW, CONTROL, architecture="sm_80 (bits are promised on sm_90 only)")

@@ -16,7 +16,7 @@ import pytest
 import bi_kernels
 from bi_kernels.audit import load
 from bi_kernels.audit.index import page
-from bi_kernels.audit.mutants import document, operators, plan, questions, run
+from bi_kernels.audit.mutants import document, operators, plan, questions, rates, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
 from bi_kernels.audit.problem.registry import OPS
@@ -296,22 +296,43 @@ def waits_for(done, seconds: float) -> bool:
     return bool(done())
 
 
-def test_the_document_says_of_which_mutants_its_sample_is(every):
+def test_the_report_says_which_files_it_left_alone(every):
     some = plan.of_audits(every, ["rms_norm"])
     assert 0 < len(some) < len(every)
-    said = lambda found, mutants, names=(): document.of_how_many(found, document.population(mutants, names))
+    said = lambda found, mutants, names=(): document.left_alone(found, document.population(mutants, names))
     assert said([], every).startswith(f"There are {len(every):,} mutants of all audits. ")
     named = f"There are {len(some):,} mutants of the audits named (rms_norm, gemm). "
     assert said([], some, ["rms_norm", "gemm"]).startswith(named)
-    by_hand = [m for m in some if m.operator.startswith(plan.HAND_MADE)]
-    others = [m for m in some if m not in by_hand]
-    found = [verdict(by_hand[0], "killed"), verdict(others[0], "survived"), verdict(others[1], "explained")]
-    assert f"Made by hand: 1 of {len(by_hand)} judged, 1 of 1 not explained killed (100.0%)." in said(found, some)
-    assert f"operator: 2 of {len(others):,} judged, 0 of 1 not explained killed (0.0%)." in said(found, some)
-    files, broken = {m.file for m in some}, {f["file"] for f in found}
-    assert f"In {len(files - broken)} of {len(files)} files, which hold " in said(found, some)
+    files = {m.file for m in some}
+    assert f"In {len(files) - 1} of {len(files)} files, which hold " in said([verdict(some[0], "killed")], some)
     whole = said([verdict(m, "killed") for m in some], some)
     assert f"In each of the {len(files)} files something was broken." in whole
+
+
+def judged_as(operator: str, **counts: int) -> list[dict]:
+    return [{"operator": operator, "verdict": verdict} for verdict, n in counts.items() for _ in range(n)]
+
+
+def test_rates_of_mutants_made_by_hand_and_generated_stand_apart_each_with_its_interval(tmp_path):
+    found = judged_as(f"{rates.HAND_MADE}x", killed=70, explained=2)
+    found += judged_as("sign", killed=23, survived=1, explained=4)
+    there = {"hand-made": 72, "generated": 4571}
+    by_hand, generated = (rates.of_kind(found, kind, there) for kind in rates.KINDS)
+    assert "70 of 70 killed (100.0%, 95% interval 94.8% to 100.0%; 72 of 72 judged, 2 of them explained)" in by_hand
+    assert "23 of 24 killed (95.8%, 95% interval 79.8% to 99.3%; 28 of 4,571 judged, 4 of them" in generated
+    place = tmp_path / "gpu" / "mutants"
+    place.mkdir(parents=True)
+    (place / "mutants.json").write_text(json.dumps(found))
+    (place / rates.FILE).write_text(json.dumps(there))
+    index = page.report(tmp_path)["README.md"]
+    assert f"{by_hand} {generated} 1 survived." in index and "98.94" not in index
+    assert rates.of_kind(found[:70], "generated", there).startswith("Generated mutants: no rate (0 of 4,571")
+
+
+@pytest.mark.parametrize("killed, judged, low, high", [(0, 1, 0, 0.7935), (1, 1, 0.2065, 1), (81, 263, 0.2553, 0.3662)])
+def test_the_interval_is_wilsons(killed, judged, low, high):
+    """The last as in R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I."""
+    assert rates.interval(killed, judged) == pytest.approx((low, high), abs=5e-5)
 
 
 def status(pid: int) -> str:
@@ -336,7 +357,7 @@ def test_a_mutant_is_killed_and_a_planted_entry_that_is_killed_fails(every, tmp_
         ended.stdout + ended.stderr
     )
     found = json.loads((tmp_path / "out" / "mutants.json").read_text())
-    assert [f["verdict"] for f in found] == ["killed"] and document.rate(found) == 1
+    assert [f["verdict"] for f in found] == ["killed"] and rates.rate(found) == 1
     assert "1 killed" in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -1,7 +1,6 @@
 """The generated index: what every report below a folder was asked and found, and the status matrix over them."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, groupe
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE, lead
+from bi_kernels.audit.mutants import rates
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"
@@ -51,10 +51,7 @@ class Document:
     def found(self) -> str:
         """Returns the sentence on its rows."""
         if self.mutants:
-            count = Counter(r["verdict"] for r in self.rows)
-            judged = count["killed"] + count["survived"]
-            rate = f"{count['killed'] / judged:.2%} of {judged:,}" if judged else "none was judged"
-            return f"{rate}; {count['survived']} survived, {count['explained']} more are explained"
+            return rates.told(self.path, self.rows)
         said = lead(self.path, self.rows)
         verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
         return " ".join(filter(None, (verdict, said.goals)))
@@ -192,7 +189,7 @@ def write_anew(folder: Path) -> None:
     for d in (d for found in documents(folder).values() for d in found):
         if not d.mutants:
             reports.write(d.path)
-        elif (d.path / "population.json").is_file():  # else of before it was recorded
+        elif (d.path / rates.FILE).is_file():  # else of before it was recorded
             from bi_kernels.audit.mutants import document  # noqa: PLC0415 (it imports triton)
 
             document.write(d.path)

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.mutants import document, plan
 from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.rates import told
 from bi_kernels.audit.mutants.reach import on_hopper
 from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
@@ -50,13 +51,13 @@ def run(
         found = judged(mutants, where.type, jobs, out / ".mutants.jsonl", tell)
     of = {m.id: m for m in mutants}
     wrong = document.settle(found, entries, of, where.type)
-    told = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
-    made = provenance(where, told) | {"command": f"`{command}`"}
+    parameters = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
+    made = provenance(where, parameters) | {"command": f"`{command}`"}
     every = plan.of_audits(plan.every(where.type == "cuda"), names)
     document.record(out, found, of, made, document.population(every, names))
     document.write(out)
     (out / ".mutants.jsonl").unlink()
-    return document.sentence(found), wrong
+    return told(out, found), wrong
 
 
 def failed(wrong: Sequence[str], said: str) -> bool:
