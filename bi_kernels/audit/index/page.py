@@ -54,7 +54,7 @@ class Document:
             return rates.told(self.path, self.rows)
         said = lead(self.path, self.rows)
         verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
-        return " ".join(filter(None, (verdict, said.goals)))
+        return " ".join(filter(None, (said.finding, verdict, said.goals)))
 
 
 def _read(path: Path, kind: type = dict):

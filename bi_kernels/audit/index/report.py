@@ -1,6 +1,7 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
 provenance. It changes none of these, so today's generator can write any report anew."""
 
+import json
 import re
 from collections import Counter
 from copy import deepcopy
@@ -39,6 +40,7 @@ def subject(rows: list[dict]) -> str:
 class Lead(NamedTuple):
     """The sentences under a report's title, which its line in the index repeats; '' where there is none."""
 
+    finding: str  # about others, which no verdict of this package is about
     verdict: str
     goals: str
 
@@ -46,19 +48,30 @@ class Lead(NamedTuple):
 def lead(folder: Path, rows: list[dict]) -> Lead:
     """Returns the sentences on a report's rows and on its goals. Goals are left out where a row needs a fix; a report
     that compares no bits has only goals."""
-    met = "" if needs_fix(rows) else goals.told(folder)
+    met, found = "" if needs_fix(rows) else goals.told(folder), finding(folder)
     verdict = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
-    return Lead(verdict, met)
+    return Lead(found, f"This package's kernels: {verdict}" if found and verdict else verdict, met)
+
+
+def finding(folder: Path) -> str:
+    """Returns what a report found out about others: of the audit of cuBLAS settings, '' of any other."""
+    file = folder / "recipes.json"
+    if not file.is_file():
+        return ""
+    from bi_kernels.audit.recipes import said  # noqa: PLC0415 (it imports torch, and `bi-audit --help` does not)
+
+    return escape.text(said.finding(json.loads(file.read_text(encoding="utf-8"))))
 
 
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:
     """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
     report will stand, if elsewhere."""
     title, _, rest = body.strip().partition("\n")
-    said, whose = lead(folder, rows), subject(rows)
+    first, whose = lead(folder, rows), subject(rows)
     title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose else title
-    verdict = f"{_begun(whose)}: {said.verdict}" if whose == STOCK else said.verdict
-    sentences = " ".join(filter(None, (f"**{verdict}**" * bool(said.verdict), said.goals)))
+    verdict = f"{_begun(whose)}: {first.verdict}" if whose == STOCK else first.verdict
+    bold, plain = (first.finding, verdict) if first.finding else (verdict, "")
+    sentences = " ".join(filter(None, (f"**{bold}**" * bool(bold), plain, first.goals)))
     why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
     stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
     parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]

@@ -56,7 +56,7 @@ def killers(found: Sequence[dict]) -> str:
 def title(found: Sequence[dict]) -> str:
     """Returns the figure's title."""
     killed = sum(f["verdict"] == KILLED for f in found)
-    return f"By file, what killed first {killed} of {len(found)} mutants; the others are explained or survived"
+    return f"What killed {killed} of {len(found)} mutants first, by file; the others are explained or survived"
 
 
 def figure(found: Sequence[dict]) -> plt.Figure:
