@@ -101,8 +101,7 @@ def test_the_quick_run_of_every_op(clone):
 
 
 @pytest.mark.parametrize("command", ["bi-audit list", "bi-audit report"])
-def test_a_cheap_command_leaves_the_clone_clean(command, clone):
+def test_a_cheap_command_leaves_nothing_in_the_clone(command, clone):
     assert command in COMMANDS + ["bi-audit list"]
     said, _ = shell(command, clone)
-    indexes = ":!audits/README.md", ":!audits/*/README.md"  # which name the reports of older kernels
-    assert said.endswith("status 0\n") and git("status", "--porcelain", "--", ".", *indexes, cwd=clone) == "", said
+    assert said.endswith("status 0\n") and "??" not in git("status", "--porcelain", cwd=clone), said

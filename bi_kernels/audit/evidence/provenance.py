@@ -14,7 +14,7 @@ import torch
 import triton
 
 from bi_kernels import contract
-from bi_kernels.audit.evidence import kernels
+from bi_kernels.audit import kernels
 from bi_kernels.audit.parameters import device_name
 
 

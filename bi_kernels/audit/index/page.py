@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bi_kernels.audit import kernels
 from bi_kernels.audit.bench import goals
-from bi_kernels.audit.evidence import escape, kernels
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 MODULES = "checks", "contract", "eager", "grads", "launch", "parameters", "scalars", "tokens"  # which ops import
 FILES = "ops/**/*.py", "ops/**/*.toml", "contract.toml", *(f"{name}.py" for name in MODULES)
 
