@@ -118,6 +118,26 @@ def test_stock_pytorch_is_called_a_control_wherever_its_results_stand(tmp_path):
     assert headings == ["### gpu", f"### gpu-torch: {report.STOCK}"] and "PyTorch" in files[page.PICTURE]
 
 
+def test_a_report_of_the_interpreter_says_so_in_its_first_sentences(tmp_path):
+    lead = lambda device: report.page("# GEMM", tmp_path, [replace(ROW, device=device).json()]).splitlines()[2]
+    assert "nterpreter" in lead("interpreter") and "nterpreter" not in lead("NVIDIA H200")
+    document(tmp_path / "cpu" / "gemm", replace(ROW, device="interpreter"), CONTROL, device="interpreter")
+    assert report.ON_INTERPRETER in page.report(tmp_path)["README.md"].partition("### cpu")[2]
+
+
+def test_a_report_about_the_auditor_is_not_said_to_be_about_ops(tmp_path):
+    rows = [replace(ROW, candidate="zoo", relation="reproducer", verdict=NEEDS_FIX, mismatches=3).json()]
+    assert report.AUDITOR in report.page("# Third-party ops", tmp_path, rows).splitlines()[2].lower()
+
+
+def test_of_several_ops_the_headline_tells_the_most_basic_cause():
+    accuracy = replace(ROW, op="silu", relation="accuracy", verdict=NEEDS_FIX, threshold_share=7.0, mismatches=None)
+    memory = replace(ROW, op="add", layout="unaligned view", verdict=NEEDS_FIX, mismatches=3)
+    rows = replace(ROW, op="linear", layout="rows", rows=1, verdict=NEEDS_FIX, mismatches=3)
+    said = headline([accuracy, memory, rows])
+    assert said.startswith("3 of 3 need a fix") and "linear o bf16: a row's result depends on how many rows" in said
+
+
 def colors(svg: str) -> list[str]:
     """The colours of the cells, by op and column."""
     tree = ElementTree.fromstring(svg)
@@ -271,7 +291,7 @@ def test_every_figure_of_a_committed_report_says_what_it_shows():
 def test_first_sentence_table_and_index_count_the_same_goals(place):
     text = (place / "README.md").read_text(encoding="utf-8")
     met, missed = (len(re.findall(rf"\| {mark}", text)) for mark in "✔✘")
-    said = f"✔ {met} of {met + missed} goals met, ✘ **{missed} missed**."
+    said = f"✔ {met} of {met + missed} goals met, ✘ {missed} missed."
     assert met and missed and said in text and said in page.report(ROOT / "audits")["README.md"]
 
 

@@ -115,7 +115,8 @@ def _sum(found: Sequence[Document]) -> str:
     judged = [d for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
     good = sum(d.verdict == PASS for d in judged)
-    return f"{escape.text(devices)}. {f'{good} of {len(judged)} pass.' * bool(judged)}".strip()
+    where = reports.ON_INTERPRETER if devices == "interpreter" else f"{escape.text(devices)}."
+    return f"{where} {f'{good} of {len(judged)} pass.' * bool(judged)}".strip()
 
 
 def _made(folder: Path, found: Sequence[Document]) -> str:
@@ -127,11 +128,11 @@ def _made(folder: Path, found: Sequence[Document]) -> str:
         lines.append(
             {
                 "document": escape.link(where, f"{where}/{PAGE}"),
-                "checks": f"{len(mine):,}",
+                "verdicts": f"{len(mine):,}",
                 "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
                 "evidence": ", ".join(
                     escape.link(name, f"{where}/{file}")
-                    for name, file in (("verdicts", "verdicts.json"), ("notebook", "notebook.ipynb"))
+                    for name, file in (("verdicts.json", "verdicts.json"), ("notebook", "notebook.ipynb"))
                 ),
                 "commit": d.made.get("commit", MARK[""]),
                 "command": d.made.get("command", MARK[""]),
@@ -166,7 +167,7 @@ def report(folder: Path) -> dict[str, str]:
         parts.append(f"### {named[place]}\n\n{_sum(found)}\n\n{_findings(folder, found)}")
     if judged:
         parts.append("## In detail")
-        parts.append(folded("Checks, controls, commits and commands", _made(folder, judged)))
+        parts.append(folded("Verdicts, controls, commits and commands", _made(folder, judged)))
     parts += [folded(f"{name}: op × relation", matrix(by_place[name])) for name in status]
     head = (
         f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "

@@ -29,12 +29,20 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 
 
 STOCK = "stock PyTorch (a control, not this package)"
+AUDITOR = "what the auditor says of third-party ops"  # which the audit zoo judges
+ON_INTERPRETER = "On Triton's interpreter: no statement about a GPU."
 
 
 def subject(rows: list[dict]) -> str:
-    """Names in Markdown whose ops a report judges where these are not this package's, '' where they are."""
-    found = {r["candidate"] for r in rows if not r["control"]} - {"", "bi_kernels", "zoo"}
-    return STOCK if found == {"torch"} else escape.code(found.pop()) if len(found) == 1 else ""
+    """Names in Markdown what a report judges, '' where that is this package's ops."""
+    found = {r["candidate"] for r in rows if not r["control"]} - {"", "bi_kernels"}
+    name = found.pop() if len(found) == 1 else ""
+    return {"torch": STOCK, "zoo": AUDITOR, "": ""}.get(name, escape.code(name))
+
+
+def interpreted(rows: list[dict]) -> str:
+    """Returns the sentence that a report on Triton's interpreter ends its first ones with, '' of any other."""
+    return ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else ""
 
 
 class Lead(NamedTuple):
@@ -68,10 +76,11 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
     report will stand, if elsewhere."""
     title, _, rest = body.strip().partition("\n")
     first, whose = lead(folder, rows), subject(rows)
-    title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose else title
-    verdict = f"{_begun(whose)}: {first.verdict}" if whose == STOCK else first.verdict
+    title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose not in ("", AUDITOR) else title
+    judge = ", judged by this package's contract" * (whose == STOCK)
+    verdict = f"{_begun(whose)}{judge}: {first.verdict}" if whose in (STOCK, AUDITOR) else first.verdict
     bold, plain = (first.finding, verdict) if first.finding else (verdict, "")
-    sentences = " ".join(filter(None, (f"**{bold}**" * bool(bold), plain, first.goals)))
+    sentences = " ".join(filter(None, (f"**{bold}**" * bool(bold), plain, first.goals, interpreted(rows))))
     why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
     stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
     parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]
