@@ -114,11 +114,6 @@ class Comparison:
         ends = [(c, e) for c, e in enumerate(self.canonical) if e.op == OUTPUT and e.phase == FORWARD]
         return [self.pairs[c, "in", k] for c, e in ends for k in range(len(e.inputs))]
 
-    @property
-    def output(self) -> bool:
-        """Says whether what the model returned was compared."""
-        return any(pair is not None for pair in self.outputs())
-
     def by_sample(self, pair: Pair) -> np.ndarray:
         return np.bincount(self.samples[pair.differs], minlength=self.count) > 0
 

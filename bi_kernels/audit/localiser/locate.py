@@ -134,7 +134,7 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
 
 def _seen(report: Report, comparison: Comparison) -> None:
     """Notes whether the output was compared. Raises ValueError where nothing was."""
-    report.output &= comparison.output
+    report.output &= any(pair is not None for pair in comparison.outputs())
     if not report.compared:
         raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
 
