@@ -1,5 +1,6 @@
 """The tests run the kernels on Triton's interpreter, on a GPU machine too."""
 
+import functools
 import gc
 import os
 import signal
@@ -76,6 +77,26 @@ SLOW_NOTEBOOKS = (
 )
 
 
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def tracked() -> frozenset[Path] | None:
+    """The files of the checkout that git tracks; None where there is no git. What else lies there is nobody's
+    promise."""
+    try:
+        told = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return frozenset(ROOT / name for name in told.split("\0") if name)
+
+
+def committed(*patterns: str) -> list[Path]:
+    """The files of the checkout of some patterns, but for those that git does not track."""
+    found = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    return [path for path in found if tracked() is None or path in tracked()]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-slow", action="store_true", help="leaves out what is marked slow")
 
@@ -92,6 +113,10 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if tracked() is not None:
+        others = [item for item in items if item.path.suffix == ".ipynb" and item.path not in tracked()]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     if config.getoption("without_slow"):
         slow = [item for item in items if is_slow(item)]
         cases = {(i.location[0], i.originalname, text) for i in items for text in kept(i) or ()}

@@ -240,7 +240,7 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
         "gpu/gemm/README.md)": "❌",
         "gpu/elementwise/README.md)": "❌",
     }, "an uncaught control fails its document"
-    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document", "checks")}
+    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document", "verdicts")}
     assert documents["gpu/gemm/README.md)"]["controls caught"] == "1 of 1"
     assert documents["gpu/elementwise/README.md)"]["controls caught"] == "0 of 1"
     gpu, cpu = (next(i for i, line in enumerate(lines) if f"{name}: op × relation" in line) for name in ("gpu", "cpu"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_within
+from conftest import assert_within, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -581,9 +581,9 @@ def test_no_error_of_the_scores_moves_attention_s_probabilities_by_more_than_s_s
 
 
 def sources():
-    for path in sorted([*ROOT.glob("bi_kernels/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("tools/*.py")]):
+    for path in committed("bi_kernels/**/*.py", "tests/*.py", "tools/*.py"):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+    for path in committed("notebooks/*.ipynb"):
         for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
             if cell["cell_type"] == "code":
                 lines = "".join(cell["source"]).splitlines()

@@ -1,26 +1,30 @@
-"""The index says in a line what every document found, of when and of which sources, and draws what passes where."""
+"""A report is written from what its run left; the index says in a line what every report found, and what passes."""
 
 import json
-import shutil
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
-from bi_kernels.audit.evidence import limits
-from bi_kernels.audit.evidence.answer import headline
+from bi_kernels.audit import kernels
+from bi_kernels.audit.evidence import figures, limits
+from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
-from bi_kernels.audit.index import page, sources, words
+from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
-from bi_kernels.audit.index.picture import NOT_JUDGED, PASSES, REFUSED, WRONG, draw
+from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
 from bi_kernels.contract import DTYPES
 
 ROW = Row("gemm", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "300", "normal", 9, PASS, 0, 64)
 CONTROL = replace(ROW, control=True, caught=True, verdict=NEEDS_FIX)
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "notebooks" / "1_dtype.ipynb"
+REPORTS = sorted(path.parent for path in (ROOT / "audits").rglob(report.NOTEBOOK))
 
 
 def document(place: Path, *rows: Row, title: str = "GEMM: does it drift?", **made: str) -> Path:
@@ -47,7 +51,7 @@ def test_a_line_says_what_was_asked_and_found_and_when(tmp_path):
     assert "0.9996 × the bound" in line(text, "gemm"), "a share below the bound is not said to be the bound"
     assert "| Old? " in line(text, "old") and "❌" in line(text, "old")
     assert headline([r.json() for r in (replace(ROW, verdict=NEEDS_FIX, mismatches=3),)]) in line(text, "old")
-    assert line(text, "old").count(sources.NOT_RECORDED) == 1 and "1 of 2 pass. 0 of 2 are current." in text
+    assert "1 of 2 pass." in text
     (old / "provenance.json").unlink()
     assert "Old?" in page.report(tmp_path)["README.md"], "its notebook stopped before"
 
@@ -90,15 +94,6 @@ def test_goals_that_are_missed_have_no_tick(tmp_path):
     assert "❌" in line(page.report(tmp_path)["README.md"], "bench"), "goals hide no verdict"
 
 
-def test_mutants_are_a_line_of_the_same_table(tmp_path):
-    place = tmp_path / "gpu-mutants" / "mutants"
-    place.mkdir(parents=True)
-    verdicts = ["killed"] * 3 + ["survived", "explained"]
-    (place / "mutants.json").write_text(json.dumps([{"verdict": v} for v in verdicts]))
-    (place / "provenance.json").write_text(json.dumps({"device": "A GPU"}))
-    assert "75.00% of 4; 1 survived, 1 more are explained" in line(page.report(tmp_path)["README.md"], "mutants")
-
-
 def test_folders_come_by_what_is_promised_there(tmp_path):
     document(tmp_path / "a-cpu" / "gemm", ROW, CONTROL, architecture="interpreter (bits are promised on sm_90 only)")
     document(tmp_path / "b-other" / "gemm", ROW, CONTROL, architecture="sm_80 (bits are promised on sm_90 only)")
@@ -106,6 +101,41 @@ def test_folders_come_by_what_is_promised_there(tmp_path):
     document(tmp_path / "d-ours" / "gemm", ROW, CONTROL)
     found = [place.name for place in page.documents(tmp_path)]
     assert found == ["d-ours", "c-torch", "b-other", "a-cpu"]
+
+
+def test_stock_pytorch_is_called_a_control_wherever_its_results_stand(tmp_path):
+    stock = [replace(ROW, candidate="torch", verdict=NEEDS_FIX, mismatches=3), replace(CONTROL, candidate="broken")]
+    page_of = lambda rows: report.page("# GEMM: does it drift?", tmp_path, [r.json() for r in rows]).splitlines()
+    title, _, first, *_ = page_of(stock)
+    assert "tock PyTorch" in title and "not this package" in title and "GEMM: does it drift?" in title
+    assert "tock PyTorch" in first and "not this package" in first and answer([stock[0]]) in first
+    assert page_of([ROW, CONTROL])[0] == "# GEMM: does it drift?"
+    assert page_of([replace(ROW, candidate="my.py:f")])[0] == "# `my.py:f`: GEMM: does it drift?"
+    document(tmp_path / "gpu-torch" / "gemm", *stock)
+    document(tmp_path / "gpu" / "gemm", ROW, CONTROL)
+    files = page.report(tmp_path)
+    headings = [row for row in files["README.md"].splitlines() if row.startswith("### ")]
+    assert headings == ["### gpu", f"### gpu-torch: {report.STOCK}"] and "PyTorch" in files[page.PICTURE]
+
+
+def test_a_report_of_the_interpreter_says_so_in_its_first_sentences(tmp_path):
+    lead = lambda device: report.page("# GEMM", tmp_path, [replace(ROW, device=device).json()]).splitlines()[2]
+    assert "nterpreter" in lead("interpreter") and "nterpreter" not in lead("NVIDIA H200")
+    document(tmp_path / "cpu" / "gemm", replace(ROW, device="interpreter"), CONTROL, device="interpreter")
+    assert report.ON_INTERPRETER in page.report(tmp_path)["README.md"].partition("### cpu")[2]
+
+
+def test_a_report_about_the_auditor_is_not_said_to_be_about_ops(tmp_path):
+    rows = [replace(ROW, candidate="zoo", relation="reproducer", verdict=NEEDS_FIX, mismatches=3).json()]
+    assert report.AUDITOR in report.page("# Third-party ops", tmp_path, rows).splitlines()[2].lower()
+
+
+def test_of_several_ops_the_headline_tells_the_most_basic_cause():
+    accuracy = replace(ROW, op="silu", relation="accuracy", verdict=NEEDS_FIX, threshold_share=7.0, mismatches=None)
+    memory = replace(ROW, op="add", layout="unaligned view", verdict=NEEDS_FIX, mismatches=3)
+    rows = replace(ROW, op="linear", layout="rows", rows=1, verdict=NEEDS_FIX, mismatches=3)
+    said = headline([accuracy, memory, rows])
+    assert said.startswith("3 of 3 need a fix") and "linear o bf16: a row's result depends on how many rows" in said
 
 
 def colors(svg: str) -> list[str]:
@@ -123,14 +153,26 @@ def test_weights_after_training_and_what_the_localiser_names_have_their_cells():
 
 def test_the_picture_has_a_colour_for_every_outcome_and_the_same_bytes_twice():
     rows = [replace(ROW, dtype=d) for d in ("bf16", "fp16", "fp32")]
-    rows += [replace(ROW, op="two", dtype=d) for d in ("bf16", "fp16")] + [replace(ROW, op="one")]
+    rows += [replace(ROW, op="some", dtype="bf16"), replace(ROW, op="some", dtype="fp16", verdict=UNSUPPORTED)]
+    rows += [replace(ROW, op="one")]
     rows += [replace(ROW, op="bad", dtype="bf16"), replace(ROW, op="bad", dtype="fp32", verdict=NEEDS_FIX)]
     rows += [replace(ROW, op="refused", verdict=UNSUPPORTED)]
     found = cells(r.json() for r in rows)
     svg = draw({"ours": found, "other": {}}, "a title")
     assert svg == draw({"ours": found, "other": {}}, "a title")
-    assert colors(svg) == [PASSES[2], PASSES[1], PASSES[0], WRONG, REFUSED], "cells that were not judged are none"
-    assert svg.count("✗") == 2 and NOT_JUDGED in svg and "4 of 5 need no fix" in svg and "0 of 0 need no fix" in svg
+    assert colors(svg) == [ALL, SOME, ALL, WRONG, REFUSED], "cells that were not judged are none"
+    assert svg.count("✗") == 2 and NOT_JUDGED in svg
+    assert "3 of 4 pass" in svg and "0 of 0 pass" in svg, "refused is not judged"
+
+
+def test_a_cell_counts_the_dtypes_that_were_asked_and_no_others():
+    svg = draw({"ours": cells([replace(ROW, op="qwen3", dtype="bf16").json()])}, "a title")
+    assert ">1/1<" in svg and "of 3" not in svg and colors(svg) == [ALL], "one dtype was asked, and passes"
+    svg = draw({"ours": cells(replace(ROW, dtype=d).json() for d in DTYPES)}, "a title")
+    assert ">3/3<" in svg and colors(svg) == [ALL]
+    other = replace(ROW, dtype="float64", verdict=NEEDS_FIX)
+    svg = draw({"ours": cells(r.json() for r in (ROW, other))}, "a title")
+    assert colors(svg) == [WRONG] and "0 of 1 pass" in svg, "a dtype that the contract refuses, and it does not"
 
 
 def test_a_picture_is_of_two_folders_and_each_folder_has_an_index(tmp_path):
@@ -150,47 +192,118 @@ def test_documents_of_the_checkout_link_to_what_is_promised(place, link):
     assert said == (f"[What is promised, and where]({link}/limits.md)." if link else "")
 
 
-def test_the_committed_index_is_that_of_the_committed_documents():
-    for name, text in page.report(ROOT / "audits").items():
-        assert (ROOT / "audits" / name).read_text(encoding="utf-8") == text, f"{name}: run `bi-audit report`"
+def test_a_report_of_other_kernels_or_another_contract_says_so(tmp_path):
+    document(tmp_path / "gpu" / "now", ROW, CONTROL, kernels=kernels.digest())
+    document(tmp_path / "gpu" / "other", ROW, CONTROL, kernels="0" * 12)
+    document(tmp_path / "gpu" / "unknown", ROW, CONTROL)
+    text = page.report(tmp_path)["README.md"]
+    assert [page.OLDER in line(text, name) for name in ("now", "other", "unknown")] == [False, True, True]
 
 
-def made(tmp_path: Path, **changes: str) -> Path:
-    """A copy of a committed document; changes: texts of its executed notebook, and what stands there instead."""
-    place = tmp_path / "dtype"
-    shutil.copytree(ROOT / "audits" / "interpreter-tiny" / "dtype", place)
-    executed = nbformat.read(place / words.EXECUTED, as_version=4)
-    for cell in executed.cells:
-        for old, new in changes.values():
-            cell.source = cell.source.replace(old, new)
-    nbformat.write(executed, place / words.EXECUTED)
-    return place
+@pytest.mark.parametrize(
+    "name, changes",
+    [("ops/gemm/gemm.py", True), ("ops/gemm/cost.toml", True), ("contract.toml", True), ("launch.py", True)]
+    + [("audit/cli.py", False), ("reference.py", False), ("model/decoder.py", False)],
+)
+def test_the_digest_is_of_kernels_what_they_import_and_the_contract(name, changes, tmp_path):
+    for file in ("ops/gemm/gemm.py", "contract.toml", name):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("1")
+    before = kernels.digest(tmp_path)
+    (tmp_path / name).write_text("2")
+    assert (kernels.digest(tmp_path) != before) == changes
 
 
-def test_a_documents_words_are_the_notebooks_and_its_numbers_the_runs(tmp_path):
-    place = made(tmp_path, text=("How far from fp64", "How near to fp64"))
-    committed = (place / "README.md").read_text()
-    (place / "README.md").write_text("older words")
-    (place / "dtype_99_0.png").write_bytes(b"of a cell that is gone")
-    figures = {path.name: path.read_bytes() for path in place.glob("dtype_??_0.png") if "99" not in path.name}
-    (place / "sources.json").write_text(json.dumps({"1_dtype.ipynb": "another"}))
-    assert words.follow(place) and figures
-    assert (place / "README.md").read_text().strip() == committed.rpartition("\n[")[0].strip()  # no checkout, no link
-    assert {path.name: path.read_bytes() for path in place.glob("*.png")} == figures
-    assert json.loads((place / "sources.json").read_text()) == {"1_dtype.ipynb": sources.code(NOTEBOOK)}
-    (place / "README.md").write_text("untouched")
-    (place / "sources.json").write_text(json.dumps({"1_dtype.ipynb": "of other cells that it has not"}))
-    assert not words.follow(place) and (place / "README.md").read_text() == "untouched", "nothing is left to do"
-    assert json.loads((place / "sources.json").read_text()) == {"1_dtype.ipynb": sources.code(NOTEBOOK)}
+def test_the_digest_has_every_module_that_an_op_imports():
+    text = "".join(path.read_text() for path in (ROOT / "bi_kernels/ops").rglob("*.py"))
+    modules = {*re.findall(r"^ *from bi_kernels\.(\w+)[\w.]* import", text, re.M)}
+    modules |= {*re.findall(r"^ *from bi_kernels import (\w+)", text, re.M)} - {"reference", "reference_attention"}
+    assert modules - {"reference", "reference_attention"} <= {*kernels.MODULES, "ops"}
 
 
-def test_a_document_of_other_code_stays_as_it_was(tmp_path):
-    for i, changes in enumerate(({"code": ("run.controls()", "pass")}, {})):
-        place = made(tmp_path / str(i), text=("How far from fp64", "How near to fp64"), **changes)
-        executed = nbformat.read(place / words.EXECUTED, as_version=4)
-        if not changes:  # a cell in the middle that raised
-            error = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
-            next(c for c in executed.cells[5:] if c.cell_type == "code").outputs = [error]
-            nbformat.write(executed, place / words.EXECUTED)
-        before = (place / "README.md").read_text()
-        assert not words.follow(place) and (place / "README.md").read_text() == before
+def executed(*cells: str | dict) -> nbformat.NotebookNode:
+    """A notebook of Markdown, and of what its cells of code put out."""
+    new = nbformat.v4
+    code = lambda data: new.new_code_cell("run()", outputs=[new.new_output("display_data", data)])
+    return new.new_notebook(cells=[new.new_markdown_cell(c) if isinstance(c, str) else code(c) for c in cells])
+
+
+PNG = "iVBORw0KGgo="
+
+
+def test_a_report_is_written_anew_from_its_evidence_which_stays_as_it_is(tmp_path, bi_audit):
+    place = document(tmp_path / "gpu" / "gemm", ROW, CONTROL)
+    notebook = executed("# GEMM: does it drift?\n\nText.", "## A map", {"image/png": PNG}, "The end.")
+    nbformat.write(notebook, place / report.NOTEBOOK)
+    (place / "README.md").write_text("# Older words")
+    kept = {path: path.read_bytes() for path in place.iterdir() if path.suffix != ".md"}
+    assert bi_audit("report", tmp_path).returncode == 0
+    text = (place / "README.md").read_text()
+    assert text.startswith(f"# GEMM: does it drift?\n\n**{answer([ROW])}.**\n\nText.") and text.endswith("The end.\n")
+    assert "](gemm_2_0.png)" in text and (place / "gemm_2_0.png").is_file() and "run()" not in text
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert "GEMM: does it drift?" in (tmp_path / "README.md").read_text()
+
+
+def test_a_report_leads_with_its_goals_unless_something_needs_a_fix(tmp_path):
+    (tmp_path / "goals.json").write_text('[{"met": true}]')
+    failed, missed = replace(ROW, verdict=NEEDS_FIX, mismatches=3), replace(CONTROL, caught=False)
+    page_of = lambda *rows: report.page("# Speed\n\ntext", tmp_path, [r.json() for r in rows])
+    assert page_of(replace(ROW, relation="timing")) == "# Speed\n\n✔ 1 of 1 goals met, none missed.\n\ntext\n"
+    assert f"**{answer([ROW])}.** ✔ 1 of 1" in page_of(ROW), "of bits and of time"
+    for rows in ([failed], [ROW, missed]):
+        assert "goals" not in page_of(*rows) and answer(rows) in page_of(*rows)
+
+
+def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp_path):
+    told = nbformat.v4.new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "2 of 3 drift"}})
+    notebook = executed("# GEMM", "## A [map](a.md)\n\nElements that *differ*: by M. More.", {"image/png": PNG})
+    notebook.cells += executed(
+        {"image/png": PNG}, "Of no heading", {"text/markdown": "# Speed"}, {"image/png": PNG}
+    ).cells
+    notebook.cells[-1].outputs.append(told)
+    body, _ = report.markdown(notebook, "gemm")
+    above = "A map. Elements that differ: by M"
+    wanted = [f"{above} (figure 1 of 2)", f"{above} (figure 2 of 2)", "Speed", "2 of 3 drift"]
+    assert re.findall(r"!\[(.*)\]\(gemm_\d_\d.png\)", body) == wanted
+
+
+def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    monkeypatch.setattr(figures, "get_ipython", lambda: shell)
+    figures.record_titles()
+    figure, axes = plt.subplots(1, 2)
+    axes[0].set_title("one", loc="left")
+    axes[1].set_title("the\nother")
+    shown = lambda: shell.display_formatter.format(figure)[1]["image/png"]["alt"]
+    assert shown() == "one; the other"
+    figure.suptitle("both")
+    assert shown() == "both"
+    plt.close(figure)
+
+
+def test_every_figure_of_a_committed_report_says_what_it_shows():
+    found = [alt for path in (ROOT / "audits").rglob("*.md") for alt in re.findall(r"!\[(.*)\]", path.read_text())]
+    assert len(found) > 60 and not [alt for alt in found if len(alt.split()) < 3]
+
+
+@pytest.mark.parametrize("place", [p for p in REPORTS if (p / "goals.json").exists()], ids=lambda place: place.name)
+def test_first_sentence_table_and_index_count_the_same_goals(place):
+    text = (place / "README.md").read_text(encoding="utf-8")
+    met, missed = (len(re.findall(rf"\| {mark}", text)) for mark in "✔✘")
+    said = f"✔ {met} of {met + missed} goals met, ✘ {missed} missed."
+    assert met and missed and said in text and said in page.report(ROOT / "audits")["README.md"]
+
+
+@pytest.mark.parametrize("place", REPORTS, ids=lambda place: place.relative_to(ROOT / "audits").as_posix())
+def test_a_committed_report_shows_the_figures_of_its_evidence(place):
+    body, figures = report.markdown(nbformat.read(place / report.NOTEBOOK, as_version=4), place.name)
+    text = (place / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in place.glob("*.png")} == {*re.findall(r"\]\((\w+\.png)\)", text)} == {*figures}
+    assert body.splitlines()[0].lstrip("# ") in text.splitlines()[0] and limits.promised(place) in text
+
+
+def test_the_committed_index_has_every_report():
+    text = (ROOT / "audits" / "README.md").read_text(encoding="utf-8")
+    places = {path.parent.relative_to(ROOT / "audits").as_posix() for path in (ROOT / "audits").rglob("*.json")}
+    assert all(f"({place}/README.md)" in text for place in places) and len(places) > 30

@@ -1,5 +1,6 @@
 """The localiser: it names nothing on what is invariant, and on what is broken the op that is."""
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -217,6 +218,56 @@ def test_bad_input_is_one_sentence(model, batch, layouts, said):
     with pytest.raises(ValueError, match=said) as raised:
         locate(model, batch, layouts)
     assert "\n" not in str(raised.value)
+
+
+class Attends(nn.Module):
+    """Attention over all places of a row, padding's too where there is no mask."""
+
+    def forward(self, x):
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+class AttendsMasked(Attends):
+    def forward(self, x, key_mask=None):
+        hidden = torch.zeros(()) if key_mask is None else (key_mask[:, None] == 0) * -1e9
+        return (x @ x.transpose(1, 2) + hidden).softmax(-1) @ x
+
+
+RAGGED = [torch.randn(n, 64) / 8 for n in (7, 4, 11)]  # so that no key has all of the weight
+MASKS = [torch.ones(len(x), dtype=torch.int64) for x in RAGGED]
+
+
+@pytest.mark.parametrize(
+    "model, batch, named",
+    [
+        (Attends(), RAGGED, "attention_mask"),
+        (AttendsMasked(), RAGGED, "key_mask"),
+        (AttendsMasked(), {"x": RAGGED, "key_mask": MASKS}, ""),
+        (lambda x: x / x.shape[0], RAGGED, ""),
+        (Attends(), [torch.randn(7, 64) for _ in range(3)], ""),
+    ],
+    ids=["takes no mask", "is given no mask", "is given a mask", "reads no padding", "no padding"],
+)
+def test_drift_by_padding_that_no_mask_hides_is_said_to_be_the_callers(model, batch, named):
+    report = locate(model, batch, ("singles", "batch"), backward=False)
+    said = [sentence for sentence in report.warnings if "padding" in sentence]
+    assert len(said) == bool(named), report
+    assert not named or report.causes and named in said[0] and "caller" in said[0] and said[0] in report.markdown()
+
+
+def test_a_terminal_shows_the_verdict_first_and_no_markdown():
+    report = locate(TwoCauses(), torch.randn(4, 6, 64), backward=False)
+    lines = str(report).splitlines()
+    assert (
+        lines[0].startswith("2 ops drift. First: aten.mul.Tensor in batch (forward)") and "test_locate.py" in lines[0]
+    )
+    assert max(map(len, lines)) <= 100 and not [line for line in lines if line.startswith(("#", "|", "**"))]
+    assert all(f"{number}. {cause.op}" in str(report) for number, cause in enumerate(report.causes, 1))
+    assert report._repr_markdown_().startswith("###") and "| op |" in report._repr_markdown_()
+    passed = locate(nn.Tanh(), torch.randn(4, 6, 64), backward=False)
+    assert str(passed).startswith("Nothing drifts.") and "####" not in str(passed)
+    wide = dataclasses.replace(passed, model="x" * 30, notes=["many words of a note " * 9], causes=report.causes)
+    assert max(map(len, str(wide).splitlines())) <= 100
 
 
 MINE = """

@@ -15,8 +15,8 @@ import pytest
 
 import bi_kernels
 from bi_kernels.audit import load
-from bi_kernels.audit.index import sources, words
-from bi_kernels.audit.mutants import document, operators, plan, questions, run
+from bi_kernels.audit.index import page
+from bi_kernels.audit.mutants import document, operators, plan, questions, rates, run
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
 from bi_kernels.audit.problem.registry import OPS
@@ -128,38 +128,15 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     assert all(len(e.reason) > 20 for e in entries)
 
 
-INTERPRETER = ("elementwise", "gemm", "rms_norm", "vocabulary")  # whose mutants its document is of
-WHERE = "interpreter", "nvidia-h200"
+COMMITTED = sorted((Path(bi_kernels.__file__).parents[1] / "audits").glob("*/mutants"))
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_limits_says_what_the_documents_left_alive(where, every):
-    root = Path(bi_kernels.__file__).parents[1]
-    found = json.loads((root / f"audits/{where}-mutants/mutants/mutants.json").read_text())
-    said = " ".join((root / "docs/limits.md").read_text(encoding="utf-8").split())
-    alive = {f"`{m['function']}`" for m in found if m["verdict"] == document.SURVIVED}
-    assert not {name for name in alive if name not in said}, "which limits has to name"
-    assert not alive or "What these samples left alive has an entry" not in said
-    by_hand, judged = {m.id for m in every if m.operator.startswith(plan.HAND_MADE)}, {m["id"] for m in found}
-    all_of_them = f"Of {len(plan.hand_made())} made by hand an op of the registry reaches {len(by_hand)}"
-    assert f"samples of {len(found)}: those made by hand, and few of the others. {all_of_them}" in said
-    here = f"the GPU's document has {len(by_hand & judged)} of the {len(by_hand)}"
-    asked = {m.id for m in plan.of_audits(every, INTERPRETER)} & by_hand
-    assert asked <= judged if where == "interpreter" else here in said
-    assert len({m["id"] for m in found} - by_hand) < len(every) / 50, "few of the others"
-    assert ("attention" in "".join(m["file"] for m in found)) == (where != "interpreter"), "attention's not among them"
-    assert not [m for m in found if on_hopper(m["file"])], "none in the kernels for sm_90"
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_every_entry_of_the_file_of_equivalents_holds_in_the_documents(where, every):
-    folder = Path(bi_kernels.__file__).parents[1] / f"audits/{where}-mutants/mutants"
-    found, of = json.loads((folder / "mutants.json").read_text()), {m.id: m for m in every}
-    verdicts = [f["verdict"] for f in found]
-    device = "cpu" if where == "interpreter" else "cuda"
-    wrong = document.settle(found, plan.equivalents(), of, device)
-    assert not [line for line in wrong if document.BUT in line]
-    assert verdicts == [f["verdict"] for f in found], "bi-audit report writes the page anew"
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.parent.name)
+def test_no_entry_of_the_file_of_equivalents_is_killed_in_a_committed_report(folder, every):
+    of = {m.id: m for m in every}
+    found = [f for f in json.loads((folder / "mutants.json").read_text()) if f["id"] in of]
+    device = "cpu" if folder.parent.name.startswith("interpreter") else "cuda"
+    assert not [line for line in document.settle(found, plan.equivalents(), of, device) if document.BUT in line]
 
 
 def verdict(m: operators.Mutant, verdict: str, **more) -> dict:
@@ -172,7 +149,7 @@ def test_what_the_file_of_equivalents_explains_follows_it(every):
     entry = lambda m: plan.Equivalent(m.file, m.function, "planted", m.before, m.text, m.operator, m.number)
     found = [
         verdict(one, "survived"),
-        verdict(two, "explained", reason="of an entry that is gone"),
+        verdict(two, "survived"),
         verdict(three, "killed", op="silu"),
         verdict(four, "survived", detail="killed with seed 0, but by nothing with seed 1"),
     ]
@@ -190,26 +167,17 @@ def test_what_the_file_of_equivalents_explains_follows_it(every):
     ]
 
 
-def test_a_page_of_mutants_follows_what_writes_it_and_nothing_else(every, tmp_path, monkeypatch):
-    some = [m for m in plan.of_audits(every, ["rms_norm"]) if not on_hopper(m.file)]
+def test_the_report_is_written_from_what_the_run_left_alone(every, tmp_path, monkeypatch):
+    some = [m for m in plan.of_audits(every, ["rms_norm"]) if not on_hopper(m.file)][:2]
     found = [verdict(some[0], "killed", op="rms_norm", seconds=1), verdict(some[1], "survived", seconds=1)]
-    (tmp_path / "mutants.json").write_text(json.dumps(found))
-    made = {"device": "interpreter", "parameters": "audits=rms_norm, sample=2, seed=0", "commit": "0123456789ab"}
-    (tmp_path / "provenance.json").write_text(json.dumps(made))
-    monkeypatch.setattr(plan, "every", lambda hopper: some)
-    sources.record(tmp_path)
-    recorded = json.loads((tmp_path / sources.FILE).read_text())
-    assert not words.follow_mutants(tmp_path), "a page of today"
-    (tmp_path / sources.FILE).write_text(json.dumps(recorded | {sources.PAGE: "other", "bi_kernels/ops": "other"}))
-    assert not words.follow_mutants(tmp_path), "of other kernels"
-    (tmp_path / sources.FILE).write_text(json.dumps(recorded | {sources.PAGE: "other"}))
-    entry = {"before": some[1].before, "text": some[1].text, "operator": some[1].operator, "number": some[1].number}
-    entries = [plan.Equivalent(some[1].file, some[1].function, "planted by a test", **entry)]
-    monkeypatch.setattr(plan, "equivalents", lambda path: entries)
-    assert words.follow_mutants(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "2 mutants: 1 killed, 1 explained, 0 survived" in text and "planted by a test" in text
-    assert json.loads((tmp_path / sources.FILE).read_text()) == recorded and not words.follow_mutants(tmp_path)
+    made = {"device": "interpreter", "commit": "0123456789ab"}
+    document.record(tmp_path / "gpu" / "mutants", found, {m.id: m for m in some}, made, document.population(some, []))
+    evidence = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    monkeypatch.setattr(plan, "every", lambda hopper: pytest.fail("the kernels here may be others"))
+    page.write_anew(tmp_path)
+    text = (tmp_path / "gpu" / "mutants" / "README.md").read_text()
+    assert "```diff\n---" in text and f"line {some[1].line}" in text and len(evidence) == 3
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == evidence
 
 
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
@@ -328,22 +296,43 @@ def waits_for(done, seconds: float) -> bool:
     return bool(done())
 
 
-def test_the_document_says_of_which_mutants_its_sample_is(every):
+def test_the_report_says_which_files_it_left_alone(every):
     some = plan.of_audits(every, ["rms_norm"])
     assert 0 < len(some) < len(every)
-    assert document.of_how_many([], every, []).startswith(f"There are {len(every):,} mutants of all audits. ")
-    said = document.of_how_many([], some, ["rms_norm", "gemm"])
-    assert said.startswith(f"There are {len(some):,} mutants of the audits named (rms_norm, gemm). ")
-    by_hand = [m for m in some if m.operator.startswith(plan.HAND_MADE)]
-    others = [m for m in some if m not in by_hand]
-    found = [verdict(by_hand[0], "killed"), verdict(others[0], "survived"), verdict(others[1], "explained")]
-    said = document.of_how_many(found, some, [])
-    assert f"Made by hand: 1 of {len(by_hand)} judged, 1 of 1 not explained killed (100.0%)." in said
-    assert f"Made by an operator: 2 of {len(others):,} judged, 0 of 1 not explained killed (0.0%)." in said
-    files, broken = {m.file for m in some}, {f["file"] for f in found}
-    assert f"In {len(files - broken)} of {len(files)} files, which hold " in said and "nothing was broken: " in said
-    whole = document.of_how_many([verdict(m, "killed") for m in some], some, [])
+    said = lambda found, mutants, names=(): document.left_alone(found, document.population(mutants, names))
+    assert said([], every).startswith(f"There are {len(every):,} mutants of all audits. ")
+    named = f"There are {len(some):,} mutants of the audits named (rms_norm, gemm). "
+    assert said([], some, ["rms_norm", "gemm"]).startswith(named)
+    files = {m.file for m in some}
+    assert f"In {len(files) - 1} of {len(files)} files, which hold " in said([verdict(some[0], "killed")], some)
+    whole = said([verdict(m, "killed") for m in some], some)
     assert f"In each of the {len(files)} files something was broken." in whole
+
+
+def judged_as(operator: str, **counts: int) -> list[dict]:
+    return [{"operator": operator, "verdict": verdict} for verdict, n in counts.items() for _ in range(n)]
+
+
+def test_rates_of_mutants_made_by_hand_and_generated_stand_apart_each_with_its_interval(tmp_path):
+    found = judged_as(f"{rates.HAND_MADE}x", killed=70, explained=2)
+    found += judged_as("sign", killed=23, survived=1, explained=4)
+    there = {"hand-made": 72, "generated": 4571}
+    by_hand, generated = (rates.of_kind(found, kind, there) for kind in rates.KINDS)
+    assert "70 of 70 killed (100.0%, 95% interval 94.8% to 100.0%; 72 of 72 judged, 2 of them explained)" in by_hand
+    assert "23 of 24 killed (95.8%, 95% interval 79.8% to 99.3%; 28 of 4,571 judged, 4 of them" in generated
+    place = tmp_path / "gpu" / "mutants"
+    place.mkdir(parents=True)
+    (place / "mutants.json").write_text(json.dumps(found))
+    (place / rates.FILE).write_text(json.dumps(there))
+    index = page.report(tmp_path)["README.md"]
+    assert f"{by_hand} {generated} 1 survived." in index and "98.94" not in index
+    assert rates.of_kind(found[:70], "generated", there).startswith("Generated mutants: no rate (0 of 4,571")
+
+
+@pytest.mark.parametrize("killed, judged, low, high", [(0, 1, 0, 0.7935), (1, 1, 0.2065, 1), (81, 263, 0.2553, 0.3662)])
+def test_the_interval_is_wilsons(killed, judged, low, high):
+    """The last as in R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I."""
+    assert [round(end, 4) for end in rates.interval(killed, judged)] == [low, high]
 
 
 def status(pid: int) -> str:
@@ -368,7 +357,7 @@ def test_a_mutant_is_killed_and_a_planted_entry_that_is_killed_fails(every, tmp_
         ended.stdout + ended.stderr
     )
     found = json.loads((tmp_path / "out" / "mutants.json").read_text())
-    assert [f["verdict"] for f in found] == ["killed"] and document.rate(found) == 1
+    assert [f["verdict"] for f in found] == ["killed"] and rates.rate(found) == 1
     assert "1 killed" in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -12,13 +11,13 @@ import torch.nn.functional as F
 
 from bi_kernels.audit import start
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, verdict_of
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, verdict_of
+from bi_kernels.audit.index import page, report
 from bi_kernels.audit.recipes import figure, products, said, script
 from bi_kernels.audit.recipes import session as sessions
 from bi_kernels.audit.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 from bi_kernels.contract import SWEEP
 
-ROOT = Path(__file__).parents[1]
 TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}, "device": "cpu", "dtype": "bf16"} | {
     "seed": 0
 }
@@ -133,7 +132,6 @@ def test_the_sentence_says_who_drifts_and_who_does_not():
     both = found_of(3, 1.0, "dX")
     both["drifts"]["forward"] = both["drifts"]["dX"]
     assert "workspace drifts up to M = 3, forward and in dX," in said.sentence(document(**{STARVED.name: both}))
-    assert said.headline(document()).startswith("plain cuBLAS drifts with M; of 3 recipes 3: starved cuBLAS, cuBLASLt")
     table = {line["recipe"]: line for line in said.table(document())}
     assert table[UNSPLIT.name]["time"].endswith("at most 7.40 (o, forward, M = 16)")
     assert table[PLAIN.name]["forward drifts"] == "up to M = 300, 1 of 2 shapes"
@@ -142,13 +140,48 @@ def test_the_sentence_says_who_drifts_and_who_does_not():
 
 def test_the_sentence_of_recipes_that_hold():
     sound = document(**{r.name: found_of(0, 1.0) for r in THEIRS})
-    assert said.headline(sound) == "plain cuBLAS does not drift with M; of 3 recipes 0"
     assert said.sentence(sound).count("drifts at no M asked") == 5
     gone = document(**{UNSPLIT.name: found_of(0, 1.0, why="RuntimeError: torch 2.9 takes no pair")})
-    assert "not to split K was not measured;" in said.sentence(gone) and "; of 2 recipes 2: starved" in said.headline(
-        gone
-    )
+    assert "not to split K was not measured;" in said.sentence(gone)
     assert said.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
+
+
+SOUND, LOST = found_of(0, 1.0), found_of(0, 1.0, why="torch 2.9 takes no pair")
+
+
+@pytest.mark.parametrize(
+    "changed, parts",
+    [
+        ({}, ["3 of 3 cuBLAS", "workspace up to M = 3", "without a split at M = 1,", "Without a setting", "M = 300"]),
+        ({BOTH.name: SOUND}, ["2 of 3 cuBLAS settings still drift", "No drift at any M asked: both together."]),
+        ({r.name: SOUND for r in THEIRS}, ["0 of 3 cuBLAS settings", "cuBLAS drifts at no M asked."]),
+        ({UNSPLIT.name: LOST}, ["2 of 2 cuBLAS settings", "Not measured: cuBLASLt without a split."]),
+        ({r.name: LOST for r in THEIRS}, ["No cuBLAS setting was measured."]),
+    ],
+)
+def test_the_finding_says_which_settings_still_drift_and_up_to_which_m(changed, parts):
+    found = said.finding(document(**changed))
+    assert all(part in found for part in parts) and "bi_kernels" not in found, found
+
+
+def test_on_a_cpu_nothing_is_found_about_cublas():
+    recipes = {products.ON_A_CPU.name: found_of(2, 1.0), OURS.name: SOUND}
+    assert "Nothing is said about cuBLAS" in said.finding(document() | {"recipes": recipes})
+
+
+def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(tmp_path):
+    place = tmp_path / "gpu" / "recipes"
+    place.mkdir(parents=True)
+    ours = Row("recipes", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "", "", 1, PASS, 0, 64)
+    rows = [ours.json(), ours.as_control().json() | {"caught": True}]
+    (place / "verdicts.json").write_text(json.dumps(rows))
+    (place / said.FILE).write_text(json.dumps(document()))
+    found, verdict = said.finding(document()), "every bit agrees"
+    first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[2]
+    assert first.startswith(f"**{found}**") and found in first.partition(verdict)[0] and "linear" not in found
+    (line,) = (row for row in page.report(tmp_path)["README.md"].splitlines() if row.startswith("| [recipes](gpu/"))
+    cell = line.split("|")[3].strip()
+    assert cell.startswith(found) and cell.index("✅") < cell.index(verdict)
 
 
 def test_a_span_is_of_neighbours_among_what_was_asked():
@@ -263,19 +296,3 @@ def test_ours_needs_a_fix_where_it_drifts_or_was_not_run(monkeypatch):
 def test_dtypes_of_32_bits_are_refused():
     with pytest.raises(ValueError, match="^dtype is 'fp32', expected bf16 or fp16$"):
         start("recipes", dtype="fp32")
-
-
-def of_gpus() -> list[dict]:
-    found = [json.loads(path.read_text()) for path in (ROOT / "audits").glob(f"*/recipes/{said.FILE}")]
-    return [d for d in found if d["device"] != "interpreter"]
-
-
-def test_the_readme_says_what_a_document_of_a_gpu_found():
-    """Where there is one; where there is none it says nothing of it."""
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    wanted = [said.sentence(document) for document in of_gpus()]
-    claimed = said.SHORT[UNSPLIT.name] in text
-    assert claimed == bool(wanted) == any(sentence in text for sentence in wanted), wanted
-    for document in of_gpus():
-        found = document["recipes"]
-        assert f"It takes {said.cost(found[OURS.name], found[PLAIN.name])}." in text

@@ -19,12 +19,13 @@ from markdown_it import MarkdownIt
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence import escape, figures, tables
-from bi_kernels.audit.evidence.answer import answer, headline, led
+from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, terminal
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import UNTRAINED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments.backward import split_said
+from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.summary import summary
@@ -301,13 +302,14 @@ def test_what_comes_from_outside_stays_text_in_markdown(text):
     assert not re.search(r"<(script|img|a)\b", rendered(tables.table([{"a": escape.text(text)}]).data))
 
 
-def test_a_report_of_an_evil_name_and_error_holds_no_tag():
+def test_a_report_of_an_evil_name_and_error_holds_no_tag(tmp_path):
     report = Report(
         EVIL, [failed(op=EVIL, detail=EVIL, repro=f"python {shlex.quote(EVIL)}", tensor=EVIL)], EVIL, [EVIL]
     )
     html = rendered(report.markdown())
     assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html and "\x1b" not in repr(report)
-    assert "<script" not in rendered(led(f"# Title\n\n{tables.by_op(report.rows).data}", report.rows)[8:])
+    rows = [r.json() for r in report.rows]
+    assert "<script" not in rendered(page(f"# Title\n\n{tables.by_op(report.rows).data}", tmp_path, rows)[8:])
 
 
 def test_a_summary_and_its_links_hold_no_tag(tmp_path):
@@ -392,14 +394,6 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     assert figures.share(0.9999999999) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
-
-
-def test_a_document_leads_with_its_goals_unless_something_needs_a_fix():
-    body, said = "# Speed\n\ntext", "1 of 1 goals met."
-    assert led(body, [replace(ROW, relation="timing")], said) == f"# Speed\n\n{said}\n\ntext"
-    assert led(body, [ROW], said) == f"# Speed\n\n**{answer([ROW])}.** {said}\n\ntext", "of bits and of time"
-    for rows in ([failed()], [ROW, replace(ROW, control=True, caught=False)]):
-        assert said not in led(body, rows, said) and led(body, rows, said) == led(body, rows)
 
 
 def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():

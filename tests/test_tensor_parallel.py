@@ -150,14 +150,12 @@ def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     cost = {"world": "tp2", "what": what, "case": "", "tokens": 8192}
     session.costs = [cost | {"ms": {"ours": n, "all-reduce": 10}} for n in (11, 12)]
     assert [line["goal"] for line in session.compared()] == ["✔ 1.18 at most", "✘ 1.18 at most"]
-    missed, left = ([g for g in session.goals() if (g["what"] == f"{what}, 2 ranks") is mine] for mine in (True, False))
-    assert [g["met"] for g in missed] == [False], "one of two measurements is too slow"
+    measured = [g for g in session.goals() if g["what"].startswith(f"{what}, 2 ranks")]
+    assert [g["met"] for g in measured] == [True, False], "a goal a measurement, as the table has them"
     asked = CONTRACT["chain"]["world"]["real"]["timed"]["goals"]
-    assert [g["met"] for g in left] == [None] * (len(asked) - 1)
-    assert goals.told(tmp_path) == "✔ 0 of 8 goals met, ✘ **1 missed**, 7 not measured in this run."
-    both, session.costs = session.costs, session.costs[:1]
-    met = [g for g in session.goals() if g["met"]]
-    assert goals.sentence(met) == "✔ 1 of 1 goals met, none missed."
+    assert [g["met"] for g in session.goals() if g not in measured] == [None] * (len(asked) - 1)
+    assert goals.told(tmp_path) == "✔ 1 of 9 goals met, ✘ 1 missed, 7 not measured in this run."
+    both = session.costs
     (slow, slower) = growth.measured(both, "qwen3-8b")
     assert (slow["measured, ms more"], slower["measured, ms more"]) == ("0.25", "0.5")  # of four layers
     assert slow["on paper, ms more"] == slower["on paper, ms more"] != "0"

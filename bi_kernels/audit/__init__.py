@@ -32,6 +32,7 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     from bi_kernels.audit.bench.timing import GPU  # noqa: PLC0415 (likewise)
     from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
 
+    parallel.answer_uninterrupted()
     on_gpu = choose(read(audit, parameters).device).type == "cuda"
     pool = (
         parallel.begin(audit, parameters) if on_gpu and (audit not in OTHERS or audit in parallel.PROCESSES) else None

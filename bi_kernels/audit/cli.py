@@ -178,8 +178,10 @@ def digest() -> None:
 @cli.command(cls=Loaded)
 @click.argument("place", default="audits", type=PATH, metavar="[DIR]")
 def report() -> None:
-    """Writes DIR/README.md, the index with the status matrix, from the verdicts below DIR (audits unless given), and
-    anew the indexes of folders below it and the documents whose notebooks have other words by now."""
+    """Writes every report below DIR (audits unless given) from what its run left, and the index, DIR/README.md.
+
+    It changes no verdicts, executed notebooks or provenance.
+    """
 
 
 def main() -> None:

@@ -98,12 +98,12 @@ def mutate(names, sample, seed, device, jobs, out, equivalents, publish) -> None
 
 
 def report(place: Path) -> None:
-    """Writes the index of a folder of documents."""
+    """Writes the reports below a folder from their evidence, and the index."""
     if not place.is_dir():
         raise click.UsageError(f"DIR is {str(place)!r}, which is not a folder")
     try:
         folder.refuse_foreign(place, [], "DIR")
-        page.write(place)
+        page.write_anew(place)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     click.echo(f"wrote {place / page.PAGE}")

@@ -5,6 +5,8 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -73,6 +75,21 @@ class Processes:
             self._free.put(process)
 
 
+def answer_uninterrupted() -> None:
+    """Has a notebook's kernel answer what it is asked about itself without an interrupt: papermill asks that last, and
+    shuts the kernel down, beginning with an interrupt, as soon as it has the answer and while the kernel still answers.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    handlers = getattr(getattr(shell, "kernel", None), "shell_handlers", {})
+    if answer := handlers.get("kernel_info_request"):
+
+        def uninterrupted(*request):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # until this request ends, when the kernel sets its own again
+            return answer(*request)
+
+        handlers["kernel_info_request"] = uninterrupted
+
+
 def begin(audit: str, parameters: dict) -> Processes:
     """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
     beside = int(os.environ.get("BI_AUDIT_JOBS", "1"))  # audits that share the GPU's memory, as the runner says
@@ -109,7 +126,9 @@ def _result(session, part: Future):
 
 
 def _begin(audit: str, parameters: dict) -> None:
-    """Prepares a process, which ends with the one that it works for."""
+    """Prepares a process, which ends with the one that it works for: an interrupt of a notebook's kernel, with which
+    its shutdown begins, reaches all of its processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     _own.append(importlib.import_module(__package__).load(audit, parameters))

@@ -71,5 +71,15 @@ def sentence(found: Sequence[dict]) -> str:
     if len(unknown) == len(found):
         return f"None of {len(found)} goals was measured: that needs a CUDA GPU, and shapes that are not tiny."
     said = f"{MET} {len(met)} of {len(found)} goals met"
-    said += f", {MISSED} **{len(missed)} missed**" if missed else ", none missed"
-    return said + (f", {len(unknown)} not measured in this run." if unknown else ".")
+    said += f", {MISSED} {len(missed)} missed" if missed else ", none missed"
+    said += f", {len(unknown)} not measured in this run." if unknown else "."
+    if far := max((f for f in missed if f.get("reached")), key=_times, default=None):
+        goal = bar(far["goal"]).partition(" (")[0]  # without what is aimed at
+        said += f" Farthest from its goal: {far['what']}, {number(far['reached'])} (goal {goal})."
+    return said
+
+
+def _times(missed: dict) -> float:
+    """Returns how many times too little, or too much, a goal that is missed was reached."""
+    goal, reached = missed["goal"], missed["reached"]
+    return goal["least"] / reached if "least" in goal else reached / goal["most"]

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.callables import drawn
+from bi_kernels.audit.errors import kernel_error
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
@@ -133,7 +134,8 @@ class Target(Named):
         except Exception as error:
             if isinstance(error, TypeError) and str(error).startswith(self.name):
                 raise
-            raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from error
+            cause = None if kernel_error(error) else error  # which may quote a whole kernel
+            raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from cause
         subsets = [{self.first, *c} for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)]
         found, why = [], ""
         for m in dict.fromkeys(((self.count + 1) // 2, *reversed(contract.rows(self.count - 1)))):  # some may raise

@@ -15,7 +15,6 @@ from bi_kernels.audit.evidence.kinds import (
     Kind,
     Side,
     by_kind,
-    compares_bits,
     fields,
     side,
 )
@@ -83,7 +82,8 @@ def answer(rows: Iterable[Row | dict]) -> str:
 
 
 def headline(rows: Iterable[Row | dict]) -> str:
-    """Returns the sentence on the rows of several ops: that on the first of those that need a fix, and how many do."""
+    """Returns the sentence on the rows of several ops: how many need a fix, and that on the first with the most basic
+    cause."""
     every = [r for r in map(fields, rows) if not r["control"]]
     ops = grouped((r for r in every if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
     bad = [op for op, mine in ops.items() if any(r["verdict"] == NEEDS_FIX for r in mine)]
@@ -93,18 +93,11 @@ def headline(rows: Iterable[Row | dict]) -> str:
         return _passed(every)
     judged = [op for op, mine in ops.items() if any(r["verdict"] != UNSUPPORTED for r in mine)]
     each = " (each op in each case and dtype)" * any(case or dtype for _, case, dtype in ops)
-    many = f"{len(bad)} of {len(judged)} need a fix{each}, the first " if len(bad) > 1 else ""
-    return f"{many}{' '.join(filter(None, bad[0]))}: {answer(ops[bad[0]])}"
-
-
-def led(body: str, rows: Sequence[Row | dict], said: str = "") -> str:
-    """Returns a document, Markdown, with a sentence under its title: that on its rows, and, where none of them needs a
-    fix, what is `said` of its goals; of these alone where no bits were compared."""
-    title, _, rest = body.lstrip().partition("\n")
-    said = "" if needs_fix(rows) else said
-    if any(fields(r)["op"] for r in rows) and (compares_bits(rows) or not said):
-        said = " ".join(filter(None, (f"**{escape.text(headline(rows))}.**", said)))
-    return f"{title}\n\n{said}\n{rest}" if said else body
+    many = f"{len(bad)} of {len(judged)} need a fix{each}, for example " if len(bad) > 1 else ""
+    wrong = {op: by_kind(r for r in ops[op]) for op in bad}
+    causes = {op: [_rank(*at) for at, mine in kinds.items() if needs_fix(mine)] for op, kinds in wrong.items()}
+    told = min(bad, key=lambda op: min(causes[op]))
+    return f"{many}{' '.join(filter(None, told))}: {answer(ops[told])}"
 
 
 def _rank(whose: str, kind: str) -> tuple:

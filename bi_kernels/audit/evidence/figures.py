@@ -6,6 +6,7 @@ from itertools import cycle
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from IPython import get_ipython
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.patches import Rectangle
 
@@ -22,6 +23,23 @@ plt.rcParams.update(
         "image.cmap": "viridis",
     }
 )
+
+
+def title(figure: plt.Figure) -> str:
+    """Returns in one line what a figure is called: its own title, else those of its axes."""
+    axes = (ax.get_title(loc=loc) for ax in figure.axes for loc in ("left", "center", "right"))
+    return " ".join((figure.get_suptitle() or "; ".join(filter(None, axes))).split())
+
+
+def record_titles() -> None:
+    """Has Jupyter keep the title of each figure that it shows in the output's metadata, where reports find their
+    alternative text."""
+    if shell := get_ipython():
+        told = lambda figure: ({}, {"image/png": {"alt": title(figure)}})
+        shell.display_formatter.mimebundle_formatter.for_type(plt.Figure, told)
+
+
+record_titles()
 
 
 def _short(v: float) -> str:

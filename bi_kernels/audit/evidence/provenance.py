@@ -14,6 +14,7 @@ import torch
 import triton
 
 from bi_kernels import contract
+from bi_kernels.audit import kernels
 from bi_kernels.audit.parameters import device_name
 
 
@@ -60,6 +61,7 @@ def provenance(device: torch.device, parameters: dict) -> dict[str, str]:
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": commit(),
+        "kernels": kernels.digest(),
         "device": device_name(device),
         "architecture": arch + ("" if arch in promised else f" (bits are promised on {', '.join(promised)} only)"),
         "driver": driver() if device.type == "cuda" else "none",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bi_kernels.audit import faults
+from bi_kernels.audit.errors import kernel_error
 from bi_kernels.audit.memory import give_back, patiently
 
 if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
@@ -110,8 +111,10 @@ class Judged:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the first line of an error, without object addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+    """Returns an error in one line without object addresses: of a Triton kernel its last sentence and the kernel's
+    line, of any other its first line."""
+    said = kernel_error(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.sub(r" at 0x[0-9a-f]+", "", said)[:300]
 
 
 def _said(row: Row | dict) -> dict:

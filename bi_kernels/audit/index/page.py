@@ -1,24 +1,25 @@
-"""The generated index: what every document below a folder was asked and found, and the status matrix over them."""
+"""The generated index: what every report below a folder was asked and found, and the status matrix over them."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
+from bi_kernels.audit import kernels
 from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
 from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
-from bi_kernels.audit.index import fit, sources, words
+from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
+from bi_kernels.audit.index.report import PAGE, lead
+from bi_kernels.audit.mutants import rates
 from bi_kernels.contract import CONTRACT
 
-PAGE, PICTURE = "README.md", "status.svg"
+PICTURE = "status.svg"
+OLDER = "older kernels"  # of a report, where the kernels or the contract here are others than those it was made of
 ASKED = "Bugs planted in our own kernels: how many do the audits catch?"
 
 
@@ -29,7 +30,6 @@ class Document:
     path: Path
     rows: list[dict]  # its verdicts; of mutants, what came of each
     made: dict  # its provenance; empty if the notebook stopped before it
-    sources: dict  # that it was made of; empty of a document that is older than their record
 
     @property
     def mutants(self) -> bool:
@@ -39,16 +39,7 @@ class Document:
     def verdict(self) -> str:
         """Returns the word; '' of mutants, and of a benchmark, whose goals are no verdict."""
         word = "" if self.mutants else verdict_of(self.rows)
-        return "" if word == PASS and self.goals.exists() and not compares_bits(self.rows) else word
-
-    @cached_property
-    def status(self) -> str:
-        """Says whether it is of the sources that stand here: all of the package is read for it."""
-        return sources.status(self.sources, self.made)
-
-    @property
-    def goals(self) -> Path:
-        return self.path / goals.FILE
+        return "" if word == PASS and (self.path / goals.FILE).exists() and not compares_bits(self.rows) else word
 
     @property
     def title(self) -> str:
@@ -61,15 +52,10 @@ class Document:
     def found(self) -> str:
         """Returns the sentence on its rows."""
         if self.mutants:
-            count = Counter(r["verdict"] for r in self.rows)
-            judged = count["killed"] + count["survived"]
-            rate = f"{count['killed'] / judged:.2%} of {judged:,}" if judged else "none was judged"
-            return f"{rate}; {count['survived']} survived, {count['explained']} more are explained"
-        said = escape.text(headline(self.rows))
-        if not self.goals.exists() or self.verdict not in ("", PASS):
-            return said
-        met = goals.sentence(_read(self.goals, list))
-        return f"{said}. {met}" if self.verdict else met
+            return rates.told(self.path, self.rows)
+        said = lead(self.path, self.rows)
+        verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
+        return " ".join(filter(None, (said.finding, verdict, said.goals)))
 
 
 def _read(path: Path, kind: type = dict):
@@ -94,8 +80,8 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
         if path.name == "verdicts.json" and list(place.glob("*/verdicts.json")):
             continue  # the rows of the documents below it once more
         rows = checked_rows(path) if path.name == "verdicts.json" else _read(path, list)
-        told = (place / name for name in ("provenance.json", sources.FILE))
-        found.append(Document(place, rows, *(_read(file) if file.exists() else {} for file in told)))
+        made = place / "provenance.json"
+        found.append(Document(place, rows, _read(made) if made.exists() else {}))
     places = grouped(found, lambda d: d.path.parent)
     return dict(sorted(places.items(), key=lambda item: _rank(*item)))
 
@@ -108,15 +94,16 @@ def _rank(place: Path, found: Sequence[Document]) -> tuple:
 
 
 def _findings(folder: Path, found: Sequence[Document]) -> str:
-    """Returns a line a document: what was asked and found, when, and of which sources."""
+    """Returns a line a document: what was asked and found, when, and whether of older kernels than those here."""
+    here = kernels.digest()
+    older = lambda made: [OLDER] * (bool(made) and made.get("kernels") != here)
     return table(
         [
             {
                 "document": escape.link(d.path.name, f"{d.path.relative_to(folder).as_posix()}/{PAGE}"),
                 "what was asked": d.title,
-                "what was found": f"{MARK[d.verdict]} {d.found}" if d.verdict else d.found,
-                "date": d.made.get("date", MARK[""]),
-                "sources": d.status,
+                "what was found": d.found,
+                "date": ", ".join([d.made.get("date", MARK[""]), *older(d.made)]),
             }
             for d in found
         ]
@@ -124,12 +111,12 @@ def _findings(folder: Path, found: Sequence[Document]) -> str:
 
 
 def _sum(found: Sequence[Document]) -> str:
-    """Says how many documents of a folder pass, on which device, and how many are of the sources that stand here."""
+    """Says on which device the documents of a folder were made, and how many pass."""
     judged = [d for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
-    good, now = sum(d.verdict == PASS for d in judged), sum(d.status == sources.CURRENT for d in found)
-    said = f"{good} of {len(judged)} pass. " * bool(judged) + f"{now} of {len(found)} are current. "
-    return f"{escape.text(devices)}. {said}".strip()
+    good = sum(d.verdict == PASS for d in judged)
+    where = reports.ON_INTERPRETER if devices == "interpreter" else f"{escape.text(devices)}."
+    return f"{where} {f'{good} of {len(judged)} pass.' * bool(judged)}".strip()
 
 
 def _made(folder: Path, found: Sequence[Document]) -> str:
@@ -141,11 +128,11 @@ def _made(folder: Path, found: Sequence[Document]) -> str:
         lines.append(
             {
                 "document": escape.link(where, f"{where}/{PAGE}"),
-                "checks": f"{len(mine):,}",
+                "verdicts": f"{len(mine):,}",
                 "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
                 "evidence": ", ".join(
                     escape.link(name, f"{where}/{file}")
-                    for name, file in (("verdicts", "verdicts.json"), ("notebook", "notebook.ipynb"))
+                    for name, file in (("verdicts.json", "verdicts.json"), ("notebook", "notebook.ipynb"))
                 ),
                 "commit": d.made.get("commit", MARK[""]),
                 "command": d.made.get("command", MARK[""]),
@@ -154,11 +141,18 @@ def _made(folder: Path, found: Sequence[Document]) -> str:
     return table(lines)
 
 
+def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
+    """Names a folder of documents, and whose ops they judge where these are not this package's."""
+    name = place.relative_to(folder).as_posix() if place != folder else folder.name
+    whose = {reports.subject(d.rows) for d in found if not d.mutants}
+    return f"{name}: {whose.pop()}" if len(whose) == 1 and any(whose) else name
+
+
 def report(folder: Path) -> dict[str, str]:
     """Returns the files of a folder's index by name, made of every document below it; the picture is of two folders and
     more. Raises ValueError for a file there that no audit wrote."""
     places = documents(folder)
-    named = {place: place.relative_to(folder).as_posix() if place != folder else folder.name for place in places}
+    named = {place: _name(folder, place, found) for place, found in places.items()}
     judged = [d for found in places.values() for d in found if not d.mutants]
     by_place = {named[place]: [r for d in found if not d.mutants for r in d.rows] for place, found in places.items()}
     status = {name: found for name, rows in by_place.items() if (found := cells(rows))}
@@ -166,37 +160,39 @@ def report(folder: Path) -> dict[str, str]:
     if len(status) > 1:
         from bi_kernels.audit.index.picture import draw  # noqa: PLC0415 (the library that draws takes half a second)
 
-        title = f"{len(RELATION)} relations of every op, by device and shapes: what passes, in how many dtypes"
+        title = f"{len(RELATION)} properties of every op, by device and shapes: how many of the dtypes asked pass"
         files[PICTURE] = draw(status, title)
-        parts.append(f"![op × relation: what passes on which device, in how many dtypes]({PICTURE})")
+        parts.append(f"![For every op, property and device: how many of the dtypes asked pass]({PICTURE})")
     for place, found in places.items():
         parts.append(f"### {named[place]}\n\n{_sum(found)}\n\n{_findings(folder, found)}")
     if judged:
         parts.append("## In detail")
-        parts.append(folded("Checks, controls, commits and commands", _made(folder, judged)))
+        parts.append(folded("Verdicts, controls, commits and commands", _made(folder, judged)))
     parts += [folded(f"{name}: op × relation", matrix(by_place[name])) for name in status]
     head = (
         f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "
-        f"the interpreter is no statement about a GPU. *Sources* are the kernels, the auditor and the notebook that a "
-        f"document was made with, held against those that stand here, but for what can change no such document: most "
-        f"docstrings, the interpreter where it was made on a GPU. {promised(folder)}"
+        f"the interpreter is no statement about a GPU. *{OLDER.capitalize()}*: the kernels or the contract have "
+        f"changed since the report was made. {promised(folder)}"
     )
     body = "\n\n".join(["## Findings", *parts] if places else ["## Findings", "No document here yet."])
     return files | {PAGE: f"{head.rstrip()}\n\n{body.rstrip()}\n"}
 
 
 def write(folder: Path) -> None:
-    """Writes the index of a folder, and of each folder of documents below it; before it, documents whose notebook has
-    other words by now, mutants whose page has, and pages with a table that is wider than a screen, or that were made
-    in another folder, without a link to what is promised."""
-    for found in documents(folder).values():
-        for d in found:
-            (words.follow_mutants if d.mutants else words.follow)(d.path)
-            page = d.path / PAGE
-            text = page.read_text(encoding="utf-8") if page.exists() else ""
-            linked = text if not text or promised(d.path) in text else f"{text}\n{promised(d.path)}\n"
-            if (fitting := fit.fitted(linked)) != text:
-                page.write_text(fitting, encoding="utf-8")
+    """Writes the index of a folder, and of each folder of documents below it."""
     for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
         for name, text in report(place).items():
             (place / name).write_text(text, encoding="utf-8")
+
+
+def write_anew(folder: Path) -> None:
+    """Writes every report below a folder from its own evidence, and the indexes. Raises ValueError for a file there
+    that no audit wrote."""
+    for d in (d for found in documents(folder).values() for d in found):
+        if not d.mutants:
+            reports.write(d.path)
+        elif (d.path / rates.FILE).is_file():  # else of before it was recorded
+            from bi_kernels.audit.mutants import document  # noqa: PLC0415 (it imports triton)
+
+            document.write(d.path)
+    write(folder)

@@ -1,4 +1,4 @@
-"""The status matrix as a picture: a panel a folder of documents, and by colour how many of the dtypes pass."""
+"""The status matrix as a picture: a panel a folder of reports, and in each cell how many of the dtypes asked pass."""
 
 import io
 import textwrap
@@ -7,11 +7,11 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.index.matrix import RELATION
 from bi_kernels.contract import DTYPES
 
-PASSES = "#c6dbef", "#6baed6", "#08519c"  # of one dtype, of two, of all three
+SOME, ALL = "#6baed6", "#08519c"  # of the dtypes that were asked pass
 WRONG, REFUSED, NOT_JUDGED, LINES = "#d55e00", "#bdbdbd", "#f2f2f2", "#999999"
 WIDE, HIGH = 0.21, 0.19  # inches of a cell
 ROOM = {"svg.hashsalt": "bi-audit", "svg.fonttype": "none", "font.size": 8, "hatch.linewidth": 0.4}
@@ -37,7 +37,7 @@ def draw(places: dict[str, dict], title: str) -> str:
             panel.set_yticks([y + 0.5 for y in range(len(ops))], ops)
             panel.tick_params(length=0)
             panel.spines[:].set_visible(False)
-        shown = [Patch(facecolor=color, label=f"{n} of {len(DTYPES)} dtypes pass") for n, color in enumerate(PASSES, 1)]
+        shown = [Patch(facecolor=ALL, label="n/n: all dtypes asked pass"), Patch(facecolor=SOME, label="some pass")]
         shown += [Patch(facecolor=WRONG, label="✗ needs a fix"), Patch(facecolor=REFUSED, label="refused")]
         shown += [Patch(facecolor=NOT_JUDGED, hatch="////", edgecolor=LINES, label="not judged")]
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -49,18 +49,23 @@ def draw(places: dict[str, dict], title: str) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+def _asked(of_dtype: dict[str, str]) -> list[str]:
+    """Returns the verdicts of the dtypes that were asked; the contract's row holds those besides that are refused."""
+    return [of_dtype[d] for d in of_dtype if d in DTYPES] or [*of_dtype.values()]
+
+
 def _count(found: dict[str, dict[str, dict[str, str]]]) -> str:
-    """Says how many cells that were judged need no fix."""
-    judged = [of_dtype for columns in found.values() for of_dtype in columns.values() if of_dtype]
-    return f"{sum(NEEDS_FIX not in of_dtype.values() for of_dtype in judged)} of {len(judged)} need no fix"
+    """Says how many cells pass of those that were judged: what is refused is not."""
+    every = [of_dtype.values() for columns in found.values() for of_dtype in columns.values() if of_dtype]
+    judged = [verdicts for verdicts in every if {*verdicts} != {UNSUPPORTED}]
+    return f"{sum(NEEDS_FIX not in verdicts for verdicts in judged)} of {len(judged)} pass"
 
 
 def _cell(panel, x: int, y: int, of_dtype: dict[str, str]) -> None:
-    """Draws the verdicts of the dtypes on one op and relation."""
-    asked = [d for d in of_dtype if d in DTYPES] or [*of_dtype]  # the contract's row has those that are refused besides
-    good = sum(of_dtype[d] == PASS for d in asked)
-    wrong = NEEDS_FIX in of_dtype.values()
-    color = WRONG if wrong else PASSES[min(good, len(PASSES)) - 1] if good else REFUSED
+    """Draws the verdicts of the dtypes on one op and property."""
+    asked, wrong = _asked(of_dtype), NEEDS_FIX in of_dtype.values()
+    good = asked.count(PASS)
+    color = WRONG if wrong else ALL if good == len(asked) else SOME if good else REFUSED
     panel.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", clip_on=False))
-    if wrong:
-        panel.text(x + 0.5, y + 0.5, "✗", ha="center", va="center", color="white")
+    text, size = ("✗", 8) if wrong else (f"{good}/{len(asked)}", 5)
+    panel.text(x + 0.5, y + 0.5, text, ha="center", va="center", color="white", fontsize=size)

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.localiser.locate import against as compare_with
 from bi_kernels.audit.localiser.locate import locate, record
 from bi_kernels.audit.localiser.report import Report
@@ -17,8 +18,7 @@ def built(spec: str) -> tuple:
     try:
         found = function()
     except Exception as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"candidate {spec!r} raised {type(error).__name__}: {said}") from None
+        raise ValueError(f"candidate {spec!r} raised {sentence(error)}") from None
     if (
         not isinstance(found, tuple)
         or len(found) not in (2, 3)

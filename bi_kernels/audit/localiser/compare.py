@@ -109,11 +109,10 @@ class Comparison:
         moved = bool(differs.any()) and np.array_equal(*(np.sort(v[both]) for v in vectors))
         return Pair(differs, int(both.sum()), chosen, kind, moved)
 
-    @property
-    def output(self) -> bool:
-        """Says whether what the model returned was compared."""
+    def outputs(self) -> list[Pair | None]:
+        """Returns the pairs of what the model returned."""
         ends = [(c, e) for c, e in enumerate(self.canonical) if e.op == OUTPUT and e.phase == FORWARD]
-        return any(self.pairs[c, "in", k] is not None for c, e in ends for k in range(len(e.inputs)))
+        return [self.pairs[c, "in", k] for c, e in ends for k in range(len(e.inputs))]
 
     def by_sample(self, pair: Pair) -> np.ndarray:
         return np.bincount(self.samples[pair.differs], minlength=self.count) > 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bi_kernels.audit.localiser import recording
+from bi_kernels.audit.localiser import padding, recording
 from bi_kernels.audit.localiser.cause import PARAMETER, Cause
 from bi_kernels.audit.localiser.compare import Comparison
 from bi_kernels.audit.localiser.repair import look_into
@@ -81,6 +81,8 @@ def locate(
     first = layouts[0]
     for other in layouts[1:]:
         _pair(report, go, plans[first], plans[other], runs[first], runs[other], rounds, folder)
+    if report.causes and (said := padding.said(model, name, plans, seed)):
+        report.warnings.append(said)
     return report
 
 
@@ -132,7 +134,7 @@ def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int,
 
 def _seen(report: Report, comparison: Comparison) -> None:
     """Notes whether the output was compared. Raises ValueError where nothing was."""
-    report.output &= comparison.output
+    report.output &= any(pair is not None for pair in comparison.outputs())
     if not report.compared:
         raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
 
@@ -182,7 +184,7 @@ def against(
     changed = [n for n, d in run.weights.items() if other.weights.get(n) != d]
     if changed or len(run.weights) != len(other.weights):
         which = f"{len(changed)}, {', '.join(changed[:3])}{' …' * (len(changed) > 3)}" if changed else "their names"
-        report.warnings.append(f"The weights differ ({which}), and so does what follows from them.\n")
+        report.warnings.append(f"The weights differ ({which}), and so does what follows from them.")
     _seen(report, comparison)
     report.causes = comparison.causes()
     if report.causes:

@@ -1,10 +1,14 @@
 """What the localiser found, for people and for programs."""
 
+import shlex
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import PARAMETER, Cause
+
+WIDTH = 100  # columns of a terminal
 
 
 @dataclass
@@ -45,10 +49,35 @@ class Report:
         return not self.causes and self.output
 
     @property
-    def _found(self) -> str:
+    def verdict(self) -> str:
+        """Returns the first sentences: how many ops drift, and which is the first."""
         if self.causes:
-            return f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}"
-        return "nothing drifts" if self.output else "nothing drifts before the model's output, which was not compared"
+            return (
+                f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}. First: {_where(self.first)}."
+            )
+        if self.output:
+            return "Nothing drifts."
+        return "Nothing drifts before the model's output, which was not compared."
+
+    @property
+    def remarks(self) -> list[str]:
+        """Returns the sentences that follow the verdict: what it may mean."""
+        lost = "The output holds no dimension of tokens or samples: return a value a token, or a loss that does."
+        return [*self.warnings, *[lost] * (not self.output)]
+
+    @property
+    def counts(self) -> list[str]:
+        """Returns the sentences on what was compared, and what it took."""
+        written = ", ".join(f"{op} ({n})" for op, n in self.by_op.most_common())
+        lost = f"{self.unaligned} had no tokens that could be found{f': {written}' * bool(written)}."
+        found = [f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared; {lost}"]
+        if self.overhead == self.overhead:  # of recordings it is not known
+            found.append(
+                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
+                "of the activations' bytes."
+            )
+        more = "There may be more: the rounds were over while new ones were found."
+        return [*found, *[more] * (not self.complete), *self.notes]
 
     def rows(self) -> list[dict]:
         """Returns a line a cause, of strings and numbers."""
@@ -67,33 +96,47 @@ class Report:
             for c in self.causes
         ]
 
+    def text(self) -> str:
+        """Returns the report for a terminal: the verdict, what it may mean, each op, what was compared. Lines have at
+        most 100 letters, but for a command that is to be pasted."""
+        parts = [self.verdict, *self.remarks, ""]
+        for number, c in enumerate(self.causes, 1):
+            tokens = f"{c.tokens} of {c.compared} tokens differ" * (c.direction != PARAMETER)
+            drift = "; ".join(filter(None, (tokens, str(c.drift or ""))))
+            parts += [f"{number}. {_where(c)}", f"   {c.layouts[0]} against {c.layouts[1]}: {drift}".rstrip(": ")]
+            parts += [f"   python {shlex.quote(str(c.script))}"] * bool(c.script)
+        between = f"{self.model}, {' and '.join(self.layouts)}: {self.counts[0]}"
+        parts += [""] * bool(self.causes) + [between, *self.counts[1:]]
+        return "\n".join(map(_wrapped, parts))
+
+    __repr__ = text
+
     def markdown(self) -> str:
+        """Returns the report for Jupyter."""
         between = " and ".join(self.layouts)
-        lines = [f"### {self.model}, {between}: {self._found}", "", *self.warnings]
-        if not self.output:
-            lines.append("It holds no dimension of tokens or samples: return a value a token, or a loss that does.\n")
+        lines = [f"### {self.model}, {between}", "", f"**{escape.text(self.verdict)}**", ""]
+        lines += [line for remark in self.remarks for line in (escape.text(remark), "")]
         if self.causes:
             rows = self.rows()
             head = [k for k in rows[0] if any(r[k] not in ("", "–") for r in rows)]
             lines += ["| " + " | ".join(head) + " |", "|" + ":--|" * len(head)]
             cell = lambda text: escape.text(text).replace("|", "\\|")
             lines += ["| " + " | ".join(cell(r[k]) for k in head) + " |" for r in rows] + [""]
-        lines.append(
-            f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared, {self.unaligned} "
-            "without tokens that could be found."
-        )
-        if self.by_op:
-            lines.append(
-                "Those were written by " + ", ".join(f"{op} ({n})" for op, n in self.by_op.most_common()) + "."
-            )
-        if self.overhead == self.overhead:  # of recordings it is not known
-            lines.append(
-                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
-                "of the activations' bytes."
-            )
-        if not self.complete:
-            lines.append("There may be more: the rounds were over while new ones were found.")
-        return "\n".join(lines + self.notes)
+        return "\n".join([*lines, *map(escape.text, self.counts)])
 
     _repr_markdown_ = markdown
-    __repr__ = markdown
+
+
+def _where(c: Cause) -> str:
+    """Names an op that drifts, its direction, its module and its line."""
+    direction = f"{c.direction}{f' of {c.parameter}' * bool(c.parameter)}"
+    return ", ".join(filter(None, (f"{c.op} ({direction})", f"module {c.path}" * bool(c.path), c.source)))
+
+
+def _wrapped(part: str) -> str:
+    """Returns a line of text as lines of at most WIDTH letters, each indented as the first; a command stays whole."""
+    indent = part[: len(part) - len(part.lstrip(" "))]
+    line = indent + escape.line(part)
+    if part.lstrip().startswith("python "):
+        return line
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent or "   " * part[:1].isdigit(), break_on_hyphens=False)

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.provenance import provenance
-from bi_kernels.audit.index import sources
 from bi_kernels.audit.mutants import document, plan
 from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.rates import told
 from bi_kernels.audit.mutants.reach import on_hopper
 from bi_kernels.audit.mutants.run import judged
 from bi_kernels.audit.parameters import choose
@@ -33,7 +33,6 @@ def run(
     where = choose(device)
     mutants, entries = chosen(names, sample, seed, where.type == "cuda", equivalents)
     out.mkdir(parents=True, exist_ok=True)
-    sources.record(out)  # as they are before one of them is broken
     columns = (
         TextColumn("mutants"),
         BarColumn(),
@@ -52,12 +51,13 @@ def run(
         found = judged(mutants, where.type, jobs, out / ".mutants.jsonl", tell)
     of = {m.id: m for m in mutants}
     wrong = document.settle(found, entries, of, where.type)
-    told = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
-    made = provenance(where, told) | {"command": f"`{command}`"}
-    population = plan.of_audits(plan.every(where.type == "cuda"), names)
-    document.write(out, found, of, made, document.of_how_many(found, population, names), wrong)
+    parameters = {"audits": " ".join(names) or "all", "sample": sample or "all", "seed": seed}
+    made = provenance(where, parameters) | {"command": f"`{command}`"}
+    every = plan.of_audits(plan.every(where.type == "cuda"), names)
+    document.record(out, found, of, made, document.population(every, names))
+    document.write(out)
     (out / ".mutants.jsonl").unlink()
-    return document.sentence(found), wrong
+    return told(out, found), wrong
 
 
 def failed(wrong: Sequence[str], said: str) -> bool:

@@ -9,22 +9,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style)
+from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants import plan
 from bi_kernels.audit.mutants.operators import Mutant
+from bi_kernels.audit.mutants.rates import EXPLAINED, FILE, KILLED, SURVIVED, made_by_hand, rate, told
 from bi_kernels.audit.mutants.reach import package
-from bi_kernels.contract import CONTRACT
 
-GOAL: float = CONTRACT["mutants"]["kill_rate"]
-EXPLAINED, KILLED, SURVIVED = "explained", "killed", "survived"
 BUT = "in the file of equivalents, but"
-
-
-def rate(found: Sequence[dict]) -> float:
-    """Returns the share of killed mutants among those that nobody explained."""
-    counted = [f for f in found if f["verdict"] != EXPLAINED]
-    return sum(f["verdict"] == KILLED for f in counted) / len(counted) if counted else 1.0
 
 
 def share(found: Sequence[dict]) -> str:
@@ -35,15 +28,6 @@ def share(found: Sequence[dict]) -> str:
 def counts(found: Sequence[dict]) -> dict[str, int]:
     number = Counter(f["verdict"] for f in found)
     return {"mutants": len(found), **{v: number[v] for v in (KILLED, EXPLAINED, SURVIVED)}}
-
-
-def sentence(found: Sequence[dict]) -> str:
-    n = counts(found)
-    met = "met" if rate(found) >= GOAL else "not met"
-    return (
-        f"{n['mutants']} mutants: {n[KILLED]} killed, {n[EXPLAINED]} explained, {n[SURVIVED]} survived; kill rate "
-        f"{rate(found):.2%} of those not explained (goal {GOAL:.0%}: {met})"
-    )
 
 
 def diff(m: Mutant) -> str:
@@ -69,6 +53,12 @@ def killers(found: Sequence[dict]) -> str:
     return table(lines) if lines else "None."
 
 
+def title(found: Sequence[dict]) -> str:
+    """Returns the figure's title."""
+    killed = sum(f["verdict"] == KILLED for f in found)
+    return f"What killed {killed} of {len(found)} mutants first, by file; the others are explained or survived"
+
+
 def figure(found: Sequence[dict]) -> plt.Figure:
     """Draws, by file, how many mutants each relation killed first, and how many are explained or survived."""
     relations = [r for r, _ in Counter(f["relation"] for f in found if f["verdict"] == KILLED).most_common()]
@@ -85,7 +75,7 @@ def figure(found: Sequence[dict]) -> plt.Figure:
             ax.barh(files, widths, left=left, color=colors[kind], label=kind, edgecolor="white", linewidth=0.5)
         left = [a + b for a, b in zip(left, widths)]
     ax.invert_yaxis()
-    ax.set(xlabel="mutants", title=f"{len(found)} mutants by what killed them first: kill rate {rate(found):.1%}")
+    ax.set(xlabel="mutants", title=title(found))
     ax.legend(edgecolor="none", fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
     fig.tight_layout()
     return fig
@@ -96,15 +86,12 @@ def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[s
     wrong: other survivors, and entries that do not hold. of: the mutants by id."""
     wrong = []
     for f in found:
-        if f["verdict"] == EXPLAINED:
-            f["verdict"] = SURVIVED
-        f.pop("reason", None)
         reason = plan.explained(of[f["id"]], entries, device)
         place = f"{f['file']}, line {f['line']}, {f['operator']}: {f['before']!r} becomes {f['text']!r}"
-        if reason and f["verdict"] == KILLED:
-            wrong.append(f"{place}: {BUT} killed by {f['relation']} {f['layout']} of {f.get('op', '?')}")
-        elif reason and f.get("detail"):  # with one seed only
-            wrong.append(f"{place}: {BUT} {f['detail']}")
+        if reason and (f["verdict"] == KILLED or f.get("detail")):  # a detail: killed with one seed only
+            killed = f"killed by {f['relation']} {f['layout']} of {f.get('op', '?')}" * (f["verdict"] == KILLED)
+            f["not_held"] = f"{place}: {BUT} {killed or f['detail']}"
+            wrong.append(f["not_held"])
         elif reason:
             f |= {"verdict": EXPLAINED, "reason": reason}
         elif f["verdict"] == SURVIVED:
@@ -112,46 +99,49 @@ def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[s
     return wrong
 
 
-def of_how_many(found: Sequence[dict], population: Sequence[Mutant], names: Sequence[str]) -> str:
-    """Says of which mutants a sample is: how many there are of the audits named, or of all where none is; how many of
-    those made by hand and by an operator were judged and killed; in which files nothing was broken."""
+def population(mutants: Sequence[Mutant], names: Sequence[str]) -> dict:
+    """Returns of which mutants a run's are: how many there are of the audits named (of all where none is), made by hand
+    and by an operator, and in which files."""
+    by_hand = sum(made_by_hand(vars(m)) for m in mutants)
+    files = dict(Counter(m.file for m in mutants))
+    return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files}
+
+
+def left_alone(found: Sequence[dict], there: dict) -> str:
+    """Says of which mutants a run's are, and in which files it broke nothing; there: as `population` returns it."""
+    names = there["audits"]
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
-    lines = [f"There are {len(population):,} mutants of {whose}."]
-    for by_hand, kind in ((True, "Made by hand"), (False, "Made by an operator")):
-        there = sum(m.operator.startswith(plan.HAND_MADE) is by_hand for m in population)
-        mine = [f for f in found if f["operator"].startswith(plan.HAND_MADE) is by_hand]
-        counted = [f for f in mine if f["verdict"] != EXPLAINED]
-        killed = sum(f["verdict"] == KILLED for f in counted)
-        lines.append(
-            f"{kind}: {len(mine):,} of {there:,} judged, {killed} of {len(counted)} not explained killed "
-            f"({share(mine)})."
-        )
-    left = Counter(m.file for m in population)
-    for f in found:
-        left.pop(f["file"], None)
-    files, more = len({m.file for m in population}), sum(left.values())
-    lines.append(
+    left = {file: count for file, count in there["files"].items() if file not in {f["file"] for f in found}}
+    files, more = len(there["files"]), sum(left.values())
+    said = (
         f"In {len(left)} of {files} files, which hold {more:,} mutants, nothing was broken: {', '.join(left)}."
         if left
         else f"In each of the {files} files something was broken."
     )
-    return " ".join(lines)
+    return f"There are {there['hand-made'] + there['generated']:,} mutants of {whose}. {said}"
 
 
-def write(
-    folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, generated: str, wrong: Sequence[str]
-) -> None:
-    """Writes README.md, mutants.json and the figure into a folder; generated: the sentences on how many there are;
-    wrong: as `settle` returns it."""
+def record(folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, there: dict) -> None:
+    """Leaves in a folder what a run found: mutants.json, with the diff of each mutant that was not killed;
+    population.json; provenance.json. of: the mutants by id."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
-    text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in kept)
+    shown = [f if f["verdict"] == KILLED else f | {"diff": diff(of[f["id"]])} for f in kept]
+    text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in shown)
     (folder / "mutants.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
-    (folder / "provenance.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    for name, said in ((FILE, there), ("provenance.json", made)):
+        (folder / name).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def write(folder: Path) -> None:
+    """Writes the report, README.md and its figure, from what a run left in a folder."""
+    names = "mutants.json", FILE, "provenance.json"
+    found, there, made = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
     figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
     plt.close("all")
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
+        f"**{told(folder, found)}** {left_alone(found, there)}",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
         "process of its own, which is asked most of what their own audits, that of gradients and that of drawn cases "
         "ask of the ops of its file and, where these are fewer than four, of others that reach it, until something "
@@ -163,38 +153,23 @@ def write(
         "promised changes there; a mutant of that file that is killed fails the run. Left alone is most of what the "
         "contract calls free (GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits "
         "is about (checks of arguments, texts). `mutants.json` says of each what became of it, and which question "
-        "killed it.",
-        f"**{sentence(found)}.** {generated}",
+        "killed it. An interval is Wilson's, as of a random sample; generated mutants are drawn function by function.",
         tables.facts(made).data,
-        "![mutants by file and by what killed them](mutants.png)",
+        f"![{title(found)}](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",
         f"## By file\n\n{by(found, 'file')}",
         f"## Which question killed first\n\n{killers(found)}",
     ]
-    if not_held := [f"- {escape.text(line)}" for line in wrong if BUT in line]:
+    if not_held := [f"- {escape.text(f['not_held'])}" for f in found if "not_held" in f]:
         parts.append("## Entries of the file of equivalents that do not hold\n\n" + "\n".join(not_held))
-    for verdict, title in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
+    for verdict, name in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
         mine = [f for f in found if f["verdict"] == verdict]
         shown = [
             f"### {f['file']}, line {f['line']}: {f['operator']}\n\n"
             + "".join(f"{f[k]}\n\n" for k in ("reason", "detail") if f.get(k))
-            + f"```diff\n{diff(of[f['id']])}\n```"
+            + f"```diff\n{f['diff']}\n```"
             for f in mine
         ]
-        parts.append(f"## {title}\n\n" + ("\n\n".join(shown) or "None."))
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def again(folder: Path, equivalents: Path = plan.HERE / "equivalents.toml") -> None:
-    """Writes a document anew of what its run found, with what the file of equivalents and this page say by now; its
-    kernels and what judged them are those that stand here."""
-    found, made = (
-        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("mutants", "provenance")
-    )
-    device = "cpu" if made["device"] == "interpreter" else "cuda"
-    audits = made["parameters"].partition(",")[0].removeprefix("audits=")
-    names = [] if audits == "all" else audits.split()
-    population = plan.of_audits(plan.every(device == "cuda"), names)
-    of = {m.id: m for m in population}
-    wrong = settle(found, plan.equivalents(equivalents), of, device)
-    write(folder, found, of, made, of_how_many(found, population, names), wrong)
+        parts.append(f"## {name}\n\n" + ("\n\n".join(shown) or "None."))
+    parts.append(promised(folder))
+    (folder / "README.md").write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")

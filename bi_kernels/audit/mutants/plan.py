@@ -9,11 +9,11 @@ from pathlib import Path
 import bi_kernels
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.mutants.operators import Mutant, mutants
+from bi_kernels.audit.mutants.rates import HAND_MADE
 from bi_kernels.audit.mutants.reach import ops_for, package, sources
 from bi_kernels.audit.problem.registry import OPS
 
 HERE = Path(__file__).parent
-HAND_MADE = "hand-made: "
 
 
 @dataclass(frozen=True)

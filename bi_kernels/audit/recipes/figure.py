@@ -1,13 +1,14 @@
 """Draws where each recipe drifts, and what it costs."""
 
 import statistics
+import textwrap
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import LogNorm
 
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.recipes.products import DIRECTIONS, PLAIN
-from bi_kernels.audit.recipes.said import headline, ratios, where
+from bi_kernels.audit.recipes.said import finding, ratios, where
 
 COLORS = {"forward": "#0072B2", "dX": "#E69F00"}
 LEAST = 2.0**-14  # share of elements at which the colours begin
@@ -38,7 +39,8 @@ def drawn(document: dict) -> plt.Figure:
         ax.set_xticks(range(len(rows)), rows, rotation=90, fontsize=6.5)
         ax.set_xlim(-0.7, len(rows) - 0.3)
     figure.colorbar(mesh, ax=axes[:, : len(DIRECTIONS)], label="share of elements that differ", aspect=60, pad=0.01)
-    figure.suptitle(headline(document), x=0.01, ha="left", fontsize=12)
+    title = textwrap.fill(finding(document), int(10 * size["figsize"][0]))  # letters of a line
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     return figure
 
 

@@ -17,6 +17,13 @@ SHORT = {
 }
 
 
+NAME = {  # in a finding
+    STARVED.name: "a small workspace",
+    UNSPLIT.name: "cuBLASLt without a split",
+    BOTH.name: "both together",
+}
+
+
 def collected(cells: Iterable[dict]) -> dict:
     """Returns, by direction and case, how many row counts were asked, {M: [elements that differ, of]} of those that
     drift, {M: ms}, and why others have none."""
@@ -116,21 +123,31 @@ def spans(drifting: Iterable[int], rows: list[int]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts) or "none"
 
 
-def headline(document: dict) -> str:
-    """Says which recipes drift: the figure's title."""
-    asked = {n: f for n, f in document["recipes"].items() if n != OURS.name and all(f["asked"].values())}
-    bad = [name for name, found in asked.items() if drifting_in(found)]
-    if not asked:
-        return "No recipe was measured"
-    if ON_A_CPU.name in asked:
-        found = "drifts with M" if bad else "has the same bits at every M asked"
-        return f"{ON_A_CPU.name}, {document['dtype']}, {found}"
-    mine = [name for name in bad if name != PLAIN.name]
-    listed = f"{len(mine)}{': ' * bool(mine)}{', '.join(mine)}"
-    if PLAIN.name not in asked:
-        return f"Drift with M: of {len(asked)} recipes {listed}"
-    drifts = "drifts" if PLAIN.name in bad else "does not drift"
-    return f"{PLAIN.name} {drifts} with M" + f"; of {len(asked) - 1} recipes {listed}" * (len(asked) > 1)
+def finding(document: dict) -> str:
+    """Says in short sentences which cuBLAS settings still drift, and up to which M; our kernels are another matter."""
+    every = {name: found for name, found in document["recipes"].items() if name != OURS.name}
+    if ON_A_CPU.name in every:
+        reach = _reach(every[ON_A_CPU.name]) or "at no M asked"
+        return f"Nothing is said about cuBLAS, which no CPU runs: {ON_A_CPU.name} drifts {reach}."
+    plain = every.pop(PLAIN.name, None)
+    measured = {name: found for name, found in every.items() if all(found["asked"].values())}
+    if not measured:
+        return "No cuBLAS setting was measured."
+    bad = [f"{NAME[name]} {_reach(found)}" for name, found in measured.items() if drifting_in(found)]
+    good = [NAME[name] for name, found in measured.items() if not drifting_in(found)]
+    lost = [NAME[name] for name in every if name not in measured]
+    said = [f"{len(bad)} of {len(measured)} cuBLAS settings still drift with M{': ' * bool(bad)}{', '.join(bad)}."]
+    said += [f"No drift at any M asked: {', '.join(good)}."] * bool(good)
+    said += [f"Not measured: {', '.join(lost)}."] * bool(lost)
+    if plain and all(plain["asked"].values()):
+        said += [f"Without a setting, cuBLAS drifts {_reach(plain) or 'at no M asked'}."]
+    return " ".join(said)
+
+
+def _reach(found: dict) -> str:
+    """Says up to which M something drifts in either direction, '' where it does not."""
+    drifting = sorted({m for direction in DIRECTIONS for m in counts(found, direction)})
+    return f"{'up to' if drifting != [1] else 'at'} M = {drifting[-1]}" if drifting else ""
 
 
 def drifting_in(found: dict) -> list[str]:

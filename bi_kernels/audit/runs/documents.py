@@ -7,15 +7,13 @@ from pathlib import Path
 
 import nbformat
 import papermill
-from nbconvert import MarkdownExporter
 from nbformat import NotebookNode, from_dict
 from papermill.exceptions import PapermillExecutionError
-from traitlets.config import Config
 
+from bi_kernels.audit.index import report
 from bi_kernels.audit.runs.limits import Limits
 
 KERNEL = "python3"
-NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
 OURS = "ours"  # tag of cells that are about this package's kernels, whoever else is judged
 
 
@@ -43,17 +41,6 @@ def about(path: Path, candidate: str) -> NotebookNode:
     return notebook
 
 
-def document(notebook: NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
-    """Returns (Markdown without code, figures by file name)."""
-    config = Config()
-    config.MarkdownExporter.exclude_input = True
-    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.TagRemovePreprocessor"]
-    config.TagRemovePreprocessor.remove_cell_tags = NOT_SHOWN
-    config.ExtractOutputPreprocessor.output_filename_template = name + "_{cell_index}_{index}{extension}"
-    body, resources = MarkdownExporter(config=config).from_notebook_node(notebook)
-    return body, resources["outputs"]
-
-
 def execute(
     name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
 ) -> tuple[str, str, bool]:
@@ -64,7 +51,7 @@ def execute(
     cell, which asserts what the verdict above it says.
     """
     os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
-    target = folder / "notebook.ipynb"
+    target = folder / report.NOTEBOOK
     notebook = about(path, parameters.get("candidate", "bi_kernels"))
     total = len(notebook.cells)
     limits = Limits(gate, *seconds)
@@ -73,7 +60,7 @@ def execute(
         limits.next_cell()
         print("cell", cell_index, total, flush=True)
 
-    error, finished = "", False
+    error = ""
     try:
         how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
         papermill.execute_notebook(notebook, str(target), parameters, **how)
@@ -84,13 +71,11 @@ def execute(
     except Exception as failed:  # the kernel died: what it had recorded is on disk
         error = limits.exceeded or f"{type(failed).__name__}: {failed}"
     if not target.exists():
-        return f"# {title}\n", error, finished
+        return f"# {title}\n", error, False
     executed = nbformat.read(target, as_version=4)
     clean(executed)
     nbformat.write(executed, target)
-    if any(o.output_type == "error" for o in executed.cells[-1].outputs):
-        executed.cells[-1].outputs, finished = [], True
-    body, figures = document(executed, name)
+    body, figures = report.markdown(executed, name)
     for file, data in figures.items():
         (folder / file).write_bytes(data)
-    return body, error, finished
+    return body, error, report.raised(executed.cells[-1])

@@ -13,12 +13,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.bench import goals
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import led
-from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
-from bi_kernels.audit.index import sources
+from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import folder
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
@@ -106,12 +102,9 @@ def publish(
     error = (error.strip().splitlines() or [error])[0]
     whole = not error or finished and bool(needs_fix(rows))
     if not whole:
-        rows.append(stopped(audit.name, f"the notebook stopped: {error}", parameters.get("candidate", "")))
+        rows.append(stopped(audit.name, f"{report.STOPPED}{error}", parameters.get("candidate", "")))
     write_rows(built / "verdicts.json", rows)
-    if error and not finished:
-        body += f"\n\n**The audit stopped here:** {escape.code(error[:300])}\n"
-    text = f"{led(body, rows, goals.told(built)).strip()}\n\n{promised(out / audit.name)}"
-    (built / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
+    (built / report.PAGE).write_text(report.page(body, built, rows, out / audit.name), encoding="utf-8")
     folder.place(built, out / audit.name, folder.fingerprint(audit.notebook, parameters) if whole else "", seconds)
     return not error and not needs_fix(rows)
 
@@ -195,7 +188,6 @@ def run(
             if name not in loaded and not over.is_set():
                 audit, built = every[name], folder.building(out, name)
                 built.mkdir(parents=True)
-                sources.record(built, audit.notebook)  # before anything of them is loaded
                 gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
                 loaded[name] = Worker("bi_kernels.audit.runs.documents:execute", *given, gate.name), gate
 

@@ -147,16 +147,17 @@ class WorldSession(Session):
         return found
 
     def goals(self) -> list[dict]:
-        """Returns each goal with whether every measurement of it meets it, None where nothing was measured; leaves
-        them in a file, for the document's first sentence."""
-        ranks, taken = {w.name: w.ranks for w in WORLDS}, {at: [] for at in self._goals()}
+        """Returns a goal a measurement that has one, and whether it is met, as `compared` marks it; and those of which
+        nothing was measured, met: None. Leaves them in a file, for the report's first sentence and the index."""
+        ranks, most = {w.name: w.ranks for w in WORLDS}, self._goals()
+        found, left = [], dict(most)
         for cost in self.costs:
+            at = cost["what"], ranks[cost["world"]]
             ours, theirs = cost["ms"].values()
-            taken.setdefault((cost["what"], ranks[cost["world"]]), []).append(ours / theirs)
-        found = [
-            {"what": f"{what}, {n} ranks", "met": max(taken[what, n]) <= most if taken[what, n] else None}
-            for (what, n), most in self._goals().items()
-        ]
+            if at in most:
+                left.pop(at, None)
+                found.append({"what": f"{at[0]}, {at[1]} ranks: {cost['case']}", "met": ours / theirs <= most[at]})
+        found += [{"what": f"{what}, {n} ranks", "met": None} for what, n in left]
         if self.out:
             (self.out / goals.FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found

@@ -3,12 +3,15 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
+
+MASK = "attention_mask"
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Plan:
     calls: Callable[[], Iterator[Call]]
     trains: bool = True
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # yields what ends a step, if any
+    other_padding: Callable[[], Iterator[Call]] | None = None  # the calls with other numbers in the padding, if any
+    masks: tuple[str, ...] = ()  # arguments that are masks, by name
 
 
 def samples_of(what: str, batch) -> list[torch.Tensor]:
@@ -102,22 +107,24 @@ def of_any(model, batch, layout: str) -> Plan:
     tokens = Tokens(tuple(len(t) if placed(t) else 1 for t in first))
     ragged = len(set(tokens.lengths)) > 1
 
-    def calls() -> Iterator[Call]:
+    masks = tuple(k for k in split if "mask" in k)
+
+    def calls(filled: int = 0) -> Iterator[Call]:
         for part in parts_of(layout, tokens):
             alone, left = layout == "singles", layout == "left_padded"
             width = tokens.lengths[part[0]] if alone or not ragged else width_of(model, tokens)
 
-            def laid(values: list[torch.Tensor]) -> torch.Tensor:
+            def laid(values: list[torch.Tensor], fill: int) -> torch.Tensor:
                 rows = []
                 for i in part:
                     t, n = values[i], tokens.lengths[i]
                     if ragged and t.dim() and len(t) == n:
-                        hole = t.new_zeros(width - n, *t.shape[1:])
+                        hole = t.new_full((width - n, *t.shape[1:]), fill)
                         t = torch.cat((hole, t) if left else (t, hole))
                     rows.append(t)
                 return torch.stack(rows)
 
-            named = {k: laid(split[k]) if k in split else v for k, v in given.items()}
+            named = {k: laid(split[k], filled * (k not in masks)) if k in split else v for k, v in given.items()}
             leaves = []
             for k in split:
                 if torch.is_grad_enabled() and named[k].is_floating_point():
@@ -127,7 +134,8 @@ def of_any(model, batch, layout: str) -> Plan:
             geometry = Geometry(grid_of(tokens, part, width, left), tokens)
             yield Call(geometry, lambda: model(*positional, **named), leaves)
 
-    return Plan(layout, tokens, calls)
+    other = partial(calls, 1) if ragged and layout != "singles" else None
+    return Plan(layout, tokens, calls, other_padding=other, masks=masks)
 
 
 def of_a_function(model, batch, layout: str, calls: Callable) -> Plan:
