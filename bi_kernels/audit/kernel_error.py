@@ -1,0 +1,87 @@
+"""A Triton kernel's error in one sentence: the compiler's or the interpreter's own last one, and the line it names.
+
+Imports neither triton nor the rest of the auditor.
+"""
+
+import inspect
+import linecache
+from collections.abc import Iterable, Iterator
+from types import FrameType, FunctionType
+
+LIBRARIES = ("triton", "numpy", "bi_kernels.interpreter", "bi_kernels.workbench")
+
+
+class KernelError(RuntimeError):
+    """The error of a kernel. line: its number in the cell or file, 0 if unknown; code: that line's text."""
+
+    def __init__(self, kernel: str, line: int, code: str, message: str):
+        super().__init__(kernel, line, code, message)
+        self.kernel, self.line, self.code, self.message = kernel, line, code, message
+
+    def __str__(self) -> str:
+        where = [self.kernel, *[f"line {self.line}"] * bool(self.line), *[f"`{self.code}`"] * bool(self.code)]
+        return f"{', '.join(where)}: {self.message}"
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+def kernel_error(error: BaseException) -> KernelError | None:
+    """Returns the error of the Triton kernel that `error` is, or came from; None if no kernel raised."""
+    chain = [*_causes(error)]
+    known = next((e for e in chain if isinstance(e, KernelError)), None)
+    raised = [e for e in chain if any(k.__name__ == "TritonError" for k in type(e).__mro__)]
+    if known or not raised:
+        return known
+    last, frames = chain[-1], [[*_frames(e)] for e in chain]
+    text = str(getattr(last, "error_message", None) or last).strip().splitlines() or [type(last).__name__]
+    inner = next((e for e in reversed(raised) if hasattr(e, "node")), None)
+    if inner:  # the compiler's
+        return KernelError(*_compiled(inner, sum(frames, [])), text[-1])
+    return KernelError(*_interpreted(frames), text[-1] if last in raised else f"{type(last).__name__}: {text[-1]}")
+
+
+def line_of(kernel: FunctionType, name: str, at: int) -> int:
+    """Returns the line in its file that is `at` lines below the def of `name`, which is the kernel or used by it."""
+    function = kernel if kernel.__name__ == name else kernel.__globals__.get(name)
+    try:
+        lines, first = inspect.getsourcelines(getattr(function, "fn", function))
+    except (OSError, TypeError):
+        return 0
+    return first + at + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    trace = error.__traceback__
+    while trace:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _compiled(error: BaseException, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str]:
+    """Returns the function, the line in its file and that line, as a CompilationError knows them: its `src` begins with
+    the function's def. Triton takes its own frames out of the traceback, but not that of the launch."""
+    lines, at = (error.src or "").splitlines(), getattr(error.node, "lineno", 0)
+    if not 0 < at <= len(lines):
+        return "kernel", 0, ""
+    name = lines[0].removeprefix("def ").partition("(")[0]
+    launched = (getattr(frame.f_locals.get("self"), "fn", None) for frame, _ in frames)
+    kernel = next((fn for fn in launched if isinstance(fn, FunctionType)), None)
+    return name, line_of(kernel, name, at - 1) if kernel else 0, lines[at - 1].strip()
+
+
+def _interpreted(frames: Iterable[list[tuple[FrameType, int]]]) -> tuple[str, int, str]:
+    """Returns the same of the innermost frame that is no library's: interpreted, a kernel is a Python function."""
+    for frame, at in (place for places in reversed(frames) for place in reversed(places)):
+        home = frame.f_globals.get("__name__", "")
+        if not any(home == library or home.startswith(f"{library}.") for library in LIBRARIES):
+            code = linecache.getline(frame.f_code.co_filename, at, frame.f_globals).strip()
+            return frame.f_code.co_name, at, code
+    return "kernel", 0, ""
