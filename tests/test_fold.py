@@ -3,6 +3,7 @@ part where their partial sums do."""
 
 from functools import reduce
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.workbench import summation_order
 from bi_kernels.workbench.summation_order import Tree, draw, first_parting, order, over_k, over_tokens
 
 FP16 = {"big": 2.0**15, "unit": 2.0**-24}
@@ -228,4 +228,4 @@ def test_the_figure_shows_what_both_share_and_what_they_do_not(other, colors):
     used = [{tuple(c) for c in ax.collections[0].get_colors()} for ax in figure.axes]
     assert [len(u) for u in used] == [colors, colors] and used[0] == used[1]
     assert len(figure.axes[0].collections[0].get_segments()) == 3 * 39
-    summation_order.plt.close(figure)
+    plt.close(figure)

@@ -134,11 +134,12 @@ def test_an_experiment_is_a_source_however_it_is_named(package, place, text):
 def test_what_no_audit_loads_is_no_source_of_it():
     loads = "import sys; from bi_kernels.audit import SESSIONS, worker; from bi_kernels.audit.runs import documents"
     every = "[__import__(name, fromlist=['start']) for name in SESSIONS.values()]"
-    apart = "('bi_kernels.audit.index', 'bi_kernels.audit.mutants')"
+    apart = "('bi_kernels.audit.index', 'bi_kernels.audit.mutants', 'bi_kernels.workbench')"
     script = f"{loads}; {every}; print([m for m in sys.modules if m.startswith({apart})])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    named = {"bi_kernels/audit/index", "bi_kernels/audit/mutants", "bi_kernels/audit/static"} & {*sources.package()}
+    folders = {"bi_kernels/audit/index", "bi_kernels/audit/mutants", "bi_kernels/workbench", "bi_kernels/audit/static"}
+    named = folders & {*sources.package()}
     assert named == {"bi_kernels/audit/static"}
     for book in (ROOT / "notebooks").glob("*.ipynb"):
         assert "audit.mutants" not in book.read_text() and "audit.index" not in book.read_text(), book
@@ -159,9 +160,9 @@ def test_the_interpreter_is_a_source_where_kernels_are_interpreted(package):
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """{notebook: the modules of the package that Python has loaded after every session and its own imports}, and what
-    mutants load as "", each as on a GPU: without Triton's interpreter."""
-    books, lines = sorted((ROOT / "notebooks").glob("*.ipynb")), []
+    """{notebook of an audit: the modules of the package that Python has loaded after every session and its own
+    imports}, and what mutants load as "", each as on a GPU: without Triton's interpreter."""
+    books, lines = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")), []
     for path in books:
         cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
         imports = [line for cell in cells for line in cell.splitlines() if re.match(r"\s*(from|import) ", line)]
@@ -187,7 +188,7 @@ for imports in {lines!r}:
 
 def test_the_experiments_that_an_audit_imports_are_sources_of_its_document(loaded):
     folder = f"bi_kernels/{sources.EXPERIMENTS}/"
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         recorded = {name for name in sources.package(path) if name.startswith(folder)}
         names = {f"{name.replace('.', '/')}.py" for name in loaded[path.name] if ".experiments." in name}
         assert names and names <= recorded, path
@@ -210,19 +211,15 @@ def names_in(text: str) -> set[str]:
 
 
 def test_no_audit_loads_the_interpreter_on_a_gpu(loaded):
-    """Nor names it, in whatever function: but where kernels are interpreted, and in what the workbench alone loads."""
+    """Nor names it, in whatever function: but where kernels are interpreted, and in the workbench."""
     folder = f"bi_kernels.{sources.INTERPRETER}"
     those = [name for name, modules in loaded.items() if any(m.startswith(folder) for m in modules)]
-    assert those == ["workbench.ipynb"], "which is no audit, and shows how the interpreter sums"
+    assert not those
     texts = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in ROOT.glob("bi_kernels/**/*.py")}
     named = {name for name, text in texts.items() if any(name.startswith(folder) for name in names_in(text))}
     named = {name for name in named if not name.startswith(f"bi_kernels/{sources.INTERPRETER}/")}
-    sums = "bi_kernels/audit/workbench/summation_order.py"
-    assert named == {"bi_kernels/checks.py", sums}
+    assert {n for n in named if not n.startswith(f"bi_kernels/{sources.WORKBENCH}/")} == {"bi_kernels/checks.py"}
     assert "if INTERPRETED:\n    from bi_kernels import interpreter\n" in texts["bi_kernels/checks.py"]
-    books = {p.name: p.read_text(encoding="utf-8") for p in (ROOT / "notebooks").glob("*.ipynb")}
-    users = {name for name, text in (texts | books).items() if "summation_order" in text}
-    assert users == {"workbench.ipynb"}
 
 
 def test_the_localiser_is_a_source_of_the_chains_document_alone(package, loaded):
@@ -362,7 +359,8 @@ def test_docstrings_that_a_document_may_hold_are_those_of_known_places():
     """Else words that judge nothing would stand in a document that they do not make older. What else reads sources
     cites lines, or does so for a user."""
     known = {"integrations/transformers/replace.py", "audit/recipes/script.py"}
-    known |= {f"audit/{name}" for name in ("digests/candidate.py", "localiser/replay.py", "workbench/kernel.py")}
+    known |= {f"audit/{name}" for name in ("digests/candidate.py", "localiser/replay.py", "kernel_error.py")}
+    known |= {"workbench/source.py", "workbench/step.py"}
     known |= {f"audit/static/{name}" for name in ("function.py", "launches.py")}
     reads = re.compile(r"__doc__|getdoc\(|getsource|getlines|findsource|linecache")
     files = {path.relative_to(sources.PACKAGE).as_posix(): path for path in sources.PACKAGE.rglob("*.py")}

@@ -8,7 +8,8 @@ import linecache
 from collections.abc import Iterable, Iterator
 from types import FrameType, FunctionType
 
-LIBRARIES = ("triton", "numpy", "bi_kernels.interpreter", "bi_kernels.workbench")
+PACKAGE = __name__.partition(".")[0]
+LIBRARIES = ("triton", "numpy", *(f"{PACKAGE}.{part}" for part in ("interpreter", "workbench")))
 
 
 class KernelError(RuntimeError):
@@ -45,8 +46,10 @@ def kernel_error(error: BaseException) -> KernelError | None:
 def line_of(kernel: FunctionType, name: str, at: int) -> int:
     """Returns the line in its file that is `at` lines below the def of `name`, which is the kernel or used by it."""
     function = kernel if kernel.__name__ == name else kernel.__globals__.get(name)
+    while hasattr(function, "fn"):
+        function = function.fn
     try:
-        lines, first = inspect.getsourcelines(getattr(function, "fn", function))
+        lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
         return 0
     return first + at + next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)

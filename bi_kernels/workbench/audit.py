@@ -1,5 +1,6 @@
 """Audits a function of a notebook's cells, and shows which rows depend on how the batch was cut."""
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import ordered, raw
 from bi_kernels.audit.evidence.markdown import table
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.problem.candidates import load, resolve
 from bi_kernels.audit.problem.problem import Problem
@@ -25,7 +27,7 @@ from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.source import source as findings
 from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.contract import DTYPES
-from bi_kernels.workbench.source import write_op
+from bi_kernels.workbench.source import line_in_cell, write_op
 
 
 def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
@@ -40,8 +42,11 @@ def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
     with _one_sentence():
         if op:
             return _as_op(function, op, **options)
-        with _importable(function) as found:
-            return audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)
+        with _importable(function) as (found, text):
+            report = audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)
+        if text:
+            _name_the_cells_lines(report.rows, function, text)
+        return report
 
 
 @contextmanager
@@ -56,19 +61,19 @@ def _one_sentence() -> Iterator[None]:
 
 
 @contextmanager
-def _importable(function: Callable) -> Iterator[Callable]:
-    """Yields a function of the cells as one of a file, so that its kernels are compiled too; what no file can hold, and
-    what has one, as it is."""
+def _importable(function: Callable) -> Iterator[tuple[Callable, str]]:
+    """Yields a function of the cells as one of a file, so that its kernels are compiled too, and the file's text; what
+    no file can hold, and what has one, as it is, and ''."""
     if not isinstance(function, FunctionType) or function.__module__ != "__main__":
-        yield function
+        yield function, ""
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = write_op(Path(folder, f"{function.__name__}.py"), function)
-            function = load(f"{path}:{function.__name__}")
+            found = load(f"{path}:{function.__name__}"), path.read_text(encoding="utf-8")
         except (ValueError, OSError):  # it holds a tensor, say
-            pass
-        yield function
+            found = function, ""
+        yield found
 
 
 def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forward: bool = True) -> Report:
@@ -86,7 +91,15 @@ def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forw
         if findings(loaded):  # what the source shows needs no binary
             launches = Launches()
         rows += atomics_free([(subject, launches)])[0]
+        _name_the_cells_lines(rows, function, path.read_text(encoding="utf-8"))
         return Report(function.__name__, rows, f"judged as {op}, {dtype}, at the op's smallest shapes")
+
+
+def _name_the_cells_lines(rows: list[Row], function: Callable, text: str) -> None:
+    """Has rows name a line by its number in the function's cell instead of that in the file `text`."""
+    in_cell = lambda m: f"in {m[1]}, line {line_in_cell(function, text, m[1], int(m[2])) or m[2]}"
+    for row in rows:
+        row.detail = re.sub(r"\bin (\w+), line (\d+)", in_cell, row.detail)
 
 
 @dataclass(repr=False)

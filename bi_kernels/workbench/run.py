@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 
 import torch
@@ -14,12 +14,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from bi_kernels.audit import worker
 from bi_kernels.audit.evidence import markdown
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.kernel_error import KernelError, kernel_error, line_of
+from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.static import binary, compile_text
 from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
 from bi_kernels.audit.static.finding import CHOOSERS
 from bi_kernels.interpreter.launch import Launch
-from bi_kernels.workbench.source import source
+from bi_kernels.workbench.source import line_in_cell, source
 
 
 @dataclass(repr=False)
@@ -86,7 +86,10 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     except worker.Died as died:
         result, refusal = None, binary._refusal("\n".join(died.said))
     if isinstance(result, KernelError):
-        raise _in_cell(result, text, kernel) from None
+        line = line_in_cell(kernel, text, result.kernel, result.line)
+        raise KernelError(result.kernel, line, result.code, result.message) from None
+    for v in [result.variant] if result else []:
+        v.findings = [replace(f, line=f.line and line_in_cell(kernel, text, f.function, f.line)) for f in v.findings]
     return Run(name, tensors, result, refusal, backwards)
 
 
@@ -118,14 +121,6 @@ def in_reverse(fn: Callable) -> Callable:
         fn(**values)
 
     return mirrored
-
-
-def _in_cell(error: KernelError, text: str, kernel: InterpretedFunction) -> KernelError:
-    """Returns an error with the line in the kernel's cell instead of that in the file that holds `text`."""
-    above = text.splitlines()[: error.line]
-    below_def = next((i for i, line in enumerate(reversed(above)) if line.startswith("def ")), 0)
-    line = line_of(kernel.fn, error.kernel, below_def) if error.line else 0
-    return KernelError(error.kernel, line, error.code, error.message)
 
 
 class Assembly(dict):

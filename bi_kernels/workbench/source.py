@@ -17,6 +17,7 @@ import torch
 import triton
 
 from bi_kernels.audit import parameters
+from bi_kernels.audit.kernel_error import line_of
 from bi_kernels.audit.static.compile_text import CELL
 from bi_kernels.audit.static.finding import CHOOSERS, KERNELS
 from bi_kernels.contract import dtype_name
@@ -90,6 +91,14 @@ def _text(obj: FunctionType | type) -> str:
     text = linecache.getlines(method.__code__.co_filename)
     node = next(n for n in ast.walk(ast.parse("".join(text))) if isinstance(n, ast.ClassDef) and n.name == obj.__name__)
     return "".join(text[min(d.lineno for d in [node, *node.decorator_list]) - 1 : node.end_lineno])
+
+
+def line_in_cell(subject, text: str, name: str, line: int) -> int:
+    """Returns the line in a cell of what is line `line` of the file `text` that `source` made of the subject; 0 if it
+    is not of the function `name`."""
+    above = text.splitlines()[:line]
+    start = next((i for i in range(len(above), 0, -1) if above[i - 1].startswith(f"def {name}(")), 0)
+    return line_of(plain(subject), name, line - start) if start else 0
 
 
 def write_op(path: Path | str, function: Callable, about: str = "") -> Path:

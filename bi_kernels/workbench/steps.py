@@ -12,6 +12,9 @@ from bi_kernels.contract import dtype_name
 from bi_kernels.workbench.tiles import Tile
 
 
+HANGING = "white-space:pre-wrap;padding-left:5ch;text-indent:-5ch"  # a wrapped line stays right of its number
+
+
 @dataclass
 class Access:
     """What a line reads or writes: which elements, and under which mask."""
@@ -135,7 +138,7 @@ class Steps:
         for x in events:
             numbered = enumerate(x.code.splitlines())
             lines = (f'<span style="opacity:.6">{_number(x, i)}</span> {escape(line)}' for i, line in numbered)
-            code = "".join(f'<div style="white-space:pre-wrap">{line}</div>' for line in lines)
+            code = "".join(f'<div style="{HANGING}">{line}</div>' for line in lines)
             if isinstance(x, Loop):
                 yield code
                 for r, (variables, body) in x.kept.items():
@@ -148,7 +151,7 @@ class Steps:
             shown = [f'<span style="opacity:.85">{escape(str(a))}</span>{_written_html(a)}' for a in x.accesses]
             shown += [tile.html() for tile in x.tiles]
             inner = "".join(f"<div>{part}</div>" for part in shown)
-            yield f'{code}<div style="margin:0 0 6px 3em">{inner}</div>'
+            yield f'{code}<div style="margin:0 0 6px 5ch">{inner}</div>'
 
 
 def _number(x: Line | Loop, i: int) -> str:

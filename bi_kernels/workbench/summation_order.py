@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.collections import LineCollection
 
 from bi_kernels.audit.evidence.drift import ordered
 from bi_kernels.interpreter.tensor_core import mma
@@ -244,11 +242,15 @@ def first_parting(
     return pd.DataFrame(frame)
 
 
-def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term") -> plt.Figure:
-    """Returns a panel a tree: terms from left to right, each bracket a sum, as high as additions had to be waited for.
+def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term"):
+    """Returns a matplotlib figure, a panel a tree: terms from left to right, each bracket a sum, as high as additions
+    had to be waited for.
 
     Sums that every tree forms in the same way are blue, others orange. marks: terms before which a line is drawn.
     """
+    import matplotlib.pyplot as plt  # noqa: PLC0415 (a second, which stepping does not need)
+    from matplotlib.collections import LineCollection  # noqa: PLC0415 (likewise)
+
     known: dict[tuple, int] = {}
     numbers = {}  # of every node, equal where what is under it is added in the same order
     for name, tree in trees.items():

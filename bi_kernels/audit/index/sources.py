@@ -2,7 +2,8 @@
 
 All of the package, not what one audit loads of it: controls and ranks load each other's kernels, and a document that is
 called older than it is costs a run, one that is called current and is not costs its reader. But for what no audit
-loads: what stands here, which reads documents that are made, and what breaks the kernels, of which mutants are made.
+loads: what stands here, which reads documents that are made, the workbench, and what breaks the kernels, of which
+mutants are made.
 Of that, what writes their page and says why some change nothing judges none of them: the page follows it (words.py).
 And of the experiments, which notebooks import one by one, those that nothing which an audit loads names: no import
 in the document's notebook, in another experiment that counts, or anywhere else in the package, and no string there.
@@ -29,7 +30,7 @@ NOTEBOOKS = PACKAGE / "notebooks", PACKAGE.parent / "notebooks"  # of a wheel, o
 KINDS = ".py", ".toml", ".json"
 KERNELS, AUDITOR, NOTEBOOK = "other kernels", "another auditor", "another notebook"
 MUTANTS, EXPERIMENTS = "audit/mutants", "audit/experiments"
-INTERPRETER, LOCALISER = "interpreter", "audit/localiser"
+INTERPRETER, LOCALISER, WORKBENCH = "interpreter", "audit/localiser", "workbench"
 LOCALISING = "localising"  # in a notebook that asks it
 COMMANDS = tuple(f"{PACKAGE.name}/audit/{name}" for name in ("cli.py", "runs/command.py"))
 # of mutants: what writes their page, and says why some change nothing; and its digest's name among sources
@@ -83,7 +84,7 @@ def folders(blobs: dict[str, str]) -> dict[str, str]:
 
 def package(notebook: Path | None = None, of_mutants: bool = False) -> dict[str, str]:
     """Returns the sources in the package as it stands of which the document of a notebook is made, or mutants are."""
-    apart = [NOTEBOOKS[0], Path(__file__).parent, *[PACKAGE / MUTANTS] * (not of_mutants)]
+    apart = [NOTEBOOKS[0], Path(__file__).parent, PACKAGE / WORKBENCH, *[PACKAGE / MUTANTS] * (not of_mutants)]
     files = [path for path in PACKAGE.rglob("*") if path.suffix in KINDS and not any(map(path.is_relative_to, apart))]
     names = [path.relative_to(PACKAGE.parent).as_posix() for path in files]
     found = folders({name: _named(name, path.read_bytes()) for name, path in zip(names, files, strict=True)})
