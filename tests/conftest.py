@@ -40,6 +40,7 @@ LONGEST = (
     "2_elementwise.ipynb",
     "test_notebooks.py",
     "12_transformers.ipynb",
+    "gallery_of_bugs.ipynb",
     "test_fair.py",
     "test_ci.py",
     "8_zoo.ipynb",
@@ -50,6 +51,7 @@ LONGEST = (
     "test_backward_ops.py",
     "test_callables.py",
     "workbench.ipynb",
+    "paste_your_kernel.ipynb",
     "test_workbench.py",
     "test_static.py",
     "1_dtype.ipynb",
@@ -73,6 +75,7 @@ SLOW_NOTEBOOKS = (
     "13_random.ipynb",
     "15_world.ipynb",
     "16_recipes.ipynb",
+    "gallery_of_bugs.ipynb",
 )
 
 

@@ -191,8 +191,11 @@ class Recorder:
             self.now.done = True
 
     def _tile(self, name: str, value) -> Tile:
+        value = getattr(value, "value", value)  # a constexpr's
+        if type(value) in (bool, int, float):
+            return Tile(name, values=np.array(value))
         if not isinstance(value, tl.tensor):
-            return Tile(name, note=repr(getattr(value, "value", value)))
+            return Tile(name, note=repr(value))
         data = numbers(value.handle)
         data = np.array(data if value.type.is_block() else data.reshape(-1)[0])
         if value.dtype.is_ptr():

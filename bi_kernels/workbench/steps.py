@@ -11,7 +11,6 @@ from bi_kernels.audit.kernel_error import KernelError
 from bi_kernels.contract import dtype_name
 from bi_kernels.workbench.tiles import Tile
 
-
 HANGING = "white-space:pre-wrap;padding-left:5ch;text-indent:-5ch"  # a wrapped line stays right of its number
 
 

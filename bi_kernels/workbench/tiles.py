@@ -118,13 +118,14 @@ class Tile:
 
     def _map(self, flat: np.ndarray) -> str:
         """Returns an image, a cell a number: blue above zero, orange below, hatched where masked."""
-        cell = max(2, min(8, 480 // flat.shape[1]))
-        strength = np.kron(self._strength().reshape(flat.shape), np.ones((cell, cell)))
+        width = max(2, min(8, 480 // flat.shape[1]))
+        cell = np.ones((12 if len(flat) == 1 else width, width))  # in pixels
+        strength = np.kron(self._strength().reshape(flat.shape), cell)
         pixels = np.zeros((*strength.shape, 4), np.uint8)
         pixels[..., :3] = np.where((strength >= 0)[..., None], PLUS, MINUS)
         pixels[..., 3] = 255 * np.abs(strength)
         if self.live is not None:
-            masked = np.kron(~self.live.reshape(flat.shape), np.ones((cell, cell), bool)).astype(bool)
+            masked = np.kron(~self.live.reshape(flat.shape), cell).astype(bool)
             lines = np.add(*np.indices(strength.shape)) % 4 == 0
             pixels[masked] = (*HATCH, 0)
             pixels[masked & lines] = (*HATCH, 200)
