@@ -22,6 +22,7 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 from bi_kernels.audit.parameters import read
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.static import binary
 from bi_kernels.audit.static.compile_text import copied
 from bi_kernels.audit.static.verdict import STATIC
 from bi_kernels.contract import SWEEP
@@ -253,6 +254,45 @@ def test_an_audit_of_a_kernel_that_cannot_run_is_that_sentence():
     with pytest.raises(wb.KernelError, match="beyond_kernel, line") as error:
         wb.audit(call, torch.randn(4, 16))
     assert error.value.__suppress_context__ and error.value.__cause__ is None
+
+
+MAIN = """import torch
+import triton
+import triton.language as tl
+
+# the file that is audited has no such lines
+@triton.jit
+def sum_kernel(x, y, width, ahead, BLOCK: tl.constexpr):
+    total = 0.0
+    for first in range(0, width, BLOCK):
+        total += tl.sum(tl.load(x + tl.program_id(0) * width + first + ahead + tl.arange(0, BLOCK)), 0)
+    tl.store(y + tl.program_id(0), total)
+
+
+def sums(x, ahead=0):
+    y = x.new_empty(len(x))
+    sum_kernel[(len(x),)](x.contiguous(), y, x.shape[1], ahead, BLOCK=8 if len(x) < 2 else 16)
+    return y
+
+
+def sums_ahead(x):
+    return sums(x, 4)
+"""
+
+
+def test_what_an_audit_says_of_a_cell_has_the_cells_lines(tmp_path, monkeypatch):
+    (tmp_path / "cell.py").write_text(MAIN)
+    spec = importlib.util.spec_from_file_location("__main__", tmp_path / "cell.py")
+    main = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    spec.loader.exec_module(main)
+    monkeypatch.setattr(binary, "_elsewhere", lambda messages: ["not compiled here"] * len(messages))
+    line = lambda text: 1 + next(i for i, found in enumerate(MAIN.splitlines()) if text in found)
+    rows = wb.audit(main.sums, torch.randn(4, 64)).rows
+    assert any(f"in sum_kernel, line {line('for first')} (AST)" in r.detail for r in rows), rows
+    with pytest.raises(wb.KernelError, match="beyond the end of the memory of x") as error:
+        wb.audit(main.sums_ahead, torch.randn(4, 64))
+    assert (error.value.kernel, error.value.line) == ("sum_kernel", line("tl.load"))
 
 
 # Write it out

@@ -40,7 +40,8 @@ def kernel_error(error: BaseException) -> KernelError | None:
     inner = next((e for e in reversed(raised) if hasattr(e, "node")), None)
     if inner:  # the compiler's
         return KernelError(*_compiled(inner, sum(frames, [])), text[-1])
-    return KernelError(*_interpreted(frames), text[-1] if last in raised else f"{type(last).__name__}: {text[-1]}")
+    # a KeyError's text is a key, and no sentence
+    return KernelError(*_interpreted(frames), text[-1] if " " in text[-1] else f"{type(last).__name__}: {text[-1]}")
 
 
 def line_of(kernel: FunctionType, name: str, at: int) -> int:

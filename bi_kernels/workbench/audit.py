@@ -16,7 +16,7 @@ from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import ordered, raw
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.kernel_error import kernel_error
+from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.problem.candidates import load, resolve
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
@@ -42,7 +42,7 @@ def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
     with _one_sentence():
         if op:
             return _as_op(function, op, **options)
-        with _importable(function) as (found, text):
+        with _importable(function) as (found, text), _one_sentence(function, text):
             report = audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)
         if text:
             _name_the_cells_lines(report.rows, function, text)
@@ -50,14 +50,17 @@ def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Raises a kernel's error as one sentence, in place of Triton's and the auditor's tracebacks."""
+def _one_sentence(function: Callable | None = None, text: str = "") -> Iterator[None]:
+    """Raises a kernel's error as one sentence, in place of Triton's and the auditor's tracebacks; text: the file that
+    stands for the function's cell."""
     try:
         yield
     except Exception as error:
-        if found := kernel_error(error):
-            raise found from None
-        raise
+        if not (found := kernel_error(error)):
+            raise
+        if line := text and line_in_cell(function, text, found.kernel, found.line):
+            found = KernelError(found.kernel, line, found.code, found.message)
+        raise found from None
 
 
 @contextmanager
@@ -124,14 +127,20 @@ class RowDrift:
     __repr__ = _repr_markdown_
 
 
-def drift(function: Callable, *inputs, rows: Sequence[int] = (1, 2, 4), **options) -> RowDrift:
+def drift(
+    function: Callable,
+    *inputs,
+    rows: Sequence[int] = (1, 2, 4),
+    batch: int = 0,
+    shared: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+) -> RowDrift:
     """Returns which rows differ when the batch is cut into calls of fewer rows: the shortest question of an audit.
 
-    rows: how many rows each call has. options: batch, shared and outputs, as `audit` has them.
+    rows: how many rows each call has. batch, shared and outputs are those of `audit`.
     """
-    how = {"batch": 0, "shared": (), "outputs": ()} | options
     with _one_sentence():
-        t = Target(function, inputs, {}, *how.values(), getattr(function, "__name__", "function"), 0)
+        t = Target(function, inputs, {}, batch, shared, outputs, getattr(function, "__name__", "function"), 0)
         whole = t.whole()
         found = {}
         for m in rows:
