@@ -246,6 +246,17 @@ def test_a_kernels_error_is_one_sentence_with_its_line(kernel):
     assert error.value._render_traceback_() == [f"KernelError: {error.value}"], "what IPython shows"
 
 
+def test_an_error_that_hides_a_kernels_is_another_one():
+    def call(x):
+        try:
+            beyond_kernel[(1,)](x, torch.zeros(64), BLOCK=64)
+        except triton.runtime.errors.InterpreterError:
+            raise OSError("no disk") from None
+
+    with pytest.raises(ValueError, match="no disk"):
+        wb.audit(call, torch.randn(4, 16))
+
+
 def test_an_audit_of_a_kernel_that_cannot_run_is_that_sentence():
     def call(x):
         beyond_kernel[(1,)](x, torch.zeros(64), BLOCK=64)

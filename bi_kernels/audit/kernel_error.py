@@ -32,7 +32,7 @@ def kernel_error(error: BaseException) -> KernelError | None:
     """Returns the error of the Triton kernel that `error` is, or came from; None if no kernel raised."""
     chain = [*_causes(error)]
     known = next((e for e in chain if isinstance(e, KernelError)), None)
-    raised = [e for e in chain if any(k.__name__ == "TritonError" for k in type(e).__mro__)]
+    raised = [e for e in chain if _tritons(e)]
     if known or not raised:
         return known
     last, frames = chain[-1], [[*_frames(e)] for e in chain]
@@ -42,6 +42,10 @@ def kernel_error(error: BaseException) -> KernelError | None:
         return KernelError(*_compiled(inner, sum(frames, [])), text[-1])
     # a KeyError's text is a key, and no sentence
     return KernelError(*_interpreted(frames), text[-1] if " " in text[-1] else f"{type(last).__name__}: {text[-1]}")
+
+
+def _tritons(error: BaseException) -> bool:
+    return any(kind.__name__ == "TritonError" for kind in type(error).__mro__)
 
 
 def line_of(kernel: FunctionType, name: str, at: int) -> int:
@@ -59,7 +63,8 @@ def line_of(kernel: FunctionType, name: str, at: int) -> int:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        hidden = error.__suppress_context__ and not _tritons(error)  # Triton's compiler raises `from None`
+        error = error.__cause__ or (None if hidden else error.__context__)
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
