@@ -44,6 +44,7 @@ def loops_kernel(x, y, N, BLOCK: tl.constexpr):
     for i in range(N):
         for j in range(2):
             total += tl.load(at + (2 * i + j) * BLOCK)
+        total += 0.0  # after the inner loop, in the same round
     count = 0
     while count < 2:
         count += 1

@@ -157,10 +157,10 @@ class Recorder:
         if node is None or node is self.statement:
             return
         self._finish(frame)
-        header = self.stack and self.statement is self.stack[-1][0]
+        begins = bool(loops) and self.statement is loops[-1]  # a round: the loop's header came before
         while self.stack and self.stack[-1][0] not in [*loops, node]:
             self.stack.pop()
-        if header and self.stack and loops and loops[-1] is self.stack[-1][0]:
+        if begins:
             names = _names(loops[-1].target) if isinstance(loops[-1], ast.For) else []
             self.stack[-1][1].begin([self._tile(name, frame.f_locals.get(name)) for name in names])
         if isinstance(node, LOOPS):
