@@ -41,6 +41,7 @@ LONGEST = (
     "2_elementwise.ipynb",
     "test_notebooks.py",
     "12_transformers.ipynb",
+    "gallery_of_bugs.ipynb",
     "test_fair.py",
     "test_ci.py",
     "8_zoo.ipynb",
@@ -51,6 +52,7 @@ LONGEST = (
     "test_backward_ops.py",
     "test_callables.py",
     "workbench.ipynb",
+    "paste_your_kernel.ipynb",
     "test_workbench.py",
     "test_static.py",
     "1_dtype.ipynb",
@@ -74,6 +76,7 @@ SLOW_NOTEBOOKS = (
     "13_random.ipynb",
     "15_world.ipynb",
     "16_recipes.ipynb",
+    "gallery_of_bugs.ipynb",
 )
 
 

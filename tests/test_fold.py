@@ -3,6 +3,7 @@ part where their partial sums do."""
 
 from functools import reduce
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.audit.workbench import summation_order as folds
-from bi_kernels.audit.workbench.summation_order import Tree, draw, first_parting, fold, over_k, over_tokens
+from bi_kernels.workbench.summation_order import Tree, draw, first_parting, order, over_k, over_tokens
 
 FP16 = {"big": 2.0**15, "unit": 2.0**-24}
 
@@ -71,14 +71,14 @@ ORDERS = {  # callable, number of terms: how the order reads
 
 @pytest.mark.parametrize("sums, n", ORDERS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_the_order_of_a_sum(sums, n):
-    assert str(fold(sums, n)) == ORDERS[sums, n]
+    assert str(order(sums, n)) == ORDERS[sums, n]
 
 
 @pytest.mark.parametrize("sums", [left, pairwise, slabs, numpy_sum, triton_sum, torch_sum], ids=lambda f: f.__name__)
 def test_a_tree_replays_its_sum_and_another_tree_does_not(sums):
     terms = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     actual = np.asarray(sums(terms))
-    tree, wrong = fold(sums, 64), fold(lambda v: left(v.flip(1)), 64)
+    tree, wrong = order(sums, 64), order(lambda v: left(v.flip(1)), 64)
     assert [t.partial_sums(row.numpy())[-1] for t in (tree,) for row in terms] == actual.tolist()
     assert tree != wrong and [wrong.partial_sums(row.numpy())[-1] for row in terms] != actual.tolist()
 
@@ -90,7 +90,7 @@ SLABS = Tree(64, (tuple(range(16)), (64, *range(16, 32)), (65, *range(32, 48)), 
 
 @pytest.mark.parametrize("dtype, probe", [(torch.bfloat16, {}), (torch.float16, FP16)], ids=["bf16", "fp16"])
 def test_the_tensor_core_adds_a_slab_of_16_and_the_accumulator_in_one_step(dtype, probe):
-    tree = fold(over_k(bi_kernels.linear, dtype), 64, **probe)
+    tree = order(over_k(bi_kernels.linear, dtype), 64, **probe)
     assert tree == SLABS and str(tree) == "[0 … 15] + [16 … 31] + [32 … 47] + [48 … 63]"
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     replayed = torch.tensor(np.array([tree.partial_sums(row)[-1] for row in x.float().numpy()])).to(dtype)
@@ -98,13 +98,13 @@ def test_the_tensor_core_adds_a_slab_of_16_and_the_accumulator_in_one_step(dtype
 
 
 def test_fp32_is_one_product_after_another():
-    assert str(fold(over_k(bi_kernels.linear, torch.float32), 64)) == "0 … 63"
+    assert str(order(over_k(bi_kernels.linear, torch.float32), 64)) == "0 … 63"
 
 
 def test_a_short_slab_and_an_m_that_does_not_swamp():
-    assert str(fold(over_k(bi_kernels.linear), 40)) == "[0 … 15] + [16 … 31] + [32 … 39]"
+    assert str(order(over_k(bi_kernels.linear), 40)) == "[0 … 15] + [16 … 31] + [32 … 39]"
     with pytest.raises(ValueError, match="no tree|expected a count"):
-        fold(lambda v: left(v), 40, big=2.0**24)
+        order(lambda v: left(v), 40, big=2.0**24)
 
 
 @st.composite
@@ -143,7 +143,7 @@ def under(n: int, steps) -> set[frozenset]:
 @given(random_tree())
 def test_any_tree_is_recovered(made):
     n, steps = made
-    tree = fold(by_steps(n, steps), n)
+    tree = order(by_steps(n, steps), n)
     assert under(n, tree.steps) == under(n, steps)
     assert under(n, tree.steps) == {frozenset(s.tolist()) for s in tree.spans()}
 
@@ -152,8 +152,8 @@ def test_any_tree_is_recovered(made):
 def test_how_many_probes_a_call_has_is_no_matter(made, at_once):
     n, steps = made
     shapes = []
-    tree = fold(lambda v: shapes.append(tuple(v.shape)) or by_steps(n, steps)(v), n, at_once=at_once)
-    assert tree == fold(by_steps(n, steps), n) and set(shapes) == {(at_once, n)}
+    tree = order(lambda v: shapes.append(tuple(v.shape)) or by_steps(n, steps)(v), n, at_once=at_once)
+    assert tree == order(by_steps(n, steps), n) and set(shapes) == {(at_once, n)}
 
 
 # What is no tree
@@ -178,8 +178,8 @@ def by_parity(values):
 # fmt: on
 def test_what_no_tree_does_is_one_clear_sentence(sums, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
-        fold(sums, 12)
-    assert "\n" not in str(error.value) and str(error.value).startswith("fold: ")
+        order(sums, 12)
+    assert "\n" not in str(error.value) and str(error.value).startswith("order: ")
 
 
 # The gradient of a weight, over a whole step
@@ -188,7 +188,7 @@ SPLITS = {"one call": [[20, 28]], "a call each": [[20], [28]]}
 
 
 def test_our_dweight_is_one_fold_over_slabs_however_the_step_is_cut():
-    found = {str(fold(over_tokens(bi_kernels.rms_norm, calls, eps=0.0), 48, at_once=64)) for calls in SPLITS.values()}
+    found = {str(order(over_tokens(bi_kernels.rms_norm, calls, eps=0.0), 48, at_once=64)) for calls in SPLITS.values()}
     assert found == {"(0 … 15) + (16 … 19) + (20 … 35) + (36 … 47)"}
 
 
@@ -196,7 +196,7 @@ def test_torch_sums_every_call_from_zero():
     def norm(x, weight, eps):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
-    one, each = (fold(over_tokens(norm, calls, eps=0.0), 48, at_once=64) for calls in SPLITS.values())
+    one, each = (order(over_tokens(norm, calls, eps=0.0), 48, at_once=64) for calls in SPLITS.values())
     assert one != each and set(each.steps[-1]) & set(range(48)) == set(), "the last step adds two sums"
     assert sorted(len(each.spans()[k]) for k in each.steps[-1]) == [20, 28]
 
@@ -205,7 +205,7 @@ def test_torch_sums_every_call_from_zero():
 
 
 def test_the_first_sum_that_only_one_forms_and_the_ulp_at_the_end():
-    a, b = fold(slabs, 64), fold(lambda v: slabs(v[:, :32]) + slabs(v[:, 32:]), 64)
+    a, b = order(slabs, 64), order(lambda v: slabs(v[:, :32]) + slabs(v[:, 32:]), 64)
     terms = np.repeat(np.float32([0, 1 / 16, 1 / 16, 1 / 16]), 16)
     terms[0] = 2**24  # beside it a 1 is lost and a 2 is not
     table = first_parting(a, b, terms, ("whole", "split"))
@@ -217,15 +217,15 @@ def test_the_first_sum_that_only_one_forms_and_the_ulp_at_the_end():
 
 
 def test_equal_trees_never_part():
-    tree = fold(slabs, 40)
-    table = first_parting(tree, fold(slabs, 40), np.ones(40, dtype=np.float32))
+    tree = order(slabs, 40)
+    table = first_parting(tree, order(slabs, 40), np.ones(40, dtype=np.float32))
     assert table["sum over"].tolist() == ["0 … 39"] and table["ULP"].tolist() == [0]
 
 
 @pytest.mark.parametrize("other, colors", [(slabs, 1), (left, 2)], ids=["equal", "another"])
 def test_the_figure_shows_what_both_share_and_what_they_do_not(other, colors):
-    figure = draw({"a": fold(slabs, 40), "b": fold(other, 40)}, "title", marks=[20])
+    figure = draw({"a": order(slabs, 40), "b": order(other, 40)}, "title", marks=[20])
     used = [{tuple(c) for c in ax.collections[0].get_colors()} for ax in figure.axes]
     assert [len(u) for u in used] == [colors, colors] and used[0] == used[1]
     assert len(figure.axes[0].collections[0].get_segments()) == 3 * 39
-    folds.plt.close(figure)
+    plt.close(figure)

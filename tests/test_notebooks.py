@@ -26,6 +26,7 @@ from bi_kernels.audit.runs.runner import audits
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = [audit.notebook for audit in audits().values()]
+WORKBENCHES = [ROOT / "notebooks" / f"{name}.ipynb" for name in ("workbench", "paste_your_kernel", "gallery_of_bugs")]
 name_of = lambda path: path.stem.partition("_")[2]
 
 
@@ -275,10 +276,21 @@ def test_ctrl_c_leaves_finished_documents_whole(tmp_path):
     )
 
 
-def test_the_workbench_holds_what_the_debuggers_tool_looks_for():
-    tool = ast.parse((ROOT / "tools" / "lab_debugger.py").read_text())  # it imports what is not installed here
-    said = {ast.unparse(n.targets[0]): n.value for n in tool.body if isinstance(n, ast.Assign)}
-    name, kernel = ast.literal_eval(said["(NOTEBOOK, KERNEL)"])
-    cells = [c.source for c in nbformat.read(ROOT / "notebooks" / name, as_version=4).cells if c.cell_type == "code"]
-    for text in (f"def {kernel}(", *ast.literal_eval(said["(LINE, STEP)"])):
-        assert any(text in cell for cell in cells), text
+def test_every_notebook_is_an_audits_or_a_workbench():
+    assert {*(ROOT / "notebooks").glob("*.ipynb")} == {*NOTEBOOKS, *WORKBENCHES}
+
+
+@pytest.mark.parametrize("path", WORKBENCHES, ids=lambda p: p.stem)
+def test_the_workbenches_are_committed_executed_and_open_with_what_they_alone_do(path):
+    cells = nbformat.read(path, as_version=4).cells
+    code = [c for c in cells if c.cell_type == "code"]
+    assert all(c.execution_count for c in code)
+    assert not any(o.output_type == "error" or o.get("name") == "stderr" for c in code for o in c.outputs)
+    assert any("nbval-check-output" in c.metadata.get("tags", []) and c.outputs for c in code)
+    heading = next(i for i, c in enumerate(cells) if c.source.startswith("## "))
+    refused, products = (
+        c for c in cells[:heading] if c.cell_type == "code" and re.search("wb.step|golden.digest", c.source)
+    )
+    assert "beyond the end of the memory of x" in refused.outputs[0].data["text/plain"]
+    same, all_of_them = re.match(r"(\d+) of (\d+) bf16 products", products.outputs[0].text).groups()
+    assert same == all_of_them and len(products.source.splitlines()) <= 6 and len(refused.source.splitlines()) <= 9

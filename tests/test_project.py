@@ -97,7 +97,8 @@ def test_ci_runs_the_readme_command():
 
 def test_every_link_leads_somewhere():
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "audits" / "README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
@@ -160,9 +161,16 @@ def test_there_is_no_circle_of_imports():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_nothing_but_the_audit_imports_the_audit():
-    outside = {name: imported(name) for name in TREES if not name.startswith("bi_kernels.audit")}
-    assert not {k: v for k, v in outside.items() if any(m.startswith("bi_kernels.audit") for m in v)}
+@pytest.mark.parametrize("folder, users", [("audit", ("audit", "workbench")), ("workbench", ("workbench",))])
+def test_imports_point_from_the_workbench_to_the_audit_to_the_ops(folder, users):
+    beside = {name for name in TREES if not name.startswith(tuple(f"bi_kernels.{user}" for user in users))}
+    assert not {name for name in beside if any(m.startswith(f"bi_kernels.{folder}") for m in imported(name))}
+
+
+def test_what_a_kernels_error_is_put_in_needs_neither_triton_nor_the_auditor():
+    light = "import sys, bi_kernels.audit.kernel_error; print([m for m in sys.modules if m in {'torch', 'triton'}])"
+    done = subprocess.run([sys.executable, "-c", light], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n" and not imported("bi_kernels.audit.kernel_error")
 
 
 CHANGE = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__setattr__", "__ior__"}

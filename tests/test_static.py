@@ -27,7 +27,7 @@ from bi_kernels.ops.gemm import kernel as gemm
 MODULES = [
     m.name.removeprefix("bi_kernels.")
     for m in pkgutil.walk_packages(bi_kernels.__path__, "bi_kernels.")
-    if not m.ispkg and not m.name.startswith("bi_kernels.audit.")
+    if not m.ispkg and not m.name.startswith(("bi_kernels.audit.", "bi_kernels.workbench."))
 ]
 
 SOURCES = {

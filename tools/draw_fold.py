@@ -12,17 +12,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch.nn.functional as F
 
 import bi_kernels
-from bi_kernels.audit.workbench import summation_order as fold
+from bi_kernels import workbench as wb
 
 LENGTHS = [20, 28]
 STEPS = {"one call": [LENGTHS], "a call each": [[n] for n in LENGTHS]}
 OPS = {"bi_kernels": bi_kernels.rms_norm, "torch": lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps)}
 
 
-def orders(op) -> dict[str, fold.Tree]:
+def orders(op) -> dict[str, object]:
     return {
-        step: fold.fold(fold.over_tokens(op, calls, eps=0.0), sum(LENGTHS), at_once=128)
-        for step, calls in STEPS.items()
+        step: wb.order(wb.over_tokens(op, calls, eps=0.0), sum(LENGTHS), at_once=128) for step, calls in STEPS.items()
     }
 
 
@@ -32,5 +31,5 @@ if __name__ == "__main__":
     for name, op in OPS.items():
         trees = orders(op)
         same = "the same additions" if len(set(trees.values())) == 1 else "other additions"
-        figure = fold.draw(trees, f"{name}: one step, cut otherwise, is {same}", marks=[LENGTHS[0]], xlabel="token")
+        figure = wb.draw(trees, f"{name}: one step, cut otherwise, is {same}", marks=[LENGTHS[0]], xlabel="token")
         figure.savefig(f"{sys.argv[1]}/fold_{name}.png", dpi=100)

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.callables import drawn
-from bi_kernels.audit.errors import kernel_error
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.problem.subject import Named, poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
@@ -134,7 +134,7 @@ class Target(Named):
         except Exception as error:
             if isinstance(error, TypeError) and str(error).startswith(self.name):
                 raise
-            cause = None if kernel_error(error) else error  # which may quote a whole kernel
+            cause = kernel_error(error) or error  # which may quote a whole kernel
             raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from cause
         subsets = [{self.first, *c} for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)]
         found, why = [], ""

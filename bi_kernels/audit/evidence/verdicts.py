@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bi_kernels.audit import faults
-from bi_kernels.audit.errors import kernel_error
+from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.memory import give_back, patiently
 
 if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read without
@@ -113,7 +113,8 @@ class Judged:
 def sentence(error: BaseException) -> str:
     """Returns an error in one line without object addresses: of a Triton kernel its last sentence and the kernel's
     line, of any other its first line."""
-    said = kernel_error(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+    found = kernel_error(error)
+    said = found.sentence if found else f"{type(error).__name__}: {error}".splitlines()[0]
     return re.sub(r" at 0x[0-9a-f]+", "", said)[:300]
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bi_kernels.audit.errors import kernel_error
 from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.localiser.watched.digest import Digest, whole
 from bi_kernels.audit.localiser.watched.events import At, Event, Wrote
 from bi_kernels.audit.localiser.watched.frames import raised_at
@@ -50,7 +50,7 @@ def _called(function: Callable, what: str, layout: str):
     try:
         return _run_the_model(function)
     except Exception as error:
-        said, cause = sentence(error).rstrip(": "), None if kernel_error(error) else error  # it may quote a kernel
+        said, cause = sentence(error).rstrip(": "), kernel_error(error) or error  # it may quote a kernel
         raise ValueError(f"{what} raised in layout {layout!r}{raised_at(error)}: {said}") from cause
 
 

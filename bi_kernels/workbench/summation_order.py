@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.collections import LineCollection
 
 from bi_kernels.audit.evidence.drift import ordered
 from bi_kernels.interpreter.tensor_core import mma
@@ -126,7 +124,7 @@ def _range(terms: Sequence[int]) -> list[str]:
     return [f"{terms[0]} … {terms[-1]}" if gaps <= {-1, 1} else f"{terms[0]}, {terms[1]} … {terms[-1]}"]
 
 
-def fold(
+def order(
     sums: Callable[[torch.Tensor], torch.Tensor], n: int, at_once: int = 0, big: float = 2.0**100, unit: float = 1.0
 ) -> Tree:
     """Returns the tree by which `sums` adds n terms.
@@ -143,7 +141,7 @@ def fold(
     answers = lambda values: torch.as_tensor(sums(values)).detach().cpu().double().numpy() / unit
     ones = answers(torch.full((rows, n), unit)).flat[0]
     if not abs(ones - n) < 0.25:
-        raise ValueError(f"fold: {n} ones gave {ones:g}, expected {n}: they are not what is added, or not all of it")
+        raise ValueError(f"order: {n} ones gave {ones:g}, expected {n}: they are not what is added, or not all of it")
     lost = np.eye(n, dtype=np.int64)  # how many terms are under the node that joins i and j
     for at in range(0, len(first), rows):
         i, j = first[at : at + rows], second[at : at + rows]
@@ -155,7 +153,7 @@ def fold(
         if wrong.any():
             k = wrong.argmax()
             raise ValueError(
-                f"fold: +M at {i[k]} and −M at {j[k]} left {counted[k]:g}, expected a count of the other {n - 2} "
+                f"order: +M at {i[k]} and −M at {j[k]} left {counted[k]:g}, expected a count of the other {n - 2} "
                 "terms: M or a sum with it overflows, or a term is not added as it was given"
             )
         lost[i, j] = lost[j, i] = n - counted.round()
@@ -163,14 +161,14 @@ def fold(
 
 
 def over_k(linear: Callable, dtype: torch.dtype = torch.bfloat16) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For `fold`: the sum over K in linear(x, weight), each probe a row of x; the weight holds ones."""
+    """For `order`: the sum over K in linear(x, weight), each probe a row of x; the weight holds ones."""
     return lambda values: linear(values.to(dtype), torch.ones(1, values.shape[1], dtype=dtype))[:, 0].float()
 
 
 def over_tokens(
     op: Callable, micro_batches: Sequence[Sequence[int]], **constants
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For `fold`: the sum over tokens that the gradient of op(x, weight, **constants)'s weight is, over a whole step.
+    """For `order`: the sum over tokens that the gradient of op(x, weight, **constants)'s weight is, over a whole step.
 
     micro_batches: the lengths of the sequences in each call of the step. Each feature is a probe and stands in dy; x
     holds ones, which a norm leaves as they are if its eps is 0. What the step leaves in main_grad, or in .grad, is the
@@ -207,7 +205,7 @@ def _tree(lost: np.ndarray) -> Tree:
     if not np.array_equal(joined, lost):
         i, j = np.argwhere(joined != lost)[0]
         raise ValueError(
-            f"fold: +M at {i} and −M at {j} lost {lost[i, j]} of {n} terms, which no tree does together with the "
+            f"order: +M at {i} and −M at {j} lost {lost[i, j]} of {n} terms, which no tree does together with the "
             "other pairs: the sum compensates, reads M differently, or changes its order with the call"
         )
     return tree
@@ -244,11 +242,15 @@ def first_parting(
     return pd.DataFrame(frame)
 
 
-def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term") -> plt.Figure:
-    """Returns a panel a tree: terms from left to right, each bracket a sum, as high as additions had to be waited for.
+def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term"):
+    """Returns a matplotlib figure, a panel a tree: terms from left to right, each bracket a sum, as high as additions
+    had to be waited for.
 
     Sums that every tree forms in the same way are blue, others orange. marks: terms before which a line is drawn.
     """
+    import matplotlib.pyplot as plt  # noqa: PLC0415 (a second, which stepping does not need)
+    from matplotlib.collections import LineCollection  # noqa: PLC0415 (likewise)
+
     known: dict[tuple, int] = {}
     numbers = {}  # of every node, equal where what is under it is added in the same order
     for name, tree in trees.items():

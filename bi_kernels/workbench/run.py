@@ -1,0 +1,159 @@
+"""Runs a kernel of a notebook's cell, interpreted and compiled, and reads its assembly by line."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+
+import torch
+from triton.runtime import interpreter as stock
+from triton.runtime.interpreter import InterpretedFunction
+
+from bi_kernels.audit import worker
+from bi_kernels.audit.evidence import markdown
+from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.kernel_error import KernelError, kernel_error
+from bi_kernels.audit.static import binary, compile_text
+from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
+from bi_kernels.audit.static.finding import CHOOSERS
+from bi_kernels.interpreter.launch import Launch
+from bi_kernels.workbench.source import line_in_cell, source
+
+
+@dataclass(repr=False)
+class Run:
+    kernel: str
+    tensors: dict[str, torch.Tensor]  # as the interpreter left them
+    compiled: Compiled | None
+    refusal: str = ""
+    reversed: dict[str, Drift] | None = None  # by tensor, after the programs ran from last to first
+
+    @property
+    def drift(self) -> dict[str, Drift]:
+        """Compares compiled with interpreted, by tensor; empty without a GPU."""
+        return {k: compare(t, self.tensors[k]) for k, t in (self.compiled.tensors if self.compiled else {}).items()}
+
+    def _repr_markdown_(self) -> str:
+        facts = {"interpreted": ", ".join(f"`{k}` {tuple(t.shape)}" for k, t in self.tensors.items())}
+        if self.reversed is not None:
+            moved = [f"`{k}` {d}" for k, d in self.reversed.items() if d.mismatches]
+            facts["its programs from last to first"] = "; ".join(moved) or "the same bits"
+        if self.compiled is None:
+            facts["compiled"] = self.refusal
+        else:
+            v = self.compiled.variant
+            same = "; ".join(f"`{k}` {d}" for k, d in self.drift.items())
+            facts |= {
+                f"compiled for {v.level}": same or "not run: no CUDA device here",
+                "registers a thread": v.registers,
+                "spilled bytes a thread": v.spills,
+                "shared bytes a program": v.shared,
+                "atomics": "; ".join(map(str, v.findings)) or "none in PTX and SASS",
+            }
+        return f"`{self.kernel}`\n\n{markdown.table([{'': k, 'value': x} for k, x in facts.items()])}"
+
+    __repr__ = _repr_markdown_
+
+
+def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
+    """Runs a @triton.jit kernel of a cell on copies of its arguments: interpreted and, on a CUDA device, compiled.
+
+    Without a device it is compiled for sm_90 all the same. Interpreted, its programs run twice: in order, and from last
+    to first, for no GPU promises an order. options: what follows the positional arguments, constexprs, num_warps and
+    their like. Raises KernelError, one sentence with the kernel's line, where the interpreter or the compiler refuses
+    it; TypeError unless the kernel was made under TRITON_INTERPRET=1.
+    """
+    kernel = interpreted("run", kernel)
+    given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
+    text, name = source(kernel), kernel.fn.__name__
+    # its arguments go there before the launch here writes into them
+    compiling = worker.Worker(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
+    try:
+        tensors = launched(kernel, grid, copied(given))
+        backwards = None
+        if not any(isinstance(node, ast.While) for node in ast.walk(ast.parse(text))):  # it might wait for another one
+            again = launched(kernel, grid, copied(given), in_reverse)
+            backwards = {k: compare(again[k], t) for k, t in tensors.items()}
+    except Exception as error:
+        compiling.stop()
+        if found := kernel_error(error):
+            raise found from None
+        raise
+    try:
+        result, refusal = compiling.result(), ""
+    except worker.Died as died:
+        result, refusal = None, binary._refusal("\n".join(died.said))
+    if isinstance(result, KernelError):
+        line = line_in_cell(kernel, text, result.kernel, result.line)
+        raise KernelError(result.kernel, line, result.code, result.message) from None
+    for v in [result.variant] if result else []:
+        v.findings = [replace(f, line=f.line and line_in_cell(kernel, text, f.function, f.line)) for f in v.findings]
+    return Run(name, tensors, result, refusal, backwards)
+
+
+def interpreted(function: str, kernel) -> InterpretedFunction:
+    """Returns a kernel that the interpreter runs, without its autotuner; raises TypeError for anything else."""
+    while isinstance(kernel, CHOOSERS):
+        kernel = kernel.fn
+    if not isinstance(kernel, InterpretedFunction):
+        raise TypeError(
+            f"{function}: kernel is a {type(kernel).__name__}, expected one that @triton.jit made under "
+            "TRITON_INTERPRET=1"
+        )
+    return kernel
+
+
+def launched(kernel: InterpretedFunction, grid, given: dict, wrap: Callable = lambda fn: fn) -> dict[str, torch.Tensor]:
+    """Launches an interpreted kernel, each of its programs as `wrap` makes it; returns its tensors by parameter."""
+    Launch(wrap(kernel.rewrite()), kernel.arg_names, grid, kernel.pre_run_hooks)(**given)
+    return {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
+
+
+def in_reverse(fn: Callable) -> Callable:
+    """Has the last program run first, and so on."""
+
+    @wraps(fn)
+    def mirrored(**values):
+        builder = stock.interpreter_builder
+        builder.set_grid_idx(*(n - 1 - i for n, i in zip(builder.grid_dim, builder.grid_idx)))
+        fn(**values)
+
+    return mirrored
+
+
+class Assembly(dict):
+    """{"PTX": …, "SASS": …}: the instructions of some lines; shows itself as a table in Jupyter."""
+
+    def _repr_markdown_(self) -> str:
+        joined = {level: "<br>".join(f"`{i}`" for i in found) or "none" for level, found in self.items()}
+        return markdown.table([joined])
+
+
+def asm(run: Run, code: str) -> Assembly:
+    """Returns the instructions that the compiler made of the kernel's lines that hold `code`.
+
+    SASS names a line of Triton's own library without saying from where it was inlined: it is listed for each line of
+    the kernel that uses it. Raises ValueError if no line holds `code`, or if the kernel was not compiled.
+    """
+    if run.compiled is None:
+        raise ValueError(f"asm: {run.kernel} has no assembly: {run.refusal}")
+    wanted = {i for i, line in enumerate(run.compiled.source, 1) if code in line}
+    if not wanted:
+        raise ValueError(f"asm: code is {code!r}, expected a part of a line of {run.kernel}")
+    found, users, here = Assembly(PTX=[], SASS=[]), {}, False
+    for text in run.compiled.ptx.splitlines():
+        if text.lstrip().startswith(".loc"):
+            places = re.findall(r"([\w.]+):(\d+):\d+", text)
+            here = int(places[-1][1]) in wanted and places[-1][0] == CELL
+            users.setdefault(places[0], set()).add(int(places[-1][1]))
+        elif here and re.match(r"\s+[@a-z]", text):
+            found["PTX"].append(" ".join(text.split()))
+    for text in run.compiled.sass.splitlines():
+        place = re.search(r'//## File ".*?([^/"]+)", line (\d+)', text)
+        if place:
+            here = bool(users.get(place.groups(), set()) & wanted)
+        elif here and "/*0" in text:
+            found["SASS"].append(" ".join(re.sub(r"/\*\w+\*/", "", text).split()))
+    return found

@@ -1,0 +1,256 @@
+"""Steps through one program of a kernel: every line with the tiles that it makes, and what it reads and writes.
+
+Interpreted, a kernel is a Python function. While it runs, and only in its thread, Python tells a trace function each of
+its lines; nothing else is traced, and the trace function that was there before is there again afterwards.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as stock
+
+from bi_kernels.audit.kernel_error import kernel_error
+from bi_kernels.audit.static.compile_text import copied
+from bi_kernels.interpreter.builder import Builder
+from bi_kernels.interpreter.formats import numbers
+from bi_kernels.workbench.places import Place, places, where
+from bi_kernels.workbench.run import interpreted, launched
+from bi_kernels.workbench.steps import Access, Line, Loop, Steps
+from bi_kernels.workbench.tiles import Tile
+
+LOOPS = (ast.For, ast.While)
+
+
+def step(
+    kernel, grid: tuple[int, ...], *args, program: int | tuple[int, ...] = 0, rounds: Sequence[int] = (0, -1), **options
+) -> Steps:
+    """Runs one program of an interpreted kernel, on copies of its arguments, and returns its lines with their tiles.
+
+    program: its index in the grid. rounds: which rounds of every loop to keep, the first and the last unless given;
+    -1 counts from the end. options: what follows the positional arguments, constexprs and their like. Shows itself as
+    HTML in Jupyter and as text elsewhere; `steps["name"]` is the last value of a name. An error of the kernel is shown
+    at its line, and is `steps.error`. Raises ValueError for a program outside of the grid, TypeError unless the kernel
+    was made under TRITON_INTERPRET=1.
+    """
+    kernel = interpreted("step", kernel)
+    parameters = inspect.signature(kernel.fn).parameters
+    given = copied(dict(zip(parameters, args)) | options)
+    place = (*((program,) if isinstance(program, int) else program), 0, 0)[:3]
+    recorder, size = Recorder(kernel.fn, places(given), rounds), [1, 1, 1]
+
+    def only(fn: Callable) -> Callable:
+        @wraps(fn)
+        def call(**values):
+            size[:] = stock.interpreter_builder.grid_dim
+            if any(not 0 <= i < n for i, n in zip(place, size)):
+                raise ValueError(f"step: program is {program}, expected one of the grid {tuple(size)}")
+            if stock.interpreter_builder.grid_idx == place:
+                with recorder.accesses(), recorder.lines(fn.__code__):
+                    fn(**values)
+
+        return call
+
+    error = None
+    try:
+        launched(kernel, grid, given, only)
+    except Exception as raised:
+        cause = raised.__cause__
+        if isinstance(cause, ValueError) and str(cause).startswith("step: "):
+            raise cause from None
+        error = kernel_error(raised)
+        if error is None:
+            raise
+    arguments = {k: v for k, v in given.items() if k in parameters}
+    return Steps(kernel.fn.__name__, place, tuple(size), arguments, recorder.finished(error), error)
+
+
+class Recorder:
+    """Records the statements of one kernel as they run."""
+
+    def __init__(self, fn: Callable, known: list[Place], rounds: Sequence[int]):
+        text, first = inspect.getsourcelines(fn)
+        tree = ast.parse(textwrap.dedent("".join(text)))
+        ast.increment_lineno(tree, first - 1)
+        self.code = {first + i: line.rstrip() for i, line in enumerate(text)}
+        self.at: dict[int, tuple[ast.stmt, list[ast.stmt]]] = {}  # by line: the statement there, and the loops around
+        self._index(next(n for n in tree.body if isinstance(n, ast.FunctionDef)).body, [])
+        self.places, self.rounds = known, rounds
+        self.root: list[Line | Loop] = []
+        self.stack: list[tuple[ast.stmt, Loop]] = []
+        self.now: Line | None = None
+        self.statement: ast.stmt | None = None
+
+    def _index(self, body: list[ast.stmt], loops: list[ast.stmt]) -> None:
+        for node in body:
+            inner = [b for name in ("body", "orelse") for b in getattr(node, name, [])]
+            end = inner[0].lineno - 1 if inner else node.end_lineno
+            for line in range(node.lineno, max(end, node.lineno) + 1):
+                self.at[line] = node, loops
+            self._index(inner, [*loops, node] if isinstance(node, LOOPS) else loops)
+
+    @contextmanager
+    def lines(self, code) -> Iterator[None]:
+        """Follows the frame that runs `code`."""
+
+        def follow(frame, event, arg):
+            if event == "line":
+                self._line(frame)
+            elif event == "return":
+                self._finish(frame)
+            elif self.now:  # an exception: the line assigns nothing
+                self.now.done = True
+            return follow
+
+        before = sys.gettrace()
+        sys.settrace(lambda frame, event, arg: follow if frame.f_code is code else None)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    @contextmanager
+    def accesses(self) -> Iterator[None]:
+        """Notes what is read and written."""
+        note = self._access
+
+        class Noting(Builder):
+            def create_masked_load(self, ptrs, mask, *rest, **named):
+                note("reads", ptrs, mask.data)
+                return super().create_masked_load(ptrs, mask, *rest, **named)
+
+            def create_masked_store(self, ptrs, value, mask, *rest):
+                note("writes", ptrs, mask.data, value)
+                return super().create_masked_store(ptrs, value, mask, *rest)
+
+            def create_atomic_rmw(self, op, ptr, val, mask, *rest):
+                note("changes atomically", ptr, mask.data, val)
+                return super().create_atomic_rmw(op, ptr, val, mask, *rest)
+
+            def create_atomic_cas(self, ptr, cmp, val, *rest):
+                note("changes atomically", ptr, np.True_, val)
+                return super().create_atomic_cas(ptr, cmp, val, *rest)
+
+            def create_descriptor_load(self, desc, indices, *rest):
+                note("reads", *_described(desc, indices))
+                return super().create_descriptor_load(desc, indices, *rest)
+
+            def create_descriptor_store(self, desc, value, indices):
+                note("writes", *_described(desc, indices), value)
+                return super().create_descriptor_store(desc, value, indices)
+
+        before = stock.interpreter_builder.__class__
+        stock.interpreter_builder.__class__ = Noting
+        try:
+            yield
+        finally:
+            stock.interpreter_builder.__class__ = before
+
+    def _line(self, frame) -> None:
+        node, loops = self.at.get(frame.f_lineno, (None, []))
+        if node is None or node is self.statement:
+            return
+        self._finish(frame)
+        begins = bool(loops) and self.statement is loops[-1]  # a round: the loop's header came before
+        while self.stack and self.stack[-1][0] not in [*loops, node]:
+            self.stack.pop()
+        if begins:
+            names = _names(loops[-1].target) if isinstance(loops[-1], ast.For) else []
+            self.stack[-1][1].begin([self._tile(name, frame.f_locals.get(name)) for name in names])
+        if isinstance(node, LOOPS):
+            self.now = None
+            if not self.stack or self.stack[-1][0] is not node:
+                loop = Loop(node.lineno, self._text(node), self.rounds)
+                self._sink().append(loop)
+                self.stack.append((node, loop))
+        else:
+            self.now = Line(node.lineno, self._text(node))
+            self._sink().append(self.now)
+        self.statement = node
+
+    def _sink(self) -> list:
+        return self.stack[-1][1].body if self.stack else self.root
+
+    def _text(self, node: ast.stmt) -> str:
+        """Returns a statement's source, of a compound one its header."""
+        end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
+        lines = [self.code[i] for i in range(node.lineno, max(end, node.lineno) + 1)]
+        indent = min(len(line) - len(line.lstrip()) for line in lines)
+        return "\n".join(line[indent:] for line in lines)
+
+    def _finish(self, frame) -> None:
+        """Takes the values that the statement which has run gave its names."""
+        if self.now and not self.now.done:
+            self.now.tiles += [self._tile(name, frame.f_locals[name]) for name in _assigned(self.statement, frame)]
+            self.now.done = True
+
+    def _tile(self, name: str, value) -> Tile:
+        value = getattr(value, "value", value)  # a constexpr's
+        if type(value) in (bool, int, float):
+            return Tile(name, values=np.array(value))
+        if not isinstance(value, tl.tensor):
+            return Tile(name, note=repr(value))
+        data = numbers(value.handle)
+        data = np.array(data if value.type.is_block() else data.reshape(-1)[0])
+        if value.dtype.is_ptr():
+            size = max(1, value.dtype.element_ty.primitive_bitwidth // 8)
+            return Tile(name, "pointer", note=f"to {where(self.places, data.reshape(-1), size)}")
+        live = None
+        if self.now and not self.now.done and _is_load(getattr(self.statement, "value", None)):
+            masks = [a.live for a in self.now.accesses if a.kind == "reads"]
+            live = masks[0] if len(masks) == 1 and masks[0].shape == data.shape and not masks[0].all() else None
+        return Tile(name, value.dtype.name, data, live)
+
+    def _access(self, kind: str, ptrs, mask, value=None) -> None:
+        if not self.now or self.now.done:
+            return
+        live = np.broadcast_to(np.asarray(mask, bool), ptrs.data.shape).copy()
+        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        tile = None
+        if value is not None:
+            data = np.array(np.broadcast_to(numbers(value), live.shape))
+            data = data.reshape(()) if data.size == 1 else data
+            tile = Tile("", value.dtype.scalar.name, data, None if live.all() else live)
+        self.now.accesses.append(Access(kind, where(self.places, ptrs.data[live], size), live, tile))
+
+    def finished(self, error) -> list:
+        for loop in (x for x in _every(self.root) if isinstance(x, Loop)):
+            loop.end(bool(error))
+        return self.root
+
+
+def _every(events: list) -> Iterator:
+    for x in events:
+        yield x
+        if isinstance(x, Loop):
+            for _, body in x.kept.values():
+                yield from _every(body)
+
+
+def _is_load(node: ast.expr | None) -> bool:
+    """Tells whether a value is a load's, whose masked lanes hold no number of memory; a cast leaves them that."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+        node = node.func.value
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "load"
+
+
+def _described(desc, indices):
+    ptrs, mask = desc.materialize_pointers(indices)
+    return ptrs, mask.data
+
+
+def _names(target: ast.expr) -> list[str]:
+    return [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def _assigned(node: ast.stmt, frame) -> list[str]:
+    """Returns the names that a statement assigns, if they have values."""
+    targets = getattr(node, "targets", [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else [])
+    names = dict.fromkeys(name for target in targets for name in _names(target))
+    return [name for name in names if name in frame.f_locals]
