@@ -55,10 +55,10 @@ def _gpt2(layers: int = 2) -> torch.nn.Module:
 
 FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
     "Qwen3": _made("Qwen3ForCausalLM", "Qwen3Config"),
-    "Qwen3 with LoRA (PEFT)": _with_lora,
+    "Qwen3 with LoRA": _with_lora,
     "Qwen3 reward model": _made("Qwen3ForSequenceClassification", "Qwen3Config", num_labels=1),
-    "Qwen2, Qwen2.5": _made("Qwen2ForCausalLM", "Qwen2Config", head_dim=...),
-    "Llama 2, 3": _made("LlamaForCausalLM", "LlamaConfig"),
+    "Qwen2": _made("Qwen2ForCausalLM", "Qwen2Config", head_dim=...),
+    "Llama": _made("LlamaForCausalLM", "LlamaConfig"),
     "Mistral": _made("MistralForCausalLM", "MistralConfig", sliding_window=6),
     "Qwen3-MoE": _made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS),
     "Mixtral": _made("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
@@ -66,7 +66,7 @@ FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {
     "gpt-oss": _made("GptOssForCausalLM", "GptOssConfig", num_local_experts=4, num_experts_per_tok=2),
     "Gemma 2": _made("Gemma2ForCausalLM", "Gemma2Config"),
     "Gemma 3": _made("Gemma3ForCausalLM", "Gemma3TextConfig"),
-    "Phi-3, Phi-4": _made("Phi3ForCausalLM", "Phi3Config", head_dim=...),
+    "Phi-3": _made("Phi3ForCausalLM", "Phi3Config", head_dim=...),
     "GLM-4": _made("Glm4ForCausalLM", "Glm4Config"),
     "OLMo 2": _made("Olmo2ForCausalLM", "Olmo2Config", head_dim=...),
     "SmolLM3": _made("SmolLM3ForCausalLM", "SmolLM3Config", head_dim=...),

@@ -4,9 +4,9 @@
     python tools/readme.py ops speed  # these tables alone
     python tools/readme.py --check    # writes nothing; ends with 1 and a diff where README.md says something else
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. An output stands between `<!-- output -->` and
-`<!-- end -->`, and is that of the Python block before it, run on the CPU interpreter, with a model's random weights
-instead of a download. Needs the extras `test` and a checkout.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. An output stands between `<!-- output: 8 lines -->`
+and `<!-- end -->`: the first lines of the Python block before it, run on the CPU interpreter, with a model's random
+weights instead of a download. Needs the extra `test` and a checkout.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 H200 = ROOT / "audits" / "nvidia-h200-qwen3-8b"
-PIECE = re.compile(r"<!-- (?:table: (\w+)|output) -->\n.*?<!-- end -->\n", re.S)
+PIECE = re.compile(r"<!-- (?:table: (\w+)|output(?:: (\d+) lines)?) -->\n.*?<!-- end -->\n", re.S)
 OFFLINE = """
 import transformers, warnings
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -66,15 +66,10 @@ def versions() -> str:
     run(block)
     seconds = math.ceil(time.monotonic() - began)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    rows = [
-        ["Python", f"{pythons[0]} to {pythons[-1]}"],
-        *[[name, f"≥ {versions.replace(',<', ', < ')}"] for name, versions in needs.items()],
-        [
-            "First answer of `audit` below",
-            f"{seconds} s on {os.cpu_count()} cores, {cpu[1] if cpu else platform.machine()}",
-        ],
-    ]
-    return table(["", ""], rows)
+    needed = [f"Python {pythons[0]} to {pythons[-1]}"]
+    needed += [f"{name} {text.replace(',<', ' to before ')}" for name, text in needs.items()]
+    machine = cpu[1].strip() if cpu else platform.machine()
+    return f"Needs {', '.join(needed)}. `audit` answers in {seconds} s on two cores ({machine}, no GPU)."
 
 
 def models() -> str:
@@ -86,14 +81,13 @@ def models() -> str:
 
     from bi_kernels.integrations.transformers import apply  # noqa: PLC0415
 
-    found: dict[str, list[str]] = {}
+    found: dict[bool, list[str]] = {True: [], False: []}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for family in FAMILIES:
-            answer = apply(built(family)).verdict[0].partition(": ")[2]
-            found.setdefault(re.sub(r"^NO\. (.*) (is|are) still PyTorch's\.$", r"NO: \1", answer), []).append(family)
-    rows = [[", ".join(names), re.sub(r"^\w+", r"**\g<0>**", answer)] for answer, names in found.items()]
-    return table(["Hugging Face models", "invariant after `apply`?"], rows)
+            found[apply(built(family)).split_invariant].append(family)
+    rows = [["**yes**", ", ".join(found[True])], ["**NO**, and why", ", ".join(found[False])]]
+    return table(["`apply` says", "Hugging Face models"], rows)
 
 
 def ops() -> str:
@@ -110,17 +104,20 @@ def ops() -> str:
             side = "backward" if r["relation"].startswith("gradient") else "forward"
             judged.setdefault(OPS[r["op"]].function or r["op"], {}).setdefault(side, []).append(r)
     lines = []
-    for names in bi_kernels._HOLDS.values():
-        known = [name for name in names if name in judged]
-        if not known:
-            continue
+    groups: dict[str, list[str]] = {}
+    for name in bi_kernels.__all__:
+        if name in judged:
+            groups.setdefault(next(op.audit for op in OPS.values() if (op.function or op.name) == name), []).append(
+                name
+            )
+    for known in groups.values():
         cells = []
         for side in ("forward", "backward"):
             mine = [r for name in known for r in judged[name].get(side, [])]
             cells.append("–" if not mine else "✘" if any(r["verdict"] == "needs-fix" for r in mine) else "✓")
         dtypes = {r["dtype"] for name in known for r in judged[name]["forward"] if r["verdict"] == "pass"}
         order = [d for d in ("bf16", "fp16", "fp32") if d in dtypes]
-        lines.append([", ".join(f"`{name}`" for name in known), *cells, ", ".join(order)])
+        lines.append([", ".join(f"`{name}`" for name in known), *cells, "/".join(order)])
     return table(["op", "forward", "backward", "dtypes"], lines)
 
 
@@ -136,7 +133,6 @@ def speed() -> str:
         spread = f"{min(times):.2f} to {max(times):.2f}" if len(times) > 1 else "–"
         return [what, against, f"**{mean:.2f}**", spread]
 
-    decode = {"group": "decode", "direction": "contiguous"}
     gradient = {"group": "gradients", "direction": "dW into main_grad"}
     call = {"group": "calls", "op": "linear"}
     head = next(r for r in bench if r["group"] == "lm_head" and r["case"] == "nothing kept")
@@ -144,32 +140,29 @@ def speed() -> str:
     count = sum(r["group"] == "gemm" for r in bench)
     rows = [
         [
-            "Qwen3 in Transformers, training step",
+            "Hugging Face Qwen3, training step",
             "stock",
             f"**{float(steps['forward and backward of a step']):.2f}**",
             "–",
         ],
         [
-            "Qwen3 in Transformers, decode in a graph",
+            "Hugging Face Qwen3, decode in a graph",
             "stock",
             f"**{float(steps['a decode step in a CUDA graph']):.2f}**",
             "–",
         ],
-        ["8 layers of Qwen3-8B, training step", "eager PyTorch", f"**{float(chain['of stock eager']):.2f}**", "–"],
+        ["8 layers of Qwen3-8B, training step", "eager", f"**{float(chain['of stock eager']):.2f}**", "–"],
         ["the same", "`torch.compile`", f"**{float(chain['of stock compiled']):.2f}**", "–"],
-        cells(f"{count:,} products of 12 models, M 1 to 16384", "cuBLAS", group="gemm"),
+        cells(f"{count:,} products of known models", "cuBLAS", group="gemm"),
         cells("200 products of random shape", "cuBLAS", group="drawn"),
-        cells("weight gradient into `main_grad`", "cuBLAS in fp32", **gradient),
+        cells("dW into `main_grad`", "cuBLAS, fp32", **gradient),
         cells("attention, forward", "cuDNN", group="attention", direction="forward"),
         cells("attention, backward", "cuDNN", group="attention", direction="backward"),
-        cells("attention, decode", "SDPA's fastest", **decode),
-        ["LM head and logprob, no logits kept", "`torch.compile`", f"**{compiled:.2f}**", "–"],
-        cells("one eager call of `linear`, CPU time", "`F.linear`", **call),
+        cells("attention, decode, paged or not", "SDPA's fastest", group="decode"),
+        ["LM head, no logits kept", "`torch.compile`", f"**{compiled:.2f}**", "–"],
+        cells("CPU time of one eager `linear`", "`F.linear`", **call),
     ]
-    note = "Time over the peer's time, in the same run on an H200; below 1 is faster. Mean is geometric."
-    return f"{note} [Report](audits/nvidia-h200-qwen3-8b/bench/README.md).\n\n" + table(
-        ["what", "against", "mean", "range"], rows
-    )
+    return table(["what", "against", "mean", "range"], rows)
 
 
 def tables(path: Path, column: str) -> list[dict[str, str]]:
@@ -194,7 +187,9 @@ def written(text: str, wanted: list[str]) -> str:
         if name != "output":
             return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->\n"
         code = re.findall(r"```python\n(.*?)```", text[: match.start()], re.S)[-1]
-        return f"<!-- output -->\n```\n{run(code).rstrip()}\n```\n<!-- end -->\n"
+        lines = run(code).rstrip().splitlines()
+        shown = lines if not match[2] or len(lines) <= int(match[2]) else [*lines[: int(match[2])], "…"]
+        return "\n".join([match[0].partition("\n")[0], "```", *shown, "```", "<!-- end -->\n"])
 
     return PIECE.sub(piece, text)
 
