@@ -6,8 +6,9 @@ import pandas as pd
 from IPython.display import Markdown
 
 from bi_kernels.audit.evidence import escape, markdown
-from bi_kernels.audit.evidence.answer import headline, share_of, steps
+from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.condensed import condensed, remaining
+from bi_kernels.audit.evidence.distance import share_of, steps
 from bi_kernels.audit.evidence.kinds import BITS, HASH, Side
 from bi_kernels.audit.evidence.verdicts import (
     LOCALISER,

@@ -9,8 +9,9 @@ from operator import itemgetter
 from pathlib import Path
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import answer, number, size, steps
+from bi_kernels.audit.evidence.answer import answer
 from bi_kernels.audit.evidence.condensed import where, wrapped
+from bi_kernels.audit.evidence.distance import number, size, steps
 from bi_kernels.audit.evidence.kinds import BITS
 from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, needs_fix
 
