@@ -268,3 +268,10 @@ def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
 def test_a_bar_in_a_table_is_no_column():
     head, rule, line = markdown.table([{"max |x|": "|y| < 3", "n": 1, "share": 0.5}]).splitlines()
     assert head.count("|") - head.count(r"\|") == rule.count("|") == line.count("|") - line.count(r"\|") == 4
+
+
+def test_the_auditor_loads_nothing_that_draws_or_compiles_before_it_does():
+    heavy = {"pandas", "matplotlib", "numba", "papermill", "nbformat"}
+    code = f"import sys, bi_kernels.audit.callables.session; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done

@@ -1,8 +1,8 @@
 """Tables and the verdict bundle of the notebooks."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from IPython.display import Markdown
 
 from bi_kernels.audit.evidence import escape, markdown
@@ -22,6 +22,9 @@ from bi_kernels.audit.evidence.verdicts import (
     worst_of,
 )
 
+if TYPE_CHECKING:  # it takes a second to load
+    import pandas as pd
+
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
 RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", Side.TRAINED, LOCALISER, PRECONDITION
@@ -38,7 +41,7 @@ class Bundle:
         return {"text/markdown": self.markdown, "text/plain": self.markdown, MIME: self.data}
 
 
-def table(lines: pd.DataFrame | Sequence[dict]) -> Markdown:
+def table(lines: "pd.DataFrame | Sequence[dict]") -> Markdown:
     return Markdown(markdown.table(lines))
 
 
