@@ -122,8 +122,8 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
     board.begin("gemm")
     gemm, dtype = board.progress.tasks
     assert gemm.elapsed is not None and dtype.elapsed is None, "what waits has no clock yet"
-    board.cell("gemm", "cell 3 20")
-    board.cell("gemm", "whatever a library prints")
+    board.line("gemm", "cell 3 20")
+    board.line("gemm", "whatever a library prints")
     assert (gemm.completed, gemm.total, gemm.fields["word"]) == (3, 20, "starting")
     built = folder.building(tmp_path, "gemm")
     built.mkdir(parents=True)

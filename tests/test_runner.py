@@ -53,7 +53,7 @@ class Stub:
             self.wait_for(f"stop {self.name}")
             raise Died("stub", -signal.SIGTERM, [])
         self.said.append(f"end {self.name}")
-        return f"# {self.name}", "", False
+        return f"# {self.name}", "", False, ""
 
     def wait_for(self, *words):
         deadline = time.monotonic() + 10

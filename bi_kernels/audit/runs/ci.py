@@ -37,8 +37,8 @@ def cases(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def first(rows: list[dict]) -> dict:
-    """Returns the row to look at first: the fewest tokens in a call."""
-    return min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
+    """Returns the row to look at first: one that a script shows, the fewest tokens in a call."""
+    return min(rows, key=lambda r: (not r["repro"].startswith("python "), r["layout"] != "rows", r["rows"]))
 
 
 def reproducer(row: dict, out: Path) -> str:

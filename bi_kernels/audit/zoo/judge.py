@@ -70,7 +70,7 @@ def judge_one(session, name: str, folder: Path) -> dict:
 
 def _audited(make: Callable[[], Animal], how: dict) -> Report:
     animal = make()
-    report = audit(animal.function, *animal.inputs, **how, **animal.options)
+    report = audit(animal.function, *animal.inputs, quiet=True, **how, **animal.options)
     report.target = None  # the tensors
     return report
 
