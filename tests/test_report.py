@@ -389,6 +389,9 @@ def test_printed_commands_work_when_pasted(tmp_path, monkeypatch, bi_audit):
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
     document = (tmp_path / "o $(touch y)" / "any" / "README.md").read_text()
+    named = {shlex.split(x)[1] for x in re.findall(r"`(python [^`]*)`", document)}
+    assert named and all((tmp_path / "o $(touch y)" / "any" / path).is_file() for path in named), "from the document"
+    assert ".partial" not in document and "…/" not in document
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(document)
     assert "<script" not in html and "<b>" not in html, html
     assert document.splitlines()[2].startswith("**op fp32: a row's result depends on the values of its neighbours")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
+from IPython import get_ipython
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -25,7 +26,7 @@ class Voice:
     def __init__(self, name: str, total: int, quiet: bool):
         self.name, self.total, self.quiet, self.known, self.told = name, total, quiet, set(), 0.0
         self.teller = os.environ.get("BI_AUDIT_TELL")
-        in_notebook = "ipykernel" in sys.modules and not sys.stderr.isatty()
+        in_notebook = hasattr(get_ipython(), "kernel")
         console = Console(stderr=True, soft_wrap=True)
         columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         bar = sys.stderr.isatty() and not self.teller and not quiet

@@ -37,6 +37,7 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, need
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
+from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.source import source
@@ -156,36 +157,38 @@ def audit(
         last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
         steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
-    late: dict[str, list[str]] = {}
     t.deadline = many.deadline = started + seconds
     voice = Voice(name, len(steps), quiet)
-    voice.say(f"{name}: {t.read()}; {len(steps)} questions, at most {seconds:g} s")
+    voice.say(f"{name}: {t.read()}; checks in {len(steps)} steps, at most {seconds:g} s")
     voice.found(rows)
-    for relation, layout, run in voice.steps(steps):
-        try:
-            found = t.attempt(relation, layout, run)
-        except OutOfTime:
-            late.setdefault(relation, []).append(layout)
-            continue
-        rows += found
-        voice.found(found)
-        record(rows)
-    for relation, missing in late.items():
-        spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
-        listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
-        rows.append(t.row(relation, NOT_RUN, detail=f"{listed}: {spent}"))
-    t.deadline = float("inf")
-    report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
-    if folder is not None:
-        report.repro = _exported(t, many, rows, candidate, imports, Path(folder))
+    spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
+    with ForkServer() as server:
+        for found in _rows(t, voice.steps(steps), spent):
+            rows += found
+            voice.found(found)
+            record(rows)
+            if folder is not None and any(r.mismatches for r in found):
+                server.start()  # it is ready when scripts are
+        t.deadline = float("inf")
+        report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
+        if folder is not None:
+            drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
+            given = [r for r in rows if not any(r is d for d in drawn)]
+            report.repro = export([(t, given), (many, drawn)], candidate, imports, Path(folder), server)
     return report
 
 
-def _exported(t: Target, many: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
-    """Writes scripts of the drifts, on the samples given and on those that were made of them; returns the first."""
-    drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
-    given = [r for r in rows if not any(r is d for d in drawn)]
-    return export([(t, given), (many, drawn)], candidate, imports, folder)
+def _rows(t: Target, steps: Iterable[tuple[str, str, Callable]], spent: str) -> Iterator[list[Row]]:
+    """Yields the rows of each step, and those that say of what the budget left no time for that it was spent."""
+    late: dict[str, list[str]] = {}
+    for relation, layout, run in steps:
+        try:
+            yield t.attempt(relation, layout, run)
+        except OutOfTime:
+            late.setdefault(relation, []).append(layout)
+    for relation, missing in late.items():
+        listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+        yield [t.row(relation, NOT_RUN, detail=f"{listed}: {spent}")]
 
 
 def _notes(t: Target, rows: list[Row]) -> list[str]:

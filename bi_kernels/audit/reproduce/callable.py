@@ -21,6 +21,7 @@ from bi_kernels.audit.callables.target import SAMPLE, Layout, Target
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce import gradient_programs, programs, script
+from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.reproduce.gradient_programs import Backward
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal
@@ -171,7 +172,9 @@ def reason(t: Target, r: Row) -> str:
     return "" if r.layout in known or r.layout.endswith(FEW) else "no script has this layout"
 
 
-def export(targets: Sequence[tuple[Target, list[Row]]], candidate: str, imports: str, folder: Path) -> Path | None:
+def export(
+    targets: Sequence[tuple[Target, list[Row]]], candidate: str, imports: str, folder: Path, server: ForkServer
+) -> Path | None:
     """Writes scripts of what drifts, and names each in the row that it shows; returns the first, if any.
 
     targets: each with the rows that were judged on its samples; the first with those that the user gave.
@@ -202,7 +205,7 @@ def export(targets: Sequence[tuple[Target, list[Row]]], candidate: str, imports:
             path.unlink(missing_ok=True)
         return None
     unscripted(rows[2 * script.MOST :], f"{script.MOST} of this audit are shown, the most")
-    shown = settle(scripts)
+    shown = settle(scripts, server)
     if not shown:
         judged.pickled.unlink(missing_ok=True)
     return next(iter(shown), None)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -31,23 +32,42 @@ class Ended:
 
 
 class ForkServer:
-    """A process that forks one for each script. It starts at once, and ends with this one, however that ends."""
+    """A context within which a process forks one for each script. It starts with `start`, or with the first script, and
+    ends with the context, or with this process, however that ends."""
 
     def __init__(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.address = f"{self.folder.name}/socket"
-        environment = {k: v for k, v in os.environ.items() if not ours(k)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, self.address],
-            stdin=subprocess.PIPE,  # which is closed when this process is no more
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process
-        )
+        self.process: subprocess.Popen | None = None
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process:  # and the scripts that still run in its forks
+            self.process.stdin.close()
+            self.process.wait()
+            self.folder.cleanup()
+            self.process = None
+
+    def start(self) -> None:
+        """Starts the process, which has loaded torch some seconds later."""
+        with self.lock:
+            if self.process:
+                return
+            self.folder = tempfile.TemporaryDirectory()
+            self.address = f"{self.folder.name}/socket"
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", __file__, self.address],
+                stdin=subprocess.PIPE,  # which is closed when this process is no more
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if not ours(k)},
+                start_new_session=True,  # a terminal's Ctrl-C is for this process
+            )
 
     def run(self, script: str, cwd: Path, seconds: float) -> Ended:
         """Runs a script, a path as seen from `cwd`, for at most so many seconds; any thread may call this."""
+        self.start()
         environment = {k: v for k, v in os.environ.items() if not ours(k)}
         request = {"script": script, "cwd": str(cwd), "environment": environment}
         deadline = time.monotonic() + seconds
@@ -72,12 +92,6 @@ class ForkServer:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the process that runs scripts ended with status {self.process.returncode}")
             time.sleep(0.02)
-
-    def close(self) -> None:
-        """Ends the process, and the scripts that still run in its forks."""
-        self.process.stdin.close()
-        self.process.wait()
-        self.folder.cleanup()
 
 
 def ours(variable: str) -> bool:

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -107,23 +108,19 @@ def in_turn(rows: Sequence[Row]) -> list[Row]:
     return [r for r in chain(*turns) if r is not None]
 
 
-def settle(scripts: Sequence[Script]) -> list[Path]:
+def settle(scripts: Sequence[Script], server: ForkServer | None = None) -> list[Path]:
     """Runs scripts until MOST show their rows, a few at a time, and names those that do. Returns their paths."""
     of_row = {id(s.row): s for s in scripts}
     left, tried = [of_row[id(r)] for r in in_turn([s.row for s in scripts])], []
-    server = ForkServer() if scripts else None
-    try:
-        with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0)) // 2))) as pool:
-            while left and (room := MOST - sum(s.shown for s in tried)) > 0 and len(tried) < 2 * MOST:
-                wave, left = left[:room], left[room:]
-                [*pool.map(lambda s: s.run(server), wave)]
-                tried += wave
+    at_a_time = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+    with nullcontext(server) if server else ForkServer() as run_by, ThreadPoolExecutor(at_a_time) as pool:
+        while left and (room := MOST - sum(s.shown for s in tried)) > 0 and len(tried) < 2 * MOST:
+            wave, left = left[:room], left[room:]
+            [*pool.map(lambda s: s.run(run_by), wave)]
+            tried += wave
         for s in tried:
             if not s.shown and SHORT in s.why:  # of memory, beside the others
-                s.run(server)
-    finally:
-        if server:
-            server.close()
+                s.run(run_by)
     unscripted([s.row for s in left], f"{MOST} of this audit are shown, the most")
     shown = [s for s in tried if s.settle()]
     held = {s.beside for s in shown}

@@ -39,6 +39,7 @@ SECONDS = {
     "gemm": 65,
     "dtype": 30,
 }
+SAYS = "any"  # the audit that says itself what it will ask, how far it is and what it finds
 LOOK = 2  # seconds between two looks at what has been recorded
 
 
@@ -124,7 +125,6 @@ class Board:
     def __init__(self, names: list[str], out: Path, console: Console, plan: str = ""):
         self.out, self.console, self.plan = out, console, plan
         self.late: dict[str, str] = {}  # which limit an audit exceeded
-        self.asks: set[str] = set()  # audits that say what they ask, and how far they are
         self.counted: dict[str, int] = {}
         name, word = TextColumn("{task.description:14}"), TextColumn("{task.fields[word]}")
         self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word, console=console)
@@ -142,12 +142,11 @@ class Board:
         word, _, rest = line.partition(" ")
         if word == "late":
             self.late[name] = rest
-        elif word == "say" or word == "begun" and name != "any":  # which says itself what it will ask
+        elif word == "say" or word == "begun" and name != SAYS:
             self.say(self.plan)
             self.plan = ""
             self.say(f"{name}: {rest}" if rest else "")
-            self.asks |= {name} if rest else set()
-        counts = word == "asked" or word == "cell" and name not in self.asks
+        counts = word == "asked" or word == "cell" and name != SAYS
         if counts and (found := re.fullmatch(r"(\d+) (\d+)", rest)):
             self.progress.update(self.tasks[name], completed=int(found[1]), total=int(found[2]))
 
@@ -164,7 +163,7 @@ class Board:
         """Reads what an audit has recorded so far; its first verdicts are worth a line of their own."""
         rows = read_rows(folder.building(self.out, name))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
-        if rows and name not in self.counted and name not in self.asks:
+        if rows and name not in self.counted and name != SAYS:
             self.say(f"{name}: {said} after {self.task(name).elapsed:.0f} s")
         if len(rows) > self.counted.get(name, 0):
             self.counted[name] = len(rows)
