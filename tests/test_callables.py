@@ -126,7 +126,7 @@ def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch
     )
     assert report.repro and all(r.repro or "no script: " in r.detail for r in found), report.markdown()
     assert f"python {report.repro}" in {r.repro for r in found}, report.markdown()
-    with pytest.raises(SystemExit) as ended, monkeypatch.context() as m:
+    with pytest.raises(SystemExit) as ended, monkeypatch.context() as m, torch.set_grad_enabled(True):
         m.setattr(sys, "argv", [str(report.repro)])
         runpy.run_path(str(report.repro))
     said = capsys.readouterr().out
@@ -564,6 +564,11 @@ def trains_otherwise(x):
 def test_what_trains_otherwise_than_it_rolls_out_is_found(function, mode):
     report = audit(function, X)
     assert {r.layout for r in in_need(report) if r.relation == "invariance"} == {mode}, report.markdown()
+
+
+def test_a_gradient_is_wanted_whatever_the_mode_of_the_audits_caller():
+    with torch.no_grad():
+        assert {r.layout for r in in_need(audit(trains_otherwise, X))} == {MODES[0]}
 
 
 def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():

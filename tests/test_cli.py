@@ -56,6 +56,7 @@ def test_the_names_of_the_command_line_are_fixed():
         (["run", "gemm", "--candidate", "nonsense"], ["candidate is 'nonsense'", "path/to/file.py:function"]),
         (["run", "gemm", "--candidate", "nowhere.py:linear"], ["nowhere.py:linear", "no file nowhere.py"]),
         (["run", "gemm", "--candidate", "{tmp}/broken.py:linear"], ["broken.py:linear", "ZeroDivisionError"]),
+        (["run", "gemm", "--candidate", "{tmp}/one.py:one"], ["one.py:one' takes x", "linear, (x, weight)"]),
         (["run", "gemm", "-p", "dtpye", "bf16"], ["unknown parameter 'dtpye'", "dtype"]),
         (["run", "gemm", "--dtype", "bf61"], ["dtype is 'bf61'", "bf16, fp16, fp32"]),
         (["run", "gemm", "--seed", "x"], ["--seed", "'x'", "integer"]),
@@ -69,6 +70,7 @@ def test_the_names_of_the_command_line_are_fixed():
 )
 def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, bi_audit):
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "one.py").write_text("def one(x):\n    return x\n")
     monkeypatch.chdir(ROOT)
     done = bi_audit(*(a.replace("{tmp}", str(tmp_path)) for a in arguments))
     assert done.returncode == 2 and not done.out, done
