@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bi_kernels.audit import worker
 from bi_kernels.audit.runs import runner
 from bi_kernels.audit.runs.runner import Audit
 from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
@@ -150,3 +151,12 @@ def test_a_notebook_runs_in_one_process_up_to_the_cell_that_raises():
     code = SHELL.format(cells=list(CELLS))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == f"{list(CELLS.values())}\n", done.stdout + done.stderr
+
+
+def test_a_worker_that_was_started_ahead_runs_as_any_other(monkeypatch):
+    worker.warm()
+    (ahead,) = worker._warm
+    monkeypatch.setenv("SET_SINCE", "yes")
+    made = Worker("os:getenv", "SET_SINCE")
+    assert made.process is ahead and made.result() == "yes" and not worker._warm
+    assert worker.call("os:getenv", "TOLD", environment={"TOLD": "too"}) == "too"

@@ -138,7 +138,7 @@ def _status(script: str) -> int:
 
 
 def _serve(address: str) -> None:
-    import torch  # noqa: F401, PLC0415 (in the server alone)
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401, PLC0415 (in the server alone; backward loads it, in 2 s)
 
     children: set[int] = set()
     with socket.socket(socket.AF_UNIX) as listener:
