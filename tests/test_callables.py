@@ -2,6 +2,7 @@
 shows it, and what cannot be judged gets one sentence."""
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -20,9 +21,9 @@ import bi_kernels
 from bi_kernels.audit import audit, start
 from bi_kernels.audit.callables import target
 from bi_kernels.audit.callables.relations import SINGLES, plan
-from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
-from bi_kernels.audit.reproduce.replay import Arguments, keep
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, write_rows
+from bi_kernels.audit.faults import CannotJudge
+from bi_kernels.audit.problem.given import bound
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
@@ -123,8 +124,9 @@ def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch
     assert found and report.verdict == NEEDS_FIX and all(r.max_ulp and r.first_index and r.tensor for r in found), (
         report.markdown()
     )
-    assert report.repro and all(r.repro.startswith("python repro/") for r in found), report.markdown()
-    with pytest.raises(SystemExit) as ended, monkeypatch.context() as m:
+    assert report.repro and all(r.repro or "no script: " in r.detail for r in found), report.markdown()
+    assert any(r.repro for r in found) and f"python {report.repro}" in {r.repro for r in in_need(report)}
+    with pytest.raises(SystemExit) as ended, monkeypatch.context() as m, torch.set_grad_enabled(True):
         m.setattr(sys, "argv", [str(report.repro)])
         runpy.run_path(str(report.repro))
     said = capsys.readouterr().out
@@ -267,11 +269,8 @@ class LeftPadded(torch.autograd.Function):
 def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor, tmp_path):
     """A place without a sample has no upstream gradient in the script, as in the audit."""
     fn = lambda x, weight: LeftPadded.apply(x, weight, factor)
-    keep(Target(fn, (X, W[0].clone()), {}, 0, (), (), "left", 0, ()), tmp_path / "left.pt")
-    judged = Arguments(tmp_path / "left.pt")
-    layouts = "left_padded", "the whole batch: left_padded"
-    ((a,), (b,)) = (judged.result(fn, layout, "given", "dweight", "0") for layout in layouts)
-    assert bool((a != b).any()) == (factor != 1.0)
+    rows = [r for r in audit(fn, X, W[0].clone(), name="left", folder=tmp_path).rows if r.layout == "left_padded"]
+    assert [bool(r.repro) for r in rows if r.tensor == "dweight"] == [factor != 1.0], rows
 
 
 @pytest.mark.slow
@@ -427,8 +426,119 @@ def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi
     assert done.returncode == 2 and words in done.err and len(done.err.strip().splitlines()) == 1, done.err
 
 
+WRONG = """
+import os, torch
+
+def scores(x, weight, bias=None, eps=0.0):
+    return x @ weight.T + eps
+
+def raises():
+    raise KeyError("no data")
+
+def three():
+    return 3
+
+def dies(x):
+    os._exit(7)
+"""
+GIVEN = "x:fp32[4,8] weight:fp32[5,8]"
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"inputs": "y:fp32[4,8] weight:fp32[5,8]"}, ["y, weight", "takes x, weight", "'x'"]),
+        ({"inputs": "x:fp32[4,8]"}, ["takes x, weight", "missing", "'weight'"]),
+        ({"inputs": f"{GIVEN} other:3"}, ["other", "takes x, weight"]),
+        ({"inputs": "{file}:raises"}, ["raises", "KeyError: 'no data'"]),
+        ({"inputs": "{file}:three"}, ["returned a int", "a tuple or a dict"]),
+        ({"inputs": GIVEN, "reference": "{file}:dies"}, ["reference", "takes x"]),
+        ({"inputs": GIVEN, "seconds": 0}, ["seconds is 0", "from 1"]),
+        ({"inputs": GIVEN, "batch": 2}, ["batch is 2", "(4, 8)"]),
+        ({"inputs": GIVEN, "shared": "y"}, ["shared names 'y'", "x, weight"]),
+    ],
+    ids=lambda x: "" if isinstance(x, list) else " ".join(map(str, x.values())),
+)
+def test_what_a_callable_is_wrongly_told_is_refused_in_one_sentence(told, words, tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    filled = {k: v.replace("{file}", f"{tmp_path}/wrong.py") if isinstance(v, str) else v for k, v in told.items()}
+    with pytest.raises(ValueError) as caught:
+        start("any", **{"candidate": f"{tmp_path}/wrong.py:scores", "device": "cpu"} | filled)
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_inputs_reach_the_arguments_that_they_name(tmp_path):
+    """Whatever their order, and where an argument between them has a default."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    for inputs in (f"{GIVEN} eps:1.0", "weight:fp32[5,8] x:fp32[4,8] eps:1.0"):
+        session = start("any", candidate=f"{tmp_path}/wrong.py:scores", inputs=inputs, device="cpu")
+        given, told = bound("scores", session.candidate.functions["fn"], session.inputs)
+        x, weight = session.inputs["x"], session.inputs["weight"]
+        assert torch.equal(session.candidate.functions["fn"](*given, **told), x @ weight.T + 1.0)
+
+
+def test_a_candidate_that_raises_on_its_inputs_cannot_be_judged(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    spec, inputs = f"{tmp_path}/wrong.py:scores", "x:fp32[4,8] weight:fp32[5,7]"
+    session = start("any", candidate=spec, inputs=inputs, device="cpu")
+    with pytest.raises(CannotJudge, match="mat1 and mat2 shapes") as caught:
+        session.judge()
+    assert spec in str(caught.value) and inputs in str(caught.value) and not session.rows
+
+
+@pytest.mark.slow(but=["scores"])
+@pytest.mark.parametrize(
+    "name, inputs, words",
+    [
+        ("scores", "x:fp32[4,8] weight:fp32[5,7]", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("scores", "y:fp32[4,8]", "takes x, weight"),
+        ("dies", "x:fp32[4,8]", "ended its process with status 7"),
+    ],
+)
+def test_a_wrong_call_leaves_the_run_before_it_byte_for_byte(name, inputs, words, tmp_path, monkeypatch, bi_audit):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "out" / "any").mkdir(parents=True)
+    (tmp_path / "out" / ".lock").touch()
+    write_rows(tmp_path / "out" / "any" / "verdicts.json", [])
+    contents = lambda: {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    before = contents()
+    done = bi_audit("run", "any", "--candidate", f"wrong.py:{name}", "--inputs", inputs, "--out", "out")
+    assert done.returncode == 2 and len(done.err.splitlines()) == 1 and not done.out, done
+    assert words in done.err and f"wrong.py:{name}" in done.err and contents() == before
+    assert bi_audit("run", "any", "--candidate", f"wrong.py:{name}", "--inputs", inputs, "--out", "new").returncode == 2
+    assert not (tmp_path / "new").exists()
+
+
+def drifts_below_9(x):
+    return x * (1 + 2**-10 * (len(x) < 9))
+
+
+def test_an_audit_says_its_plan_and_each_finding_as_it_comes(capsys):
+    audit(drifts_below_9, X)
+    printed = capsys.readouterr()
+    plan, *found = printed.err.splitlines()
+    assert not printed.out
+    assert f"{ROWS} samples" in plan and "at most 120 s" in plan
+    assert found[0].startswith("found: forward, number of rows: singles") and "1,024 of 1,024 elements" in found[0]
+    kinds = [line.split(": ")[1] for line in found]
+    assert len(kinds) == len(set(kinds)) >= 2, "one of each kind"
+    audit(drifts_below_9, X, quiet=True)
+    assert not capsys.readouterr().err
+
+
+def test_a_terminal_has_a_bar_and_a_notebook_has_none(monkeypatch):
+    for terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda shown=terminal: shown
+        monkeypatch.setattr(sys, "stderr", stream)
+        audit(F.silu, X, backward=False)
+        assert ("\x1b" in stream.getvalue()) == terminal, stream.getvalue()[:300]
+
+
 def test_inputs_are_what_was_asked_for(tmp_path):
-    from bi_kernels.audit.callables.session import read_inputs
+    from bi_kernels.audit.problem.given import read_inputs
 
     found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:0.5 mean:None", "cpu", 0)
     assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 0.5 and found["mean"] is None
@@ -454,6 +564,11 @@ def trains_otherwise(x):
 def test_what_trains_otherwise_than_it_rolls_out_is_found(function, mode):
     report = audit(function, X)
     assert {r.layout for r in in_need(report) if r.relation == "invariance"} == {mode}, report.markdown()
+
+
+def test_a_gradient_is_wanted_whatever_the_mode_of_the_audits_caller():
+    with torch.no_grad():
+        assert {r.layout for r in in_need(audit(trains_otherwise, X))} == {MODES[0]}
 
 
 def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():

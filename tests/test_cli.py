@@ -56,6 +56,7 @@ def test_the_names_of_the_command_line_are_fixed():
         (["run", "gemm", "--candidate", "nonsense"], ["candidate is 'nonsense'", "path/to/file.py:function"]),
         (["run", "gemm", "--candidate", "nowhere.py:linear"], ["nowhere.py:linear", "no file nowhere.py"]),
         (["run", "gemm", "--candidate", "{tmp}/broken.py:linear"], ["broken.py:linear", "ZeroDivisionError"]),
+        (["run", "gemm", "--candidate", "{tmp}/one.py:one"], ["one.py:one' takes x", "linear, (x, weight)"]),
         (["run", "gemm", "-p", "dtpye", "bf16"], ["unknown parameter 'dtpye'", "dtype"]),
         (["run", "gemm", "--dtype", "bf61"], ["dtype is 'bf61'", "bf16, fp16, fp32"]),
         (["run", "gemm", "--seed", "x"], ["--seed", "'x'", "integer"]),
@@ -69,6 +70,7 @@ def test_the_names_of_the_command_line_are_fixed():
 )
 def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, bi_audit):
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "one.py").write_text("def one(x):\n    return x\n")
     monkeypatch.chdir(ROOT)
     done = bi_audit(*(a.replace("{tmp}", str(tmp_path)) for a in arguments))
     assert done.returncode == 2 and not done.out, done
@@ -122,8 +124,8 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
     board.begin("gemm")
     gemm, dtype = board.progress.tasks
     assert gemm.elapsed is not None and dtype.elapsed is None, "what waits has no clock yet"
-    board.cell("gemm", "cell 3 20")
-    board.cell("gemm", "whatever a library prints")
+    board.line("gemm", "cell 3 20")
+    board.line("gemm", "whatever a library prints")
     assert (gemm.completed, gemm.total, gemm.fields["word"]) == (3, 20, "starting")
     built = folder.building(tmp_path, "gemm")
     built.mkdir(parents=True)
@@ -268,3 +270,10 @@ def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
 def test_a_bar_in_a_table_is_no_column():
     head, rule, line = markdown.table([{"max |x|": "|y| < 3", "n": 1, "share": 0.5}]).splitlines()
     assert head.count("|") - head.count(r"\|") == rule.count("|") == line.count("|") - line.count(r"\|") == 4
+
+
+def test_the_auditor_loads_nothing_that_draws_or_compiles_before_it_does():
+    heavy = {"pandas", "matplotlib", "numba", "papermill", "nbformat"}
+    code = f"import sys, bi_kernels.audit.callables.session; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done

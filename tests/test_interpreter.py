@@ -18,7 +18,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import TensorHandle
 
 from bi_kernels import interpreter
-from bi_kernels.interpreter import builder, formats, launch, tensor_core, tensors
+from bi_kernels.interpreter import formats, launch, tensor_core, tensors
 
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
 interpreter.install()
@@ -188,8 +188,8 @@ def test_a_wrong_model_of_the_tensor_core_is_caught(monkeypatch, name, value):
 
 
 def test_a_subnormal_operand_has_its_formats_lowest_exponent(monkeypatch):
-    other = lambda a, b, c, lowest: tensor_core.mma(a, b, c, lowest - 1)
-    monkeypatch.setattr(builder, "mma", other)
+    mma = tensor_core.mma
+    monkeypatch.setattr(tensor_core, "mma", lambda a, b, c, lowest: mma(a, b, c, lowest - 1))
     assert any((bits(actual) != expected).any() for actual, expected in map(run_mma, keys("mma/")))
 
 

@@ -105,7 +105,10 @@ class OfSequences(torch.nn.Module):
 
 
 FAULTS = {  # what is judged, and what of the sentence says of which kind it is
-    "split": ((split_rows, X), "calls of up to 16 differ from the whole batch, of 17 and more agree, by at most"),
+    "split": (
+        (split_rows, X),
+        "calls of 1, 2, 3, 7, 8, 9, 15 and 16 rows differ from the whole batch; 17 and more agree, by at most",
+    ),
     "mean": ((lambda x: x + x.mean(0), X), "a row's result depends on the values of its neighbours"),
     "NaN": ((lambda x: x + 0 * x.roll(1, 0), X), "a row's result depends on the values of its neighbours, up to NaN"),
     "row 3": ((reads_row_2, X), "row 3 depends on the values of its neighbours"),
@@ -150,6 +153,17 @@ def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
 
 
 @pytest.mark.parametrize("name", FAULTS)
+def test_the_headline_and_the_table_show_the_same_number(name, reports):
+    """Each distance in the sentence stands in a line of the table that is of the same side."""
+    report = reports[name]
+    cells = lambda side: {x[k] for x in condensed(report.rows) if side in x[""] for k in ("max abs", "max rel", "ULP")}
+    lead, _, inputs = report.answer.partition("; also")[0].partition("of input gradients")
+    said = lambda text: {n.rstrip(",.") for n in re.findall(r"by (?:at most|up to) (\S+)", text)}
+    first = next(iter(condensed(report.rows)), {"": ""})[""]
+    assert said(lead) <= cells(first) and said(inputs) <= cells("input gradients"), repr(report)
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_report_fits_a_terminal_and_names_no_file_that_was_not_written(name, reports, monkeypatch):
     text = repr(reports[name])
     assert max(map(len, text.splitlines())) <= WIDTH and "verdicts.json" not in text + reports[name].markdown()
@@ -172,9 +186,12 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
 @pytest.mark.parametrize(
     "rows, said",
     [
-        ([failed(rows=1), failed(rows=7), replace(ROW, rows=8)], "calls of up to 7 differ from the largest call, of 8"),
-        ([replace(ROW, rows=1), failed(rows=7)], "calls of 7 and more differ from the largest call, of up to 1 agree"),
-        ([failed(rows=1), replace(ROW, rows=2), failed(rows=3)], "calls of 1 to 3 (2 of the 3 that were asked) differ"),
+        (
+            [failed(rows=1), failed(rows=7), replace(ROW, rows=8)],
+            "1 and 7 rows differ from the largest call; 8 and more agree",
+        ),
+        ([replace(ROW, rows=1), failed(rows=7)], "calls of 7 rows differ from the largest call; 1 agrees"),
+        ([failed(rows=1), replace(ROW, rows=2), failed(rows=3)], "1 and 3 rows differ from the largest call; 2 agrees"),
         ([ROW, failed(inputs="nonfinite", max_abs="inf", max_rel="inf", max_ulp="inf")], "values of its neighbours"),
         ([failed(), failed(inputs="nonfinite")], "how many rows are in the call"),
         ([ROW, failed(layout="decode", against="packed")], "is another one decoded, or prefilled in chunks (decode)"),
@@ -191,7 +208,7 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
                 failed(layout="singles", against="packed"),
                 *[replace(ROW, layout=x, against="packed") for x in ("rows", "permuted")],
             ],
-            "how many rows are in the call: calls of up to 1 differ",
+            "how many rows are in the call: calls of 1 row differ",
         ),
         (
             [ROW, failed(relation="determinism", detail="backward, 10 runs", tensor="dq", gradient="input gradients")],
@@ -231,6 +248,32 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
 )
 def test_rows_of_the_registry_have_their_sentences_too(rows, said):
     assert said in answer(rows) and said in headline(rows) and said in answer([r.json() for r in rows]), answer(rows)
+
+
+@pytest.mark.parametrize(
+    "differ, agree, said",
+    [
+        ({1, 2, 3, 7, 9}, {15, 16}, "calls of 1, 2, 3, 7 and 9 rows differ from the largest call; 15 and more agree"),
+        ({1, 2, 3, 8}, {7, 63}, "calls of 1, 2, 3 and 8 rows differ from the largest call; 7 and 63 agree"),
+        ({17, 31}, {1, 16}, "calls of 17 and 31 rows differ from the largest call; 16 and fewer agree"),
+        ({*range(1, 64)} - {7, 14}, {7, 14}, "calls of 1, 2, 3, 4, 5, 6, … and 63 rows differ"),
+        ({2, 3}, set(), "calls of 2 and 3 rows differ from the largest call"),
+    ],
+)
+def test_a_finding_lists_the_row_counts_that_differ_and_those_that_agree(differ, agree, said):
+    assert said in answer([*(failed(rows=m) for m in differ), *(replace(ROW, rows=m) for m in agree)])
+
+
+@given(st.sets(st.integers(1, 300), min_size=1), st.sets(st.integers(1, 300)))
+def test_no_list_of_row_counts_claims_what_was_not_found(differ, agree):
+    """Every count that a sentence names is on its own side, and "and more" holds of all that were asked."""
+    agree -= differ
+    sentence = answer([*(failed(rows=m) for m in differ), *(replace(ROW, rows=m) for m in agree)])
+    listed, _, rest = sentence.partition(" differ from the largest call")
+    assert {int(n) for n in re.findall(r"\d+", listed.partition("(")[0])} <= differ, sentence
+    named = {int(n) for n in re.findall(r"\d+", rest.partition(", by")[0].partition("(")[0])}
+    assert named <= agree and ("more" not in rest or max(differ) < min(agree)), sentence
+    assert "fewer" not in rest or min(differ) > max(agree), sentence
 
 
 DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
@@ -348,6 +391,9 @@ def test_printed_commands_work_when_pasted(tmp_path, monkeypatch, bi_audit):
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
     document = (tmp_path / "o $(touch y)" / "any" / "README.md").read_text()
+    named = {shlex.split(x)[1] for x in re.findall(r"`(python [^`]*)`", document)}
+    assert named and all((tmp_path / "o $(touch y)" / "any" / path).is_file() for path in named), "from the document"
+    assert ".partial" not in document and "…/" not in document
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(document)
     assert "<script" not in html and "<b>" not in html, html
     assert document.splitlines()[2].startswith("**op fp32: a row's result depends on the values of its neighbours")

@@ -7,21 +7,27 @@ import shlex
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 import bi_kernels
 from bi_kernels.audit import audit
+from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import Subject
 from bi_kernels.audit.relations import forward, gradient, uses
-from bi_kernels.audit.relations.views import ADDRESSES, ALIGNED, OFFSETS
+from bi_kernels.audit.relations.views import ADDRESSES, OFFSETS
 from bi_kernels.audit.reproduce import script
+from bi_kernels.audit.reproduce.callable import Judged
+from bi_kernels.audit.reproduce.fork_server import Ended, ForkServer
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.replay import Operator
 
@@ -173,18 +179,25 @@ def told(drifting: list) -> list:
 
 
 def checked(rows: list, folder: Path, every: int = 1) -> None:
-    """Runs the commands of rows, alone and without TRITON_INTERPRET: each prints its row's numbers."""
+    """Runs the commands of rows, alone and without TRITON_INTERPRET: each prints its row's numbers, and takes no words
+    that a reader would have to know."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     for r in rows[::every]:
-        words = shlex.split(r.repro)
-        assert words[0] == "python", (r.repro, r.detail)
+        python, script = shlex.split(r.repro)
+        assert python == "python", (r.repro, r.detail)
         done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         (shown,) = re.findall(r"^(\d+) of (\d+) elements differ", done.stdout, re.M) or [done.stderr]
         assert done.returncode == 1 and shown == (str(r.mismatches), str(r.elements)), (shown, r)
-        text = (folder / words[1]).read_text()
-        assert len(text.splitlines()) <= 25 and "as reported" in text and "in a fresh process" in text, text
+        text = (folder / script).read_text()
+        assert len(text.splitlines()) <= 45 and f"{r.mismatches} of {r.elements} elements" in text, text
+
+
+@pytest.fixture(autouse=True)
+def every_row(monkeypatch):
+    """A script for every row, not for the few that an audit runs."""
+    monkeypatch.setattr(script, "MOST", 1000)
 
 
 @pytest.fixture
@@ -251,26 +264,23 @@ def test_what_cannot_be_reproduced_says_why(tmp_path):
 
 
 def test_what_ran_short_of_memory_beside_others_is_run_again_by_itself(tmp_path, monkeypatch):
-    runs = []
+    runs, row = [], Row(*[""] * 10, 0, "needs-fix", 1, 1)
 
-    def run(self):
-        runs.append(self.title)
-        self.why = f"it raised, in a fresh process: torch.{SHORT}: CUDA out of memory" * (
-            runs.count("a") == 1 and self.title == "a"
-        )
-        self.words = {} if self.why else {0: ["packed", "singles"]}
+    def run(self, server):
+        name = self.path.stem
+        runs.append(name)
+        self.shown = name != "a" or runs.count("a") > 1
+        self.why = f"it raised, in a fresh process: torch.{SHORT}: CUDA out of memory" * (not self.shown)
 
     monkeypatch.setattr(script.Script, "run", run)
-    monkeypatch.setattr(script.Script, "settle", lambda self: bool(self.words))
-    made = [script.Script(tmp_path / f"{n}.py", n, "", "", "cpu", [((), SimpleNamespace(op=n))]) for n in ("a", "b")]
+    made = [script.Script(tmp_path / f"{n}.py", replace(row, op=n), [""]) for n in ("a", "b")]
     assert script.settle(made) == [s.path for s in made]
     assert sorted(runs) == ["a", "a", "b"] and runs[-1] == "a"
 
 
 def test_an_op_of_several_outputs_is_replayed_at_every_address():
-    op = Operator("attention", "gqa", "fp32", "tiny", "cpu")
-    asked = (f"{place}: {ADDRESSES}" for place in ("as", ALIGNED))
-    found, expected = (op.result(bi_kernels.attention, layout, "cancelling", "", "0") for layout in asked)
+    op = Operator("attention", "gqa", "fp32", "tiny", "cpu", inputs="cancelling")
+    expected, found = op.viewed(bi_kernels.attention, ADDRESSES)
     assert len(found) == len(expected) == 2 * len(OFFSETS) and all(map(torch.equal, found, expected))
 
 
@@ -282,3 +292,62 @@ def test_what_another_process_cannot_have_says_why(tmp_path):
     assert drifting and not any(r.repro for r in drifting) and not list((tmp_path / "repro").iterdir())
     assert all("no script: " in r.detail for r in drifting)
     assert any("it cannot be brought into another process (TypeError: cannot pickle" in r.detail for r in drifting)
+
+
+def test_a_fork_runs_a_script_as_a_new_interpreter_does(tmp_path, monkeypatch):
+    """With the folder of the script on its path, nothing of the auditor loaded, and none of its variables."""
+    monkeypatch.setenv("BI_AUDIT_OUT", "out")
+    (tmp_path / "beside.py").write_text("word = 'beside'")
+    (tmp_path / "a.py").write_text(
+        "import os, sys\n"
+        "from beside import word\n"
+        "print(word, __name__, sys.argv, 'triton' in sys.modules, 'bi_kernels' in sys.modules)\n"
+        "print([k for k in os.environ if k.startswith('BI_AUDIT') or k == 'TRITON_INTERPRET'], sys.stdin.read())\n"
+        "print('wrong', file=sys.stderr)\n"
+        "raise SystemExit(True)\n"
+    )
+    (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "crashes.py").write_text("import os\nos.abort()")
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(60)")
+    with ForkServer() as server:
+        ran = {
+            n: server.run(f"{n}.py", tmp_path, 2 if n == "waits" else 60) for n in ("a", "raises", "crashes", "waits")
+        }
+        children = psutil.Process(server.process.pid).children()
+    assert ran["a"] == Ended(1, "beside __main__ ['a.py'] False False\n[] \n", "wrong\n"), ran
+    assert ran["raises"].status == 1 and "ZeroDivisionError" in ran["raises"].errors
+    assert (ran["crashes"].status, ran["crashes"].late, ran["waits"].late) == (None, False, True)
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def scores(x, weight):
+    return x @ weight.T
+
+
+FOLLOWS = {  # a row's layout: what its script says in a line
+    "singles": "other = torch.cat([scores(x[rows], weight) for rows in calls])",
+    "rows:3": "other = scores(x[:3], weight)",
+    "permuted": "other = in_order(calls, [scores(x[rows], weight) for rows in calls])",
+    "padded": "other = in_order(calls, [scores(take(x, rows, empty=7.0), weight) for rows in calls])",
+    "inference_mode": "    other = scores(x.clone(), weight.clone()).detach()",
+    "a slice of a batch": "other = scores(in_larger(x, dims=[0]), weight.clone())",
+}
+
+
+@pytest.mark.parametrize("layout", FOLLOWS)
+def test_a_script_has_the_op_its_inputs_and_two_calls(layout, tmp_path):
+    t = Target(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
+    row = t.row("invariance", layout, Drift(3, 100, 1.0), rows=3)
+    text = Judged(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
+    lines = text.splitlines()
+    assert {"import torch", "x, weight = judged['x'], judged['weight']", FOLLOWS[layout]} <= {*lines}, text
+    assert any(line.startswith(("whole = scores(x, weight)",)) for line in lines) and len(lines) <= 32, text
+    assert "import scores" in text or "scores = cloudpickle" in text
+
+
+def test_the_script_of_a_gradient_calls_backward_in_each_split(tmp_path):
+    t = Target(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
+    row = t.row("gradient invariance", "micro_batches:ragged", Drift(3, 100, 1.0), tensor="dweight", rows=13)
+    text = Judged(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
+    assert "scores(x[rows].requires_grad_(), weight).backward(dy[rows])" in text
+    assert "whole = gradient([range(20)])\nother = gradient([range(6), range(6, 20)])" in text, text

@@ -1,16 +1,22 @@
 """Audits run in the order named; the next one loads while another runs, and begins only at its turn."""
 
+import io
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from bi_kernels.audit import worker
 from bi_kernels.audit.runs import runner
 from bi_kernels.audit.runs.runner import Audit
 from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
 
+ROOT = Path(__file__).parents[1]
 NAMES = ["dtype", "gemm", "rms_norm"]
 
 
@@ -53,7 +59,7 @@ class Stub:
             self.wait_for(f"stop {self.name}")
             raise Died("stub", -signal.SIGTERM, [])
         self.said.append(f"end {self.name}")
-        return f"# {self.name}", "", False
+        return f"# {self.name}", "", False, ""
 
     def wait_for(self, *words):
         deadline = time.monotonic() + 10
@@ -106,3 +112,51 @@ def test_a_worker_that_ends_without_a_reply_says_its_last_line():
     with pytest.raises(Died, match="runner:nothing: AttributeError: .* has no attribute 'nothing'") as died:
         Worker("bi_kernels.audit.runs.runner:nothing").result()
     assert died.value.status == 1
+
+
+def test_a_board_shows_what_an_audit_says_and_how_far_it_is(tmp_path):
+    said = Console(file=io.StringIO(), width=200)
+    board = runner.Board(["any"], tmp_path, said, "1 audit into out")
+    for line in ("begun", "cell 3 12", "say f: 16 samples", "asked 7 49", "asked nonsense", "late a limit"):
+        board.line("any", line)
+    assert said.file.getvalue().splitlines() == ["1 audit into out", "any: f: 16 samples"], "nothing before it is asked"
+    (task,) = board.progress.tasks
+    assert (task.completed, task.total, board.late) == (7, 49, {"any": "a limit"})
+
+
+SHELL = """
+from bi_kernels.audit.runs.engine import InProcess, Shell
+from types import SimpleNamespace
+from nbformat.v4 import new_code_cell, new_notebook
+cells = {cells!r}
+note = lambda *given: None
+notebook = new_notebook(cells=[new_code_cell(c) for c in cells])
+InProcess.execute_managed_notebook(
+    SimpleNamespace(nb=notebook, cell_start=note, cell_exception=note, cell_complete=note), "python3", started=note
+)
+shown = lambda o: (o.output_type, sorted(o.get("data", [])) or o.get("text", o.get("evalue")))
+print([list(map(shown, cell.outputs)) for cell in notebook.cells])
+"""
+CELLS = {
+    "print(1); import sys; print(2, file=sys.stderr)": [("stream", "1\n")],
+    "from IPython.display import Markdown\nMarkdown('x')": [("display_data", ["text/markdown", "text/plain"])],
+    "import matplotlib.pyplot as plt\n_ = plt.plot([1])": [("display_data", ["image/png", "text/plain"])],
+    "x = 3": [],
+    "x / 0": [("error", "division by zero")],
+    "print('never')": [],
+}
+
+
+def test_a_notebook_runs_in_one_process_up_to_the_cell_that_raises():
+    code = SHELL.format(cells=list(CELLS))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == f"{list(CELLS.values())}\n", done.stdout + done.stderr
+
+
+def test_a_worker_that_was_started_ahead_runs_as_any_other(monkeypatch):
+    worker.warm()
+    (ahead,) = worker._warm
+    monkeypatch.setenv("SET_SINCE", "yes")
+    made = Worker("os:getenv", "SET_SINCE")
+    assert made.process is ahead and made.result() == "yes" and not worker._warm
+    assert worker.call("os:getenv", "TOLD", environment={"TOLD": "too"}) == "too"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from bi_kernels.audit import worker
 from bi_kernels.audit.runs import ci, runner
 
 
@@ -16,6 +17,8 @@ class Loaded(click.Command):
     """A command that is a function of `commands`, by its name: torch is loaded when it runs, and not for its help."""
 
     def invoke(self, context: click.Context):
+        if self.name == "run" and not context.params["hurried"] and "torch" not in sys.modules:
+            worker.warm()  # torch takes two seconds to load
         commands = importlib.import_module("bi_kernels.audit.commands")
         return context.invoke(getattr(commands, self.name), **context.params)
 

@@ -16,6 +16,10 @@ _asked: Counter = Counter()
 _over = False  # the last check that may be lost is reached
 
 
+class CannotJudge(ValueError):
+    """Raised for what an audit is told and cannot judge, before anything was judged; one sentence."""
+
+
 class Lost(BaseException):
     """Raised after a check that lost the process its GPU; no handler of a candidate's errors catches it.
 

@@ -145,7 +145,8 @@ class AnyParameters:
                 "inputs is empty, expected the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or "
                 "path/to/file.py:function that returns them"
             )
-        _integers(self, "seconds", "seed", "batch")
+        _integers(self, "seed", "batch")
+        _integers(self, "seconds", least=1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.broken.judge import judge_controls
-from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style of all that is drawn)
+from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parallel import Processes

@@ -1,12 +1,14 @@
 """Runs a function of the package in a process of its own, with or without Triton's interpreter.
 
-The process reads `request` in a folder made for it, and leaves `reply` there; what it prints is its progress.
+The process is told a folder made for it, in a line; it reads `request` there and leaves `reply`. What it prints is its
+progress.
 """
 
 import contextlib
 import fcntl
 import gc
 import importlib
+import json
 import os
 import pickle
 import subprocess
@@ -29,6 +31,27 @@ class Died(RuntimeError):
         super().__init__(f"{function}: {said[-1].strip() if said else f'ended with status {status}'}")
 
 
+_warm: list[subprocess.Popen] = []  # a process that the next Worker takes
+
+
+def warm() -> None:
+    """Starts the next Worker's process, which loads torch while this one still loads what it needs itself."""
+    _warm.append(_started(os.environ, "torch"))
+
+
+def _started(environment: Mapping[str, str], *loads: str) -> subprocess.Popen:
+    # through env: a debugger makes a Python that Python starts wait for it, and JupyterLab's never comes
+    return subprocess.Popen(
+        ["env", sys.executable, "-P", __file__, *loads],
+        env=environment,
+        stdin=subprocess.PIPE,  # which is closed when this process is no more
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # until it is told where
+        text=True,
+        errors="replace",
+    )
+
+
 class Worker:
     """A process that calls `package.module:function` with arguments that pickle takes; it starts at once, and ends
     with this one, however that ends.
@@ -43,18 +66,10 @@ class Worker:
         self.function, self.folder = function, tempfile.TemporaryDirectory()
         request = Path(self.folder.name, "request")
         request.write_bytes(pickle.dumps((sys.path, function, pickle.dumps(arguments))))
-        # through env: a debugger makes a Python that Python starts wait for it, and JupyterLab's never comes
-        changed = [*([] if interpreter else ["-u", "TRITON_INTERPRET"]), *(f"{k}={v}" for k, v in environment.items())]
-        command = ["env", *changed, sys.executable, "-P", __file__]
-        with Path(self.folder.name, "stderr").open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*command, self.folder.name],
-                stdin=subprocess.PIPE,  # which is closed when this process is no more
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                errors="replace",
-            )
+        own = {k: v for k, v in os.environ.items() if interpreter or k != "TRITON_INTERPRET"} | environment
+        self.process = _warm.pop() if _warm else _started(own)
+        self.process.stdin.write(json.dumps({"folder": self.folder.name, "environment": own}) + "\n")
+        self.process.stdin.flush()
 
     def result(self, progress: Callable[[str], object] = lambda line: None):
         """Waits for the reply, calling `progress` with every line that the process prints. Raises Died without one."""
@@ -96,12 +111,18 @@ def call(function: str, *arguments, **how):
 
 
 def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # not by sys.stdin, whose lock Python wants when it ends
+    os.read(0, 1)  # not by sys.stdin, whose lock Python wants when it ends
     os._exit(1)
 
 
-def _serve(folder: Path) -> None:
+def _serve() -> None:
+    told = json.loads(_line())
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    folder = Path(told["folder"])
+    with (folder / "stderr").open("wb") as errors:
+        os.dup2(errors.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(told["environment"])
     gc.set_threshold(50_000)  # it makes many objects, few of them in circles, and ends
     sys.path[:], function, arguments = pickle.loads((folder / "request").read_bytes())
     module, _, name = function.partition(":")
@@ -110,5 +131,17 @@ def _serve(folder: Path) -> None:
     (folder / "part").rename(folder / "reply")  # whole, or not there
 
 
+def _line() -> bytes:
+    """Reads a line from stdin, and no more than that."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            os._exit(1)  # whoever started it needs it no more
+        line += byte
+    return line
+
+
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    _serve()

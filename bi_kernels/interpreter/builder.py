@@ -1,6 +1,7 @@
 """The operations of Triton's interpreter that are wrong for bf16, differ from sm_90's, or loop over pointers."""
 
 import ctypes
+import importlib
 from functools import partial
 
 import numpy as np
@@ -22,7 +23,6 @@ from bi_kernels.interpreter.formats import (
     to_fp16_toward_zero,
 )
 from bi_kernels.interpreter.memory import Memory
-from bi_kernels.interpreter.tensor_core import fma_dot, mma
 from bi_kernels.interpreter.tensors import block_of
 
 GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's loop over the pointers
@@ -31,6 +31,11 @@ GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's
 def _at(address: int, size: int) -> ctypes.Array:
     """Returns `size` bytes of this process's memory."""
     return (ctypes.c_char * size).from_address(address)
+
+
+def _tensor_core():
+    """Returns the module that computes `tl.dot`, loaded when a kernel first has one: numba takes a second."""
+    return importlib.import_module("bi_kernels.interpreter.tensor_core")
 
 
 def _whole(t: TensorHandle) -> TensorHandle:
@@ -229,14 +234,14 @@ class Builder(InterpreterBuilder):
         if dtype in (tl.bfloat16, tl.float16):
             if d.dtype.scalar != tl.float32:
                 raise NotImplementedError(f"tl.dot in the interpreter accumulates in fp32, not in {d.dtype.scalar}")
-            dot = partial(mma, lowest=-126 if dtype == tl.bfloat16 else -14)
+            dot = partial(_tensor_core().mma, lowest=-126 if dtype == tl.bfloat16 else -14)
         elif dtype == tl.float32:
             if input_precision != ir.INPUT_PRECISION.IEEE:
                 raise NotImplementedError(
                     "tl.dot on fp32 uses TF32 unless told otherwise, and the interpreter has no "
                     'TF32: pass input_precision="ieee"'
                 )
-            dot = fma_dot
+            dot = _tensor_core().fma_dot
         elif dtype.is_fp8():
             refuse(f"tl.dot on {dtype}")
         else:

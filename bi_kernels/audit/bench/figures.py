@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from bi_kernels.audit.bench.goals import number
+from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.verdicts import grouped
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"

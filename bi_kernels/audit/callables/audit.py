@@ -13,7 +13,6 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace
 
 import torch
-from rich.progress import track
 
 from bi_kernels.audit.callables import sharper
 from bi_kernels.audit.callables.demand import demands
@@ -35,8 +34,10 @@ from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
+from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
+from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.source import source
@@ -77,6 +78,8 @@ def audit(
     candidate: str = "",
     imports: str = "",
     folder: str | Path | None = None,
+    record: Callable[[list[Row]], object] | None = None,
+    quiet: bool = False,
     **constants,
 ) -> Report:
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
@@ -89,7 +92,8 @@ def audit(
     seconds: the budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has
     none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it, instead of a
     pickle of what has no such name; folder: where it goes. What torch.compile made in this process, it makes again
-    afterwards. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
+    afterwards. It says on stderr what it asks and what it finds, as it goes, unless quiet; record: is called with all
+    rows so far. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {shown(fn)}, expected a callable")
@@ -106,11 +110,13 @@ def audit(
         check_type("audit", label, text, str, "a string")
     check_type("audit", "backward", backward, (bool, NoneType), "True, False or None")
     check_type("audit", "folder", folder, (str, Path, NoneType), "a path")
-    check_type("audit", "reference", reference, (Callable, NoneType), "a callable")
+    for label, given in (("reference", reference), ("record", record)):
+        check_type("audit", label, given, (Callable, NoneType), "a callable")
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
-    rows, notes = determinism(t, 2), []
+    rows, notes, record = determinism(t, 2), [], record or (lambda rows: None)
+    record(rows)
     one_call = (time.monotonic() - started) / max(t.calls, 1)
     steady = not needs_fix(rows)
     steps: list[tuple[str, str, Callable]] = []  # (relation, layout, what judges it)
@@ -151,30 +157,38 @@ def audit(
         last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
         steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
-    late: dict[str, list[str]] = {}
     t.deadline = many.deadline = started + seconds
-    for relation, layout, run in track(steps, description=name, transient=True, disable=not sys.stderr.isatty()):
-        try:
-            rows += t.attempt(relation, layout, run)
-        except OutOfTime:
-            late.setdefault(relation, []).append(layout)
-    for relation, missing in late.items():
-        spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
-        listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
-        rows.append(t.row(relation, NOT_RUN, detail=f"{listed}: {spent}"))
-    t.deadline = float("inf")
-    report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
-    if folder is not None:
-        report.repro = _exported(t, many, rows, candidate, imports, Path(folder))
+    voice = Voice(name, len(steps), quiet)
+    voice.say(f"{name}: {t.read()}; checks in {len(steps)} steps, at most {seconds:g} s")
+    voice.found(rows)
+    spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
+    with ForkServer() as server:
+        for found in _rows(t, voice.steps(steps), spent):
+            rows += found
+            voice.found(found)
+            record(rows)
+            if folder is not None and any(r.mismatches for r in found):
+                server.start()  # it is ready when scripts are
+        t.deadline = float("inf")
+        report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
+        if folder is not None:
+            drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
+            given = [r for r in rows if not any(r is d for d in drawn)]
+            report.repro = export([(t, given), (many, drawn)], candidate, imports, Path(folder), server)
     return report
 
 
-def _exported(t: Target, many: Target, rows: list[Row], candidate: str, imports: str, folder: Path) -> Path | None:
-    """Writes scripts of the drifts, on the samples given and on those that were made of them; returns the first."""
-    drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
-    given = [r for r in rows if not any(r is d for d in drawn)]
-    paths = [export(t, given, candidate, imports, folder), export(many, drawn, candidate, imports, folder, "-more")]
-    return next(filter(None, paths), None)
+def _rows(t: Target, steps: Iterable[tuple[str, str, Callable]], spent: str) -> Iterator[list[Row]]:
+    """Yields the rows of each step, and those that say of what the budget left no time for that it was spent."""
+    late: dict[str, list[str]] = {}
+    for relation, layout, run in steps:
+        try:
+            yield t.attempt(relation, layout, run)
+        except OutOfTime:
+            late.setdefault(relation, []).append(layout)
+    for relation, missing in late.items():
+        listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+        yield [t.row(relation, NOT_RUN, detail=f"{listed}: {spent}")]
 
 
 def _notes(t: Target, rows: list[Row]) -> list[str]:
@@ -237,6 +251,7 @@ def _static(t: Target) -> list[Row]:
         except Exception:  # it is a row of its own
             pass
         finally:
+            t.launches = bool(launches.variants or launches.findings)
             if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]:  # something is compiled
                 torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.function).forward if isinstance(t.function, torch.nn.Module) else t.function

@@ -18,12 +18,12 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sent
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.offsets import BEYOND, ELEMENTS, LAST
+from bi_kernels.audit.reproduce.samples import in_larger, with_strides
 
 LOST = getattr(torch, "AcceleratorError", ())  # of an access to memory that is not there
 WRAPPED = "samples beyond 2**31 elements read from the first on"
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 BACKWARD = "kept: a backward after a later call"
-BESIDE = 16  # rows, or columns, of others before a slice: what a kernel loads at once stays aligned
 
 
 def _kept(t: Target) -> list[Row]:
@@ -58,32 +58,6 @@ def kept_for_backward(t: Target, whole: dict[str, torch.Tensor]) -> list[Row]:
     return left(t, BACKWARD, found, whole, **said)
 
 
-def _neighboured(v: torch.Tensor, batch: int, columns: bool) -> torch.Tensor:
-    """Returns a view of a larger tensor that holds NaN around it, and of numbers that are integers others of them."""
-    shape, at = list(v.shape), [slice(None)] * v.dim()
-    for d in {batch, v.dim() - 1} if columns else {batch}:
-        shape[d] += 2 * BESIDE
-        at[d] = slice(BESIDE, BESIDE + v.shape[d])
-    holds_nan = v.is_floating_point() or v.is_complex()
-    larger = v.new_full(shape, float("nan") if holds_nan else int(v.flatten()[0]))
-    larger[tuple(at)] = v
-    return larger[tuple(at)]
-
-
-def _as_given(v: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the strides of the original."""
-    if v.numel() == 0:
-        return v.clone()
-    extent = 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride()))
-    copy = v.new_empty(extent).as_strided(v.shape, v.stride())
-    if any(s == 0 and n > 1 for n, s in zip(v.shape, v.stride())):
-        narrow = [slice(0, 1) if s == 0 else slice(None) for s in v.stride()]
-        copy[tuple(narrow)] = v[tuple(narrow)]
-    else:
-        copy.copy_(v)
-    return copy
-
-
 def laid(t: Target, place: Callable) -> dict:
     """Returns the whole batch's arguments, its inputs lying where `place` puts them."""
     arguments = t.take(t.every)
@@ -101,10 +75,10 @@ def called(t: Target, arguments: dict) -> list[torch.Tensor]:
 
 def places(t: Target) -> dict[str, Callable]:
     """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
-    sliced = lambda columns: lambda k, v: _neighboured(v, t.batch, columns) if k in t.batched else v.clone()
-    out = {SLICE: sliced(False), COLUMNS: sliced(True)}
+    sliced = lambda dims: lambda k, v: in_larger(v, dims(v)) if k in t.batched else v.clone()
+    out = {SLICE: sliced(lambda v: {t.batch}), COLUMNS: sliced(lambda v: {t.batch, v.dim() - 1})}
     if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
-        out[GIVEN] = lambda k, v: _as_given(v)
+        out[GIVEN] = lambda k, v: with_strides(v, v.stride())
     return out
 
 

@@ -17,10 +17,10 @@ WANTED, AUTOCAST, FEW = "a gradient wanted", "autocast", ", few samples"
 
 def _wanted(t: Target, samples: list[int]) -> list[torch.Tensor]:
     arguments = t.take(samples)
-    for k, v in tensors(arguments).items():
-        if v.is_floating_point() and k not in t.outputs:
-            arguments[k] = v.requires_grad_().clone()  # which it may write into
     with torch.enable_grad(), t.layout(samples):
+        for k, v in tensors(arguments).items():
+            if v.is_floating_point() and k not in t.outputs:
+                arguments[k] = v.requires_grad_().clone()  # which it may write into
         return [y.detach() for y in t.results(arguments)]
 
 

@@ -9,6 +9,7 @@ from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.answer import answer
 from bi_kernels.audit.evidence.condensed import condensed, remaining, terminal, wrapped
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.reproduce.script import named
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Report:
     @property
     def command(self) -> str:
         """Returns the command that shows the first drift that a script shows, '' where none does."""
-        return shlex.join(["python", str(self.repro)]) if self.repro else ""
+        return shlex.join(["python", named(self.repro)]) if self.repro else ""
 
     def markdown(self) -> str:
         """Returns the report as a document has it."""
@@ -50,7 +51,8 @@ class Report:
         if not self.passed:
             parts.append(tables.drifts(self.rows).data)
         if self.repro:
-            parts.append(f"Reproduce with {escape.code(self.command)}.")
+            where = " in this document's folder" * bool(remaining())
+            parts.append(f"Reproduce with {escape.code(self.command)}{where}.")
         return "\n\n".join(parts)
 
     def text(self) -> str:

@@ -1,16 +1,13 @@
 """Sessions of the audits `any`, of a callable in no registry on inputs that its user names, and `zoo`, of many such."""
 
-import ast
 import copy
-import math
-import re
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
 from torch.utils._pytree import tree_map
 
-from bi_kernels import contract
 from bi_kernels.audit.callables import modes, relations
 from bi_kernels.audit.callables.audit import audit as audit_callable
 from bi_kernels.audit.callables.demand import TWICE, demands
@@ -19,18 +16,18 @@ from bi_kernels.audit.callables.memory import LATER, WRAPPED, applies, beyond, m
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import IDS, sequences
 from bi_kernels.audit.callables.step import Step
-from bi_kernels.audit.callables.target import Target, first_and_batch, tensors
+from bi_kernels.audit.callables.target import Target, first_and_batch
 from bi_kernels.audit.evidence.drift import raw
 from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix
+from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
+from bi_kernels.audit.problem.given import bound, named, read_inputs
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.zoo import animals
 from bi_kernels.audit.zoo import judge as zoo
 
-TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
-DTYPES = contract.DTYPES | {"fp64": torch.float64}
-ELEMENTS = 2**31  # of one input
+OFTEN = 2  # seconds between two records of what is known
 
 
 def start(audit: str, given: dict) -> "AnySession | ZooSession":
@@ -41,83 +38,49 @@ def start(audit: str, given: dict) -> "AnySession | ZooSession":
         of_many = ZooSession(audit, asdict(p), device, Candidate("zoo", {}))
         of_many.chosen()
         return of_many
-    session = AnySession(audit, asdict(p), device, Candidate(p.candidate, {"fn": load(p.candidate)}))
+    function = load(p.candidate)
+    session = AnySession(audit, asdict(p), device, Candidate(p.candidate, {"fn": function}))
     session.inputs = read_inputs(p.inputs, device, p.seed)
+    bound(f"candidate {p.candidate!r}", function, session.inputs)
     first_and_batch(session.inputs, p.batch, named(p.shared), named(p.outputs))
     if p.reference:
-        load(p.reference, "reference")
+        bound(f"reference {p.reference!r}", load(p.reference, "reference"), session.inputs)
     return session
-
-
-def named(text: str) -> tuple[str, ...]:
-    """Returns the names in a parameter, between commas or spaces."""
-    return tuple(str(text).replace(",", " ").split())
-
-
-def read_inputs(spec: str, device, seed: int) -> dict:
-    """Returns {name: value} of a parameter `inputs`.
-
-    'name:dtype[shape]' draws normal numbers, 'name:int64[shape]<n' integers below n, 'name:bool[shape]' flips coins,
-    and 'name:literal' is a Python value; or what `file.py:function` returns, a tuple or a dict. Raises ValueError.
-    """
-    if "[" not in spec:
-        found = load(spec)()
-        found = found if isinstance(found, dict) else {f"input{i}": v for i, v in enumerate(found)}
-        return found | {k: t.to(device) for k, t in tensors(found).items()}
-    there, out = {"generator": torch.Generator(device).manual_seed(seed), "device": device}, {}
-    for part in re.findall(r"\w+:\s*(?:\w+\[[^\]]*\](?:<\d+)?|\S+)", spec):
-        name, _, text = (x.strip() for x in part.partition(":"))
-        tensor = TENSOR.fullmatch(text)
-        if not tensor:
-            try:
-                out[name] = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                raise ValueError(f"inputs: {part!r} is neither name:dtype[shape] nor name:literal") from None
-            continue
-        dtype = DTYPES.get(tensor["dtype"], getattr(torch, tensor["dtype"], None))
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"inputs: {part!r} has dtype {tensor['dtype']!r}, expected one of torch's, or {', '.join(DTYPES)}"
-            )
-        shape = tuple(int(n) for n in tensor["shape"].split(",") if n.strip())
-        below = int(tensor["below"] or 2)
-        whole = not dtype.is_floating_point and dtype != torch.bool
-        if whole and not 1 <= below <= torch.iinfo(dtype).max + 1:
-            raise ValueError(f"inputs: {part!r} holds integers below {below}, which {tensor['dtype']} does not have")
-        if math.prod(shape) > ELEMENTS:
-            raise ValueError(f"inputs: {part!r} has {math.prod(shape):.3g} elements, expected at most {ELEMENTS:.3g}")
-        try:
-            if dtype == torch.bool:
-                out[name] = torch.rand(shape, **there) < 0.5
-            elif whole:
-                out[name] = torch.randint(0, below, shape, **there).to(dtype)
-            else:
-                out[name] = torch.randn(shape, **there).to(dtype)
-        except (RuntimeError, MemoryError) as error:
-            raise ValueError(f"inputs: {part!r} cannot be made ({str(error).splitlines()[0]:.100})") from None
-    if not out:
-        raise ValueError(f"inputs is {spec!r}, expected 'name:dtype[shape] …' or path/to/file.py:function")
-    return out
 
 
 class AnySession(Session):
     """A session whose subject is one callable."""
 
+    kept = 0.0  # when its rows were last recorded
+
     def judge(self) -> Report:
         """Runs the audit; the rows are this session's, and a drift leaves a reproducer."""
-        p = self.parameters
-        self.report = audit_callable(
-            self.candidate.functions["fn"],
-            *self.inputs.values(),
-            names=tuple(self.inputs),
-            shared=named(p["shared"]),
-            outputs=named(p["outputs"]),
-            reference=load(p["reference"]) if p["reference"] else None,
-            folder=self.out and self.out / "repro",
-            **{k: p[k] for k in ("batch", "seconds", "seed", "candidate")},
-        )
+        p, fn = self.parameters, self.candidate.functions["fn"]
+        given, told = bound(p["candidate"], fn, self.inputs)
+        try:
+            self.report = audit_callable(
+                fn,
+                *given,
+                names=tuple(self.inputs)[: len(given)],
+                shared=named(p["shared"]),
+                outputs=named(p["outputs"]),
+                reference=load(p["reference"]) if p["reference"] else None,
+                folder=self.out and self.out / "repro",
+                record=self._keep,
+                **{k: p[k] for k in ("batch", "seconds", "seed", "candidate")},
+                **told,
+            )
+        except (TypeError, ValueError) as error:  # it says in a sentence why it cannot judge
+            raise CannotJudge(f"candidate is {p['candidate']!r}, inputs is {p['inputs']!r}: {error}") from None
+        self.rows = []
         self.add(self.report.rows)
         return self.report
+
+    def _keep(self, rows: list[Row]) -> None:
+        """Records what is known so far, now and then."""
+        if not self.rows or time.monotonic() - self.kept > OFTEN:
+            self.rows, self.kept = [], time.monotonic()
+            self.add(list(rows))
 
     def controls(self) -> list[Row]:
         """Judges twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""

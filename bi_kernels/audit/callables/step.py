@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bi_kernels.audit.callables.target import Layout, Target, by_sample, in_order, tensors
+from bi_kernels.audit.callables.target import Layout, Target, by_sample, tensors
 from bi_kernels.audit.problem.inputs import cancel, generator, powers
+from bi_kernels.audit.reproduce.samples import in_order
 
 
 class NoBackward(ValueError):
@@ -32,6 +33,8 @@ class Step:
 
     def __init__(self, t: Target, kind: str = "given"):
         self.t, self.kind, self.upstream = t, kind, []
+        self.trained: list[int] = []  # numbers of the outputs that have a gradient
+        self.folded: set[str] = set()  # gradients that stood in main_grad
         self.floating = [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
 
     def wants(self, name: str) -> bool:
@@ -56,6 +59,7 @@ class Step:
             for k, p in trained.items():
                 if p.grad is not None or self.buffered and p.main_grad.any():
                     found[f"d{k}"] = p.main_grad if p.grad is None else p.grad.clone()
+                    self.folded |= {f"d{k}"} if p.grad is None else set()
         return found
 
     def _backward(self, layout: Layout, filler: str, shared: dict) -> dict[str, list[torch.Tensor]]:
@@ -79,9 +83,10 @@ class Step:
         with torch.enable_grad(), t.layout(call):
             own = {k: leaf.requires_grad_().clone() for k, leaf in leaves.items()}  # so that it may work in place
             found = t.results(arguments | own)
-        outputs = [(y, d) for y, d in zip(found, t.dims) if d is not None and y.requires_grad]
-        if not outputs:
+        self.trained = [i for i in t.judged if found[i].requires_grad]
+        if not self.trained:
             raise NoBackward("no output requires a gradient")
+        outputs = [(found[i], t.dims[i]) for i in self.trained]
         return leaves, outputs
 
     def paired(self, outputs: list, call: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

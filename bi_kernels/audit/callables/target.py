@@ -19,6 +19,7 @@ from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.problem.subject import Named, poisoned_memory
+from bi_kernels.audit.reproduce.samples import in_order, take
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
@@ -34,12 +35,6 @@ class OutOfTime(BaseException):
 def tensors(values: dict) -> dict[str, torch.Tensor]:
     """Returns those of the values that are tensors."""
     return {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-
-
-def in_order(layout: Layout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows of a layout's calls in the order of the samples, without those of no sample."""
-    held = [i for call in layout for i in call]
-    return torch.cat(parts)[sorted((at for at, i in enumerate(held) if i >= 0), key=held.__getitem__)]
 
 
 def module_of(function: Callable) -> torch.nn.Module | None:
@@ -118,6 +113,7 @@ class Target(Named):
         self.drawn: dict[str, dict] = {}  # the arguments, by the kind of their values
         self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
         self.votes: dict = {}  # what other calls made of a sample in which two calls differ
+        self.launches: bool | None = None  # a Triton kernel, where it is known
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
@@ -194,16 +190,12 @@ class Target(Named):
 
     def take(self, call: Sequence[int], filler: str = "stale", kind: str = "given") -> dict:
         """Returns the arguments of a call on these samples."""
-        index = torch.tensor(list(call), device=self.device)
-        empty = (index < 0).nonzero().flatten()
         out = dict(self.given(kind))
         for k, value in tensors(out).items():
-            if k not in self.batched:
+            if k in self.batched:
+                out[k] = take(value, call, self.batch, filling(filler, value.dtype))
+            else:
                 out[k] = value.clone()  # the callable may write into it
-                continue
-            out[k] = value.index_select(self.batch, index.clamp(min=0))
-            if len(empty) and filler != SAMPLE:
-                out[k].index_fill_(self.batch, empty, _filling(filler, value.dtype))
         return out
 
     def results(self, arguments: dict) -> list[torch.Tensor]:
@@ -255,10 +247,10 @@ class Target(Named):
         return super().row(relation, layout, drift, **{"against": WHOLE, "inputs": "given"} | said)
 
 
-def _filling(filler: str, dtype: torch.dtype) -> float:
-    """Returns the number that stands in places without a sample."""
-    if not dtype.is_floating_point:
-        return 0
+def filling(filler: str, dtype: torch.dtype) -> float | None:
+    """Returns the number that stands in places without a sample; None where the first sample does."""
+    if filler == SAMPLE or not dtype.is_floating_point:
+        return None if filler == SAMPLE else 0
     return {"nonfinite": float("nan"), "largest": torch.finfo(dtype).max}.get(filler, 7.0)
 
 

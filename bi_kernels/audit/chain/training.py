@@ -4,7 +4,6 @@ there are layouts."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -17,6 +16,7 @@ from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
 from bi_kernels.audit.chain.relations import PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans

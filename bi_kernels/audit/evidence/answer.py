@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.distance import in_words, share_of
 from bi_kernels.audit.evidence.kinds import (
     BITS,
     HASH,
@@ -21,9 +22,9 @@ from bi_kernels.audit.evidence.kinds import (
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix
 
 NAMED = 3  # layouts, or row counts, in a sentence
+LISTED = 8  # row counts that a sentence lists
 LONGEST = 160  # characters of what comes from outside
 WHICH = " in the runs asked"
-STEPS = 100_000  # ULP up to which they are counted; beyond, the relative difference says more
 RAISED = re.compile(r"\b\w*(?:Error|Exception|Interrupt|Exit)\b:?.*", re.S)
 FOLLOWS = {  # kinds that come of another one, so that they are no second finding
     Kind.NEIGHBOURS: (Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT),
@@ -146,7 +147,7 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
 
 def _sizes(whose: str, kind: str, bad: dict, where: str = "") -> str:
     """Says how far the bits of a finding are off; of results, and of input gradients that differ for the same cause."""
-    own, theirs = (_size(bad.get((side, kind), []), where) for side in (whose, Side.INPUT))
+    own, theirs = (in_words(bad.get((side, kind), []), where) for side in (whose, Side.INPUT))
     if whose != Side.FORWARD or not theirs:
         return own
     return f"{own}, input gradients too" if own == theirs else f"{own}, of input gradients{theirs.removeprefix(',')}"
@@ -168,7 +169,7 @@ def _who(rows: list[dict]) -> str:
 
 
 def _counted(rows: list[dict], every: list[dict]) -> str:
-    """Names the number of rows up to which, or from which on, calls differ."""
+    """Names the numbers of rows of which calls differ, and those that agree."""
     said = "a row's result depends on how many rows are in the call"
     kinds = {r["inputs"] for r in rows if in_each_call(r)}
     asked = [r for r in every if r["relation"] == "invariance" and r["inputs"] in kinds and in_each_call(r)]
@@ -178,15 +179,22 @@ def _counted(rows: list[dict], every: list[dict]) -> str:
     whole = WHOLE if all(r["against"] == WHOLE for r in asked) else "the largest call"
     if not differ:
         return f"{said} ({names(rows)})"
-    least, most, share = min(differ), max(differ), f"{len(differ)} of the {len(differ | agree)} that were asked"
+    said = f"{said}: calls of {enumerated(differ)} row{'s' * (differ != {1})} differ from {whole}"
     if not agree:
-        return f"{said}: calls of {f'{least} to {most}' if least < most else least} differ from {whole}"
-    if least > max(agree):
-        return f"{said}: calls of {least} and more differ from {whole}, of up to {max(agree)} agree"
-    if above := [m for m in agree if m > most]:
-        up_to = f"{most}{f' ({share})' * (min(agree) < most)}"
-        return f"{said}: calls of up to {up_to} differ from {whole}, of {min(above)} and more agree"
-    return f"{said}: calls of {least} to {most} ({share}) differ from {whole}"
+        return said
+    if min(differ) > max(agree):
+        return f"{said}; {max(agree)} {'and fewer agree' if max(agree) > 1 else 'agrees'}"
+    if max(differ) < min(agree):
+        return f"{said}; {min(agree)} and more agree"
+    return f"{said}; {enumerated(agree)} agree{'s' * (len(agree) == 1)}"
+
+
+def enumerated(numbers: Collection[int]) -> str:
+    """Lists numbers in words; of many the first ones and the last one."""
+    found = [f"{n:,}" for n in sorted(numbers)]
+    if len(found) > LISTED:
+        found = [*found[: LISTED - 2], "…", found[-1]]
+    return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def in_each_call(r: dict) -> int:
@@ -245,48 +253,3 @@ def names(rows: Sequence[dict]) -> str:
     """Names the layouts of some rows, a few of them."""
     found = list(dict.fromkeys(escape.line(r["layout"]) or r["relation"] for r in rows))
     return ", ".join(found[:NAMED]) + f" and {len(found) - NAMED} more" * (len(found) > NAMED)
-
-
-def number(rows: Iterable[dict], name: str) -> float | None:
-    """Returns the largest of a number over some rows, None where none of them has it."""
-    return max((float(r[name]) for r in rows if r.get(name) is not None), default=None)
-
-
-def share_of(rows: Collection[dict]) -> str:
-    """Returns the largest share of the bound in three digits, in more where they would make it 1; '' where nothing was
-    held against one."""
-    share = number(rows, "threshold_share")
-    within = share is not None and share < 1
-    return "" if share is None else next(s for n in range(3, 18) if (s := f"{share:.{n}g}") != "1" or not within)
-
-
-def steps(rows: Collection[dict]) -> str:
-    """Returns the largest distance in ULP, '' where that counts nothing: see `drift.compare`."""
-    found = number(rows, "max_ulp")
-    return f"{int(found):,}" if found and found < STEPS else ""
-
-
-def size(rows: Collection[dict]) -> str:
-    """Says in a word how far some rows are off: the share of the contract's bound, ULP, or the relative difference."""
-    share, ulp, relative = share_of(rows), steps(rows), number(rows, "max_rel")
-    found = f"{share} × the bound" if share else f"{ulp} ULP" if ulp else ""
-    return found or (f"{relative:.2g} relative" if relative else "–")
-
-
-def _size(rows: list[dict], where: str = "") -> str:
-    """Says how far bits are off: in ULP, else relative to the larger one; of inputs that cancel, or that are not
-    finite, only if of no others. where: for which the number holds."""
-    finite = [r for r in rows if r["mismatches"] and r["max_abs"] not in (None, "inf")]
-    plain = [r for r in finite if r["inputs"] != "cancelling"] or finite or rows
-    far, most, relative = (number(plain, name) for name in ("max_ulp", "max_abs", "max_rel"))
-    if most is None:
-        return ""
-    if most == float("inf"):
-        return ", up to NaN or Inf"
-    if not most:
-        return ", in the sign of zeros" if far == 0 and all(r["first_index"] for r in plain) else ""
-    if steps(plain):
-        return f",{where} by at most {steps(plain)} ULP"
-    if relative and relative > 1:
-        return ", even in its sign"
-    return f",{where} by up to {f'{relative:.2g} of the larger number' if relative else f'{most:.3g}'}"

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import number, raised_by, share_of, steps
+from bi_kernels.audit.evidence.answer import raised_by
+from bi_kernels.audit.evidence.distance import sizes
 from bi_kernels.audit.evidence.kinds import RANK, Kind, by_kind, fields
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, grouped
 
@@ -70,23 +71,13 @@ def condensed(rows: Iterable[Row | dict]) -> list[dict]:
     return lines
 
 
-def sizes(rows: Sequence[dict]) -> dict[str, str]:
-    """Returns how much of some rows differs, and how far they are off, at most."""
-    relative, share, most = number(rows, "max_rel"), share_of(rows), number(rows, "max_abs")
-    return {
-        "differ": differ(rows),
-        "max abs": "–" if most is None else f"{most:.3g}",
-        "max rel": f"{share} × bound" if share else f"{relative:.2g}" if relative else "–",
-        "ULP": steps(rows) or "–",
-    }
-
-
 def _line(side: str, kind: str, mine: list[dict], asked: int, detail: str) -> dict:
     shown = _furthest([r for r in mine if r["repro"]]) or _furthest(mine)
     shown = shown or min(mine, key=lambda r: (not r["mismatches"], not r["repro"], r["rows"] or 0))
     tensor = Counter(r["tensor"] for r in mine if r["mismatches"] and r["tensor"])  # the first that differs of a row
     tensors = listed((f"{t} in {n}" if len(tensor) > 1 else t for t, n in tensor.most_common()), 2)
-    worst, found, own = _furthest(mine), sizes(mine), sizes([shown])
+    worst = _furthest(mine)
+    found, own = ({"differ": differ(some)} | sizes(some) for some in (mine, [shown]))
     says = dict.fromkeys((Kind.ACCURACY, Kind.ATOMICS, Kind.OTHER), shown["relation"])
     says |= {Kind.ERROR: Kind.ERROR}
     return {

@@ -1,16 +1,18 @@
 """Markdown that documents are made of: tables, and what is folded away."""
 
-import pandas as pd
+from tabulate import tabulate
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 
 MARK = {PASS: "✅", NEEDS_FIX: "❌", UNSUPPORTED: "⬜", "": "–"}
 
 
-def table(lines: list[dict]) -> str:
-    """Returns a Markdown table, a column a key."""
+def table(lines) -> str:
+    """Returns a Markdown table, a column a key; lines: dicts, or a pandas.DataFrame."""
+    lines = lines.to_dict("records") if hasattr(lines, "to_dict") else lines
     inside = lambda cell: cell.replace("|", r"\|") if isinstance(cell, str) else cell  # it would end the cell
-    return pd.DataFrame(lines).rename(columns=inside).map(inside).to_markdown(index=False, disable_numparse=True)
+    lines = [{inside(k): inside(v) for k, v in line.items()} for line in lines]
+    return tabulate(lines, headers="keys", tablefmt="pipe", disable_numparse=True)
 
 
 def folded(title: str, body: str) -> str:

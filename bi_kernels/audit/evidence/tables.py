@@ -1,13 +1,14 @@
 """Tables and the verdict bundle of the notebooks."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from IPython.display import Markdown
 
 from bi_kernels.audit.evidence import escape, markdown
-from bi_kernels.audit.evidence.answer import headline, share_of, steps
+from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.condensed import condensed, remaining
+from bi_kernels.audit.evidence.distance import share_of, steps
 from bi_kernels.audit.evidence.kinds import BITS, HASH, Side
 from bi_kernels.audit.evidence.verdicts import (
     LOCALISER,
@@ -20,6 +21,9 @@ from bi_kernels.audit.evidence.verdicts import (
     verdict_of,
     worst_of,
 )
+
+if TYPE_CHECKING:  # it takes a second to load
+    import pandas as pd
 
 MIME = "application/vnd.bi-audit+json"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
@@ -37,7 +41,7 @@ class Bundle:
         return {"text/markdown": self.markdown, "text/plain": self.markdown, MIME: self.data}
 
 
-def table(lines: pd.DataFrame | Sequence[dict]) -> Markdown:
+def table(lines: "pd.DataFrame | Sequence[dict]") -> Markdown:
     return Markdown(markdown.table(lines))
 
 

@@ -8,7 +8,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel, stock
-from bi_kernels.audit.evidence.answer import size
+from bi_kernels.audit.evidence.distance import size
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row

@@ -12,7 +12,7 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
-from bi_kernels.audit.evidence.answer import steps
+from bi_kernels.audit.evidence.distance import steps
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed

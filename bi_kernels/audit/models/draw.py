@@ -1,8 +1,9 @@
 """How far rescoring moves the logprobs of what was generated."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 from torch import Tensor
+
+from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 
 LOWEST, HIGHEST = -22, 2  # powers of two between which a difference is shown
 

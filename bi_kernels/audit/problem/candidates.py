@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import bi_kernels
 from bi_kernels.audit import stock
-from bi_kernels.audit.problem.registry import audited
+from bi_kernels.audit.problem.registry import OPS, Op, audited
 
 REGISTERED = ("bi_kernels", "torch")
 
@@ -75,4 +76,24 @@ def resolve(spec: str, audit: str, op: str = "") -> Candidate:
                 f"{', '.join(ops)}"
             )
         name = "linear"
+    check_arguments(spec, OPS[name], function)
     return Candidate(spec, {name: function})
+
+
+def check_arguments(spec: str, op: Op, function: Callable) -> None:
+    """Raises ValueError where a candidate's signature does not take what every call of an op is given."""
+    tensors, told = list(op.order or (*op.tokens, *op.shared)), set(op.constants)
+    told |= {"table", "positions", "cu_seqlens"} if op.positions else {"cu_seqlens_q"} if op.cache else set()
+    told |= {"dtype"} if op.casts else set()
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it does not say
+        return
+    try:
+        signature.bind(*tensors, **dict.fromkeys(told))
+    except TypeError as error:
+        call = ", ".join([*tensors, *(f"{k}=…" for k in sorted(told))])
+        takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
+        raise ValueError(
+            f"candidate {spec!r} takes {takes}, expected the arguments of {op.name}, ({call}): {error}"
+        ) from None

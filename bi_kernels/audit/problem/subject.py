@@ -20,6 +20,7 @@ from bi_kernels.audit.problem.problem import Problem, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
 FENCE, FENCED = 8192, 0xA5  # bytes behind fresh memory, and what they hold
+POISONED = 3  # sample that holds NaN and Inf, of inputs that are not finite
 SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
 
 
@@ -188,7 +189,7 @@ class Subject(Named):
         with poisoned_memory(self.calls), of_candidate():
             return self.function(*tensors, **told)
 
-    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample: int = 3, page: int = 0) -> Tensors:
+    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample=POISONED, page=0) -> Tensors:
         """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in
         pages."""
         device, lengths = self.problem.device, self.lengths

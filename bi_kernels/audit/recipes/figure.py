@@ -3,9 +3,9 @@
 import statistics
 import textwrap
 
-import matplotlib.pyplot as plt
 from matplotlib.colors import LogNorm
 
+from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.recipes.products import DIRECTIONS, PLAIN
 from bi_kernels.audit.recipes.said import finding, ratios, where

@@ -15,7 +15,16 @@ import torch
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
 from bi_kernels.audit.problem.inputs import draw, generator, on, powers
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, fill, gather, of_candidate, places, poisoned_memory
+from bi_kernels.audit.problem.subject import (
+    POISONED,
+    SHARPEST,
+    Subject,
+    fill,
+    gather,
+    of_candidate,
+    places,
+    poisoned_memory,
+)
 from bi_kernels.contract import SHAPES
 from bi_kernels.tokens import TokenLayout
 
@@ -53,7 +62,7 @@ class Step:
         self.count = sum(self.lengths)
         p = subject.problem
         sample, self.at = (on(p.device, at) for at in of_each_token(self.lengths))
-        self.poisoned = (sample == 3) & (kind == "nonfinite")
+        self.poisoned = (sample == POISONED) & (kind == "nonfinite")
         self.tokens, self.shared = subject.drawn(kind, self.count, self.poisoned)
         if "ignore_index" in p.op.constants:  # every sample has a token to train on
             self.tokens["targets"][self.at == 0] = max(0, p.op.constants["ignore_index"] + 1)

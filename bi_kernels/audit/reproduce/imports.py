@@ -1,5 +1,6 @@
 """Writes the lines that bring a candidate into a script as `fn`, wherever the script is run from."""
 
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -9,21 +10,35 @@ from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.registry import Op
 
 
-def import_of(candidate: Candidate, op: Op, folder: Path) -> str:
-    """Returns the lines for a candidate's function for `op`, in a script in `folder`."""
+def import_of(candidate: Candidate, op: Op, folder: Path) -> tuple[str, str]:
+    """Returns the name of a candidate's function for `op` in a script in `folder`, and the lines that import it."""
     name = op.function or op.name
     stock = "torch.nn.functional" if name in ("silu", "gelu", "linear") else "bi_kernels.audit.stock"
     home = {"bi_kernels": "bi_kernels", "torch": stock}.get(candidate.spec)
-    return f"from {home} import {name} as fn" if home else import_of_spec(candidate.spec, folder)
+    return (name, f"from {home} import {name}") if home else import_of_spec(candidate.spec, folder)
 
 
-def import_of_spec(spec: str, folder: Path) -> str:
-    """Returns the lines for `package.module:function` or `path/to/file.py:function`."""
+def import_of_spec(spec: str, folder: Path) -> tuple[str, str]:
+    """Returns the name and the lines for `package.module:function` or `path/to/file.py:function`."""
     module, _, function = spec.rpartition(":")
-    if module.endswith(".py"):
-        file = f"str({beside(module, folder)})"
-        return f"from bi_kernels.audit.problem.candidates import load\n\nfn = load({file} + {f':{function}'!r})"
-    return f"{reach(module, folder)}from {module} import {function} as fn"
+    path = Path(module)
+    if not module.endswith(".py"):
+        return function, f"{reach(module, folder)}from {module} import {function}"
+    if not importable(path):
+        file = f"str({beside(module, folder)}) + {f':{function}'!r}"
+        return function, f"from bi_kernels.audit.problem.candidates import load\n\n{function} = load({file})"
+    return function, f"{_path(path.resolve().parent, folder)}from {path.stem} import {function}"
+
+
+def importable(path: Path) -> bool:
+    """Tells whether a file can be imported by its name: by some names another module would come, or none."""
+    if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
+        return False
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except ValueError:
+        return False
+    return found is None or Path(found.origin or "").resolve() == path.resolve()
 
 
 def reach(module: str, folder: Path) -> str:
@@ -34,7 +49,11 @@ def reach(module: str, folder: Path) -> str:
     top = Path(file).resolve().parents[module.count(".") + (Path(file).name == "__init__.py")]
     if any(top.is_relative_to(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib")):
         return ""
-    return f"import sys\n\nsys.path.insert(0, str({beside(top, folder)}))\n"
+    return _path(top, folder)
+
+
+def _path(top: Path, folder: Path) -> str:
+    return f"sys.path.insert(0, str({beside(top, folder)}))\n"
 
 
 def beside(path: str | Path, folder: Path) -> str:

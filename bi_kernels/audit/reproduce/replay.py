@@ -1,153 +1,167 @@
-"""What a reproducer computes: the candidate's results and gradients under one of the layouts in which it was judged.
+"""What scripts of the registry's ops call: the inputs as the audit drew them, and the calls of a layout."""
 
-A script names the layout and passes the candidate; inputs, layouts and what fresh memory holds are the audit's own.
-"""
-
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
-from bi_kernels.audit.callables.demand import STEPS
-from bi_kernels.audit.callables.memory import called, laid, places
-from bi_kernels.audit.callables.modes import modes
-from bi_kernels.audit.callables.relations import filled, output_names, plan, samples_of
-from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts
-from bi_kernels.audit.callables.sharper import layouts as layouts_of_more
-from bi_kernels.audit.callables.step import Step as CallableStep
-from bi_kernels.audit.callables.target import Layout, Target, module_of
-from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
+from bi_kernels.audit.problem import call_layouts
+from bi_kernels.audit.problem.attention_keys import keys
+from bi_kernels.audit.problem.call_layouts import VIEWS
+from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import Problem
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations.gradient import UNTRAINED
-from bi_kernels.audit.relations.step import Step
-from bi_kernels.audit.relations.uses import AXES, ONCE, again
-from bi_kernels.audit.relations.views import ALIGNED, VIEWED, in_place, placed
+from bi_kernels.audit.problem.subject import POISONED, Subject, fill, gather, places
+from bi_kernels.audit.relations import uses, views
+from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 
-INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype's size in bytes
-WHOLE = "the whole batch"
-ROWS = re.compile(r"the first (\d+) of (\d+) rows( in one call)?")
-USED = re.compile(rf"({'|'.join(AXES)}): (.+?)(, as {ONCE})?")  # see relations.uses
-FIRST = re.compile(r"(.+), the first (\d+)( of all)?")  # samples, in a mode
 Parts = list[torch.Tensor]
 
 
-class Operator:
-    """An op of the registry at one shape, dtype and device, with the inputs on which audits judge it."""
+@dataclass(frozen=True)
+class Call:
+    """One call of a layout: the numbers of its tokens, in the shape that the op is given, −1 for padding."""
 
-    def __init__(self, op: str, case: str, dtype: str, shapes: str, device: str, seed: int = 0, threads: int = 1):
+    tokens: torch.Tensor
+    keys: torch.Tensor  # of attention: which tokens k and v hold
+    where: dict  # what the op is told besides: constants, cu_seqlens, positions, lengths
+    made: call_layouts.Call
+
+
+class Operator:
+    """An op of the registry at one shape, dtype and device, with its inputs as the audit drew them.
+
+    inputs: their family; count: of so many tokens, None: those of the samples of the layouts, one after another;
+    trained: those of a training step. Of `nonfinite` inputs the tokens of one sample hold NaN and Inf; finite: those
+    from this token on.
+    """
+
+    def __init__(
+        self, op: str, case: str, dtype: str, shapes: str, device: str, seed: int = 0, inputs: str = "normal",
+        count: int | None = None, finite: int | None = None, trained: bool = False, threads: int = 1,
+    ):  # fmt: skip
         torch.set_num_threads(threads)
         self.problem = Problem(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed)
+        self.subject, self.kind, self.trained = Subject(self.problem, lambda *_: None, "", ""), inputs, trained
+        count, device = count or sum(self.subject.lengths), self.problem.device
+        self.at = torch.arange(count, device=device)
+        if trained:
+            self.given = self.step.tokens, self.step.shared
+        elif finite is not None:
+            self.given = self.problem.inputs(inputs, count, self.at >= finite)
+        else:
+            sample, _ = call_layouts.of_each_token(self.subject.lengths)
+            of_one = on(device, sample == POISONED) if count == len(sample) else None
+            self.given = self.problem.inputs(inputs, count, of_one)
 
-    def result(self, fn: Callable, layout: str, inputs: str, tensor: str, memory: str) -> Parts:
-        """Returns fn's outputs, or the gradient `tensor`, in logical order, computed in `layout` on a family of
-        `inputs`; memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
-        s = Subject(self.problem, fn, "", "")
-        s.calls = int(memory)
-        with torch.enable_grad():
-            if used := USED.fullmatch(layout):
-                return again(s, used[1], used[2], once=bool(used[3]))
-            out = self._gradients(s, layout, inputs, tensor) if tensor else self._outputs(s, layout, inputs)
-        return [t.detach() for t in _each(out)]
+    @cached_property
+    def step(self) -> Step:
+        return Step(self.subject, self.kind)
 
-    def _outputs(self, s: Subject, layout: str, inputs: str):
-        if named := ROWS.fullmatch(layout):
-            m, n, leaky = int(named[1]), int(named[2]), inputs == "nonfinite"
-            at = torch.arange(n, device=s.problem.device)
-            tokens, shared = s.problem.inputs(inputs, n, at >= m if leaky else None)
-            if named[3]:
-                return s.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
-            apart = (0, m, n) if leaky and s.problem.op.cache and m < n else None
-            out = s.call(tokens, shared, (n,), at, apart)
-            return out[:m] if isinstance(out, torch.Tensor) else tuple(t[:m] for t in out)
-        place, _, view = layout.partition(": ")
-        if view in VIEWED:
-            return (in_place if place == ALIGNED else placed)(s, view, inputs)
-        return s.compute(layouts(s.lengths, s.problem.seed)[layout], inputs)
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each sample."""
+        return self.step.lengths if self.trained else self.subject.lengths
 
-    def _gradients(self, s: Subject, layout: str, inputs: str, tensor: str):
-        step = Step(s, inputs)
-        if layout == UNTRAINED:
-            return tuple(step.without_gradients())
-        view = {"view": VIEWS[layout]} if layout in VIEWS else {}
-        name = tensor.removeprefix("d").removesuffix(".grad")
-        calls = "packed" if view else layout
-        found = step.gradients(calls, main_grad=not tensor.endswith(".grad"), **view)
-        if tensor == TRAINED:
-            return tuple(step.outputs)
-        return found[name][~step.poisoned] if inputs == "nonfinite" and name in step.tokens else found[name]
+    def tensors(self) -> Parts:
+        """Returns the inputs in the order in which the op takes them: of every token, and shared ones."""
+        return self.problem.arguments(*self.given)
+
+    def where(self, first: int, apart: int = 0) -> dict:
+        """Returns what the op is told of one call on the first tokens; apart: from which one on they are another
+        sequence, for attention."""
+        ends = (0, apart, first) if apart and apart < first else None
+        _, told = self.subject.arguments(*self.given, (first,), self.at[:first], ends)
+        return told
+
+    def calls(self, layout: str) -> Iterator[Call]:
+        """Yields the calls of a layout."""
+        device, step = self.problem.device, self.step if self.trained else None
+        _, position = call_layouts.of_each_token(self.lengths)
+        for made in call_layouts.layouts(self.lengths, self.problem.seed)[layout]:
+            cached = keys(made, self.lengths) if self.problem.op.cache else None
+            at = on(device, position[made.index.reshape(-1).clip(min=0)])
+            if step:
+                _, told = step.arguments(made, *self.given)
+            else:
+                _, told = self.subject.arguments(*self.given, made.index.shape, at, made.cu_seqlens, cached)
+            held = cached.index if cached else made.index
+            yield Call(on(device, made.index.copy()), on(device, held.copy()), told, made)
+
+    def take(self, t: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns tokens by number; padding holds 7, or NaN where a sample is to be safe from others' NaN."""
+        nan = self.step.nan_in_padding if self.trained else self.kind == "nonfinite"
+        return gather(t, numbers.cpu().numpy(), nan)
+
+    def gathered(self, layout: str, made: Sequence) -> Parts:
+        """Returns what the calls of a layout made, one output after another, a row a token in the tokens' order."""
+        each = [list(y) if isinstance(y, (tuple, list)) else [y] for y in made]
+        calls = call_layouts.layouts(self.lengths, self.problem.seed)[layout]
+        out = []
+        for parts in zip(*each):
+            rows = [y.detach().reshape(c.index.size, *y.shape[c.index.ndim :]) for y, c in zip(parts, calls)]
+            result = rows[0].new_zeros(sum(self.lengths), *rows[0].shape[1:])
+            for c, y in zip(calls, rows):
+                to, taken = places(c, y.device)
+                fill(result, to, y, taken)
+            out.append(result)
+        return out
+
+    def token_layout(self, call: Call) -> AbstractContextManager:
+        """Tells bi_kernels' ops where the sequences of a call lie, as a training loop does."""
+        return token_layout(call.made, self.lengths)
+
+    def backward(self, outputs, call: Call) -> None:
+        """Runs backward; every token has an upstream gradient of its own, whichever call it is in, and padding none."""
+        outputs, index = outputs if isinstance(outputs, (tuple, list)) else (outputs,), call.tokens.reshape(-1)
+        if not self.step.dy:
+            self.step.upstream(outputs, call.tokens.dim())
+        pairs = []
+        for y, dy in zip(outputs, self.step.dy):
+            own = dy[index.clamp(min=0)]
+            own[index < 0] = 0
+            pairs += [(y, own.reshape(y.shape))] * y.requires_grad
+        torch.autograd.backward(*zip(*pairs))
+
+    def judged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of tokens that a sample of NaN must leave alone: those of the others."""
+        return gradient[~self.step.poisoned]
+
+    # layouts that are no calls on tokens; each returns two lists of tensors that should have the same bits
+
+    def viewed(self, fn: Callable, view: str) -> tuple[Parts, Parts]:
+        """Calls fn on the inputs in one piece, and lying otherwise in memory."""
+        s = self._subject(fn)
+        with torch.no_grad():
+            return tuple(_listed(made(s, view, self.kind)) for made in (views.in_place, views.placed))
+
+    def gradients_viewed(self, fn: Callable, view: str, tensor: str) -> tuple[Parts, Parts]:
+        """Runs forward and backward on the inputs in one piece, and lying otherwise in memory, upstream too."""
+        step, name = Step(self._subject(fn), self.kind), tensor.removeprefix("d").removesuffix(".grad")
+        own = not tensor.endswith(".grad")
+        ways = {}, {"view": VIEWS[view]}
+        return tuple([step.gradients(main_grad=own, **way)[name].clone()] for way in ways)
+
+    def trained_and_not(self, fn: Callable, layout: str) -> tuple[Parts, Parts]:
+        """Calls fn on packed tokens without gradients, and in a layout, or view, of a step that trains."""
+        step = Step(self._subject(fn), self.kind)
+        plain = list(step.without_gradients())
+        calls, view = ("packed", {"view": VIEWS[layout]}) if layout in VIEWS else (layout, {})
+        step.gradients(calls, **view)
+        return plain, [y.clone() for y in step.outputs]
+
+    def used(self, fn: Callable, axis: str, way: str) -> tuple[Parts, Parts]:
+        """Calls fn as usual, and in another way of use, with what it gives there: see `relations.uses`."""
+        s = self._subject(fn)
+        return tuple(uses.again(s, axis, way, once) for once in (True, False))
+
+    def _subject(self, fn: Callable) -> Subject:
+        return Subject(self.problem, fn, "", "")
 
 
-TRAINED = "outputs of a call that trains"
-
-
-def _each(out: torch.Tensor | Sequence) -> Iterator[torch.Tensor]:
-    """Yields the tensors of what an op returned, or of several calls of it."""
-    if isinstance(out, torch.Tensor):
-        yield out
-    else:
-        for part in out:
-            yield from _each(part)
-
-
-class Arguments(Target):
-    """A callable's arguments as they were judged, and which of them, and of its outputs, count samples."""
-
-    weights: dict | None  # of a module, as it was judged
-
-    def __init__(self, held: Path):
-        state = torch.load(held, weights_only=False)
-        torch.set_num_threads(state.pop("threads"))
-        vars(self).update(state)
-
-    def result(self, fn: Callable, layout: str, inputs: str, tensor: str, memory: str) -> Parts:
-        """Returns what fn's output `tensor`, or that gradient, holds of each sample, computed in `layout` on `inputs`
-        (given, or made of those: see `drawn`); "the whole batch: X" is one call, and of it the samples of X;
-        memory: what torch.empty holds in the first call, 0 or 1, and then by turns."""
-        self.function, self.module = fn, module_of(fn)
-        if self.module is not None:
-            self.module.load_state_dict(self.weights)
-        if self.compiled:
-            torch.compiler.reset()  # what is compiled depends on the calls before
-        self.calls = int(memory)
-        if few := FIRST.fullmatch(layout):
-            samples = self.every if few[3] else self.every[: int(few[2])]
-            out = self.rows(modes(self)[few[1]](self, samples), len(samples))
-            return [out[output_names(self).index(tensor)][: int(few[2])]]
-        whole = layout.startswith(WHOLE)
-        if layout == "no_grad" or layout in modes(self):
-            out = self.whole() if layout == "no_grad" else self.rows(modes(self)[layout](self, self.every), self.count)
-            return [out[output_names(self).index(tensor)]]
-        if layout in places(self):
-            return [called(self, laid(self, places(self)[layout]))[output_names(self).index(tensor)]]
-        if layout in STEPS:
-            return [STEPS[layout](self).gradients([self.every])[tensor]]
-        calls, filler = self.calls_of(layout.partition(": ")[2] if whole else layout, inputs, tensor)
-        made, filler = ([self.every], "stale") if whole else (calls, filler)
-        if tensor in output_names(self):
-            out = filled(made, filler, lambda f: self.compute(made, f, inputs))[output_names(self).index(tensor)]
-            return [out[samples_of(calls)] if whole else out]
-        out = filled(made, filler, lambda f: CallableStep(self, inputs).gradients(made, f))[tensor]
-        return [out[samples_of(calls)] if whole and tensor.removeprefix("d") in self.batched else out]
-
-    def calls_of(self, layout: str, inputs: str, tensor: str) -> tuple[Layout, str]:
-        """Returns a layout's calls, each the numbers of its samples, and what fills a place without one."""
-        forward = tensor in output_names(self)
-        every = {"": ([self.every], "stale"), "micro_batches:each": ([[i] for i in self.every], "stale")}
-        every |= plan(self.count, self.seed)
-        if inputs in ("resampled", *SHARP):
-            every |= layouts_of_more(self, inputs) if forward else gradient_layouts(self)
-        calls, filler = every[layout]
-        return (calls if forward or filler != "nonfinite" else calls[:1]), filler
-
-
-def keep(t: Target, held: Path) -> None:
-    """Writes what `Arguments` reads."""
-    state: dict[str, Any] = {k: v for k, v in vars(t).items() if k not in ("function", "module", "eager")}
-    state["weights"] = t.module.state_dict() if t.module is not None else None  # which an import may draw anew
-    torch.save(state | {"deadline": float("inf"), "threads": torch.get_num_threads()}, held)
+def _listed(made) -> Parts:
+    return [made] if isinstance(made, torch.Tensor) else [t for part in made for t in _listed(part)]

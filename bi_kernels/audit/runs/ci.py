@@ -9,8 +9,9 @@ from operator import itemgetter
 from pathlib import Path
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import answer, number, size, steps
+from bi_kernels.audit.evidence.answer import answer
 from bi_kernels.audit.evidence.condensed import where, wrapped
+from bi_kernels.audit.evidence.distance import number, size, steps
 from bi_kernels.audit.evidence.kinds import BITS
 from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, needs_fix
 
@@ -36,8 +37,8 @@ def cases(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def first(rows: list[dict]) -> dict:
-    """Returns the row to look at first: the fewest tokens in a call."""
-    return min(rows, key=lambda r: (r["layout"] != "rows", r["rows"]))
+    """Returns the row to look at first: one that a script shows, the fewest tokens in a call."""
+    return min(rows, key=lambda r: (not r["repro"].startswith("python "), r["layout"] != "rows", r["rows"]))
 
 
 def reproducer(row: dict, out: Path) -> str:

@@ -16,6 +16,7 @@ from bi_kernels.audit import worker
 from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
+from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import page
 from bi_kernels.audit.parameters import accepted, choose, read
 from bi_kernels.audit.runs import ci, folder, quick, runner
@@ -40,7 +41,7 @@ def run(
                     writable(option, file)
             if hurried:
                 options["dtype"] = options.get("dtype") or quick.DTYPE
-            names, parameters = checked(names, extra, options)
+            names, parameters = checked(names, extra, options, judges_one=not hurried)
             names = quick.audited(names) if hurried else names
             told = asdict(read(names[0], accepted(names[0], parameters)))
             whole, narrowed = place(names[0], told, out, publish, hurried)
@@ -53,6 +54,7 @@ def run(
             held.enter_context(folder.locked(out))
         candidate, of_each = told.get("candidate", names[0]), {name: accepted(name, parameters) for name in names}
         warnings: list[str] | None = None
+        told_so = False  # the audit refused what it was told, and nothing was judged
         interpreted = choose(told["device"]).type == "cpu"
         try:
             if hurried:
@@ -60,26 +62,29 @@ def run(
             else:
                 order = names if named or jobs == 1 else runner.longest_first(names)
                 todo = [name for name in order if not (resume and _stands(name, of_each[name], out, seconds, said))]
-                if todo:
-                    time = runner.estimate(todo, out, jobs, interpreted)
-                    said.print(f"{len(todo)} audit{'s' * (len(todo) > 1)} into {out}: {time}", highlight=False)
-                runner.run(todo, of_each, out, jobs, said, seconds, (cell_timeout, timeout))
+                many = f"{len(todo)} audit{'s' * (len(todo) > 1)} into {out}"
+                plan = f"{many}: {runner.estimate(todo, out, jobs, interpreted)}" if todo else ""
+                runner.run(todo, of_each, out, jobs, said, seconds, (cell_timeout, timeout), plan)
                 folder.collect(out)
                 page.write(indexed[-1])
                 if publish and narrowed:
                     said.print(f"{out.parent}/README.md stays as it is: this run asked {narrowed} alone")
             if digests:
                 warnings = _digests(names, parameters, expected, digests)
+        except CannotJudge as refused:
+            told_so = True
+            with _refused(junit):
+                raise refused from None
         finally:  # interrupted or not, what is known is written
             rows = []
-            for name in names:
+            for name in () if told_so else names:
                 unfinished = runner.stopped(name, "the audit was interrupted", candidate)
                 rows += judged.get(name) or (read_rows(out / name) if name in seconds else [unfinished])
             if hurried:
                 write_rows(out / "verdicts.json", rows)
-            if junit:
+            if junit and not told_so:
                 junit.write_text(ci.junit(rows, out, seconds, names, warnings, level), encoding="utf-8")
-            if summary:
+            if summary and not told_so:
                 with summary.open("a", encoding="utf-8") as file:
                     file.write(job_summary(rows, out, summary, names, warnings or [], level))
     _say(rows, out, warnings or [], hurried)

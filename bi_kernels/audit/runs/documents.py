@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import papermill
 from nbformat import NotebookNode, from_dict
 from papermill.exceptions import PapermillExecutionError
 
+from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import report
+from bi_kernels.audit.runs import engine
 from bi_kernels.audit.runs.limits import Limits
 
 KERNEL = "python3"
+SETUP = "setup"  # tag of the cell that begins an audit
 OURS = "ours"  # tag of cells that are about this package's kernels, whoever else is judged
 
 
@@ -42,40 +46,61 @@ def about(path: Path, candidate: str) -> NotebookNode:
 
 
 def execute(
-    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
-) -> tuple[str, str, bool]:
-    """Runs a notebook and leaves in `folder` what it records, the notebook and its figures. seconds: that a cell and
-    the audit may take, 0 for any number; gate: where it waits once it is loaded.
+    name: str, path: Path, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
+) -> tuple[str, str]:
+    """Runs a notebook in this process, and leaves in `folder` what it records and the notebook. seconds: that a cell
+    and the audit may take, 0 for any number; gate: where it waits once it is loaded.
 
-    Prints "cell DONE OF" as it goes. Returns the Markdown, what the notebook raised, and whether that was in its last
-    cell, which asserts what the verdict above it says.
+    Prints lines for `runner.Board` as it goes. Returns what the notebook raised, and, where it refused what it was
+    told before anything was judged, why.
     """
-    os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate}
-    target = folder / report.NOTEBOOK
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which limits are kept by
+    tell = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")  # the cells' own prints are part of the notebook
+    os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate, "BI_AUDIT_TELL": str(tell.fileno())}
     notebook = about(path, parameters.get("candidate", "bi_kernels"))
-    total = len(notebook.cells)
-    limits = Limits(gate, *seconds)
+    limits = Limits(gate, *seconds, tell)
+    is_setup = lambda cell: SETUP in cell.metadata.get("tags", [])
 
-    def started(cell, cell_index: int) -> None:
+    def started(cells: list, index: int) -> None:
         limits.next_cell()
-        print("cell", cell_index, total, flush=True)
+        tell.write("begun\n" * (index > 0 and is_setup(cells[index - 1])) + f"cell {index} {len(cells)}\n")
 
-    error = ""
+    target = folder / report.NOTEBOOK
     try:
-        how = {"kernel_name": KERNEL, "progress_bar": False, "on_cell_start": started}
+        how = {"engine_name": engine.NAME, "kernel_name": KERNEL, "progress_bar": False, "started": started}
         papermill.execute_notebook(notebook, str(target), parameters, **how)
     except PapermillExecutionError as failed:
         if failed.ename == "KeyboardInterrupt" and not limits.exceeded:
             raise KeyboardInterrupt from None
-        error = limits.exceeded or f"{failed.ename}: {failed.evalue}"
-    except Exception as failed:  # the kernel died: what it had recorded is on disk
-        error = limits.exceeded or f"{type(failed).__name__}: {failed}"
+        cells = nbformat.read(target, as_version=4).cells
+        cell = next(c for c in cells if any(o.output_type == "error" for o in c.get("outputs", [])))
+        refused = failed.ename == CannotJudge.__name__ or failed.ename == "ValueError" and is_setup(cell)
+        return limits.exceeded or f"{failed.ename}: {failed.evalue}", failed.evalue * refused
+    finally:
+        limits.over = True
+    return "", ""
+
+
+def written(name: str, folder: Path, title: str) -> tuple[str, bool]:
+    """Writes the notebook in `folder` anew, cleaned, and its figures, as far as it came. Returns the Markdown, and
+    whether what it raised was in its last cell, which asserts what the verdict above it says."""
+    target = folder / report.NOTEBOOK
     if not target.exists():
-        return f"# {title}\n", error, False
+        return f"# {title}\n", False
     executed = nbformat.read(target, as_version=4)
     clean(executed)
     nbformat.write(executed, target)
     body, figures = report.markdown(executed, name)
     for file, data in figures.items():
         (folder / file).write_bytes(data)
-    return body, error, report.raised(executed.cells[-1])
+    return body, report.raised(executed.cells[-1])
+
+
+def made(
+    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
+) -> tuple[str, str, bool, str]:
+    """Runs a notebook and makes its document: returns the Markdown, what the notebook raised, whether that was in its
+    last cell, and why it refused what it was told, if it did."""
+    error, refused = execute(name, path, parameters, folder, seconds, gate)
+    body, finished = ("", False) if refused else written(name, folder, title)
+    return body, error, finished, refused

@@ -36,7 +36,8 @@ def ignored() -> Path:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds a folder against another run. Raises ValueError where there is one."""
+    """Holds a folder against another run, and leaves none where nothing was written. Raises ValueError where there is
+    another run."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("a") as file:
         try:
@@ -45,7 +46,12 @@ def locked(out: Path) -> Iterator[None]:
             raise ValueError(
                 f"--out is {str(out)!r}, which another bi-audit is writing; wait for it, or name another folder"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in out.iterdir()] == [".lock"]:
+                (out / ".lock").unlink()
+                out.rmdir()
 
 
 def refuse_foreign(out: Path, names: list[str], option: str = "--out") -> None:

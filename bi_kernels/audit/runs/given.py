@@ -16,8 +16,11 @@ OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
 PARTS = "op", "dtype", "groups", "animals", "first"  # parameters by which a run asks less than an audit is
 
 
-def checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict) -> tuple[list[str], dict]:
-    """Returns the audits named (all that need no naming if none is) and what they are told, checked."""
+def checked(
+    names: tuple[str, ...], extra: list[tuple[str, str]], options: dict, judges_one: bool = False
+) -> tuple[list[str], dict]:
+    """Returns the audits named (all that need no naming if none is) and what they are told, checked. judges_one: of a
+    single audit, whether it takes its candidate is found out by the process that judges it."""
     every = runner.audits()
     for name in names:
         if name not in every:
@@ -41,7 +44,8 @@ def checked(names: tuple[str, ...], extra: list[tuple[str, str]], options: dict)
         of_each = {name: read(name, accepted(name, parameters)) for name in names}
         for given in of_each.values():
             choose(given.device, getattr(given, "shapes", "tiny"))
-        _importable({name: asdict(given) for name, given in of_each.items()})
+        if len(names) > 1 or not judges_one:
+            _importable({name: asdict(given) for name, given in of_each.items()})
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return names, parameters

@@ -1,23 +1,26 @@
 """Ends a notebook whose cell, or whose audit, has run for too long; what it had recorded stays."""
 
+import os
 import signal
 import threading
 import time
+from typing import TextIO
 
 import psutil
 
 from bi_kernels.audit.worker import wait_at
 
 LOOK = 0.2  # seconds between two looks at the clock
-GRACE = 10  # seconds that an interrupted kernel has to end
+GRACE = 10  # seconds that an interrupted cell has to end
 
 
 class Limits:
     """Watches the notebook that this process runs. cell, audit: how many seconds each may take, 0 for any number; they
-    count from when the gate opens."""
+    count from when the gate opens. tell: gets a line that says which limit was exceeded."""
 
-    def __init__(self, gate: str, cell: float, audit: float):
-        self.gate, self.cell, self.audit = gate, cell, audit
+    def __init__(self, gate: str, cell: float, audit: float, tell: TextIO):
+        self.gate, self.cell, self.audit, self.tell = gate, cell, audit, tell
+        self.over = False  # the notebook ended
         self.began = time.monotonic()  # of the cell that runs
         self.exceeded = ""  # which limit was, in a sentence
         if cell or audit:
@@ -32,14 +35,19 @@ class Limits:
         opened = time.monotonic()
         while not self.exceeded:
             time.sleep(LOOK)
+            if self.over:
+                return
             now = time.monotonic()
             if self.audit and now - opened > self.audit:
                 self.exceeded = f"the audit took longer than the {self.audit:g} s of --timeout"
             elif self.cell and now - max(opened, self.began) > self.cell:
                 self.exceeded = f"a cell took longer than the {self.cell:g} s of --cell-timeout"
-        kernels = psutil.Process().children()
-        for kernel in kernels:
-            kernel.send_signal(signal.SIGINT)
-        for kernel in psutil.wait_procs(kernels, timeout=GRACE)[1]:
-            for process in [*kernel.children(recursive=True), kernel]:
+        self.tell.write(f"late {self.exceeded}\n")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        deadline = time.monotonic() + GRACE
+        while not self.over and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        if not self.over:  # it does not end by itself
+            for process in psutil.Process().children(recursive=True):
                 process.kill()
+            os._exit(1)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
+from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import folder
 from bi_kernels.audit.worker import Died, Worker, closed_gate
@@ -33,6 +35,7 @@ SECONDS = {
     "gemm": 65,
     "dtype": 30,
 }
+SAYS = "any"  # the audit that says itself what it will ask, how far it is and what it finds
 LOOK = 2  # seconds between two looks at what has been recorded
 
 
@@ -112,8 +115,9 @@ def publish(
 class Board:
     """Shows a line an audit: its clock, the cells that it has run and the verdicts that it has recorded."""
 
-    def __init__(self, names: list[str], out: Path, console: Console):
-        self.out, self.console = out, console
+    def __init__(self, names: list[str], out: Path, console: Console, plan: str = ""):
+        self.out, self.console, self.plan = out, console, plan
+        self.late: dict[str, str] = {}  # which limit an audit exceeded
         self.counted: dict[str, int] = {}
         name, word = TextColumn("{task.description:14}"), TextColumn("{task.fields[word]}")
         self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word, console=console)
@@ -126,18 +130,34 @@ class Board:
         self.progress.start_task(self.tasks[name])
         self.progress.update(self.tasks[name], word="starting")
 
-    def cell(self, name: str, line: str) -> None:
-        """Takes a line that the audit's process printed: "cell DONE OF", or anything."""
-        if line.startswith("cell "):
-            done, of = map(int, line.split()[1:])
-            self.progress.update(self.tasks[name], completed=done, total=of)
+    def line(self, name: str, line: str) -> None:
+        """Takes a line that the audit's process printed: one of `documents` or `progress`, or anything."""
+        word, _, rest = line.partition(" ")
+        if word == "late":
+            self.late[name] = rest
+        elif word == "say" or word == "begun" and name != SAYS:
+            self.say(self.plan)
+            self.plan = ""
+            self.say(f"{name}: {rest}" if rest else "")
+        counts = word == "asked" or word == "cell" and name != SAYS
+        if counts and (found := re.fullmatch(r"(\d+) (\d+)", rest)):
+            self.progress.update(self.tasks[name], completed=int(found[1]), total=int(found[2]))
+
+    def say(self, text: str) -> None:
+        if text:
+            self.console.print(text, highlight=False, markup=False)
+
+    def hide(self) -> None:
+        """Leaves no line of the board: a command that is refused is told one sentence."""
+        self.progress.live.transient = True
+        self.console.quiet = not self.console.is_terminal  # where nothing was drawn that must go
 
     def count(self, name: str) -> None:
         """Reads what an audit has recorded so far; its first verdicts are worth a line of their own."""
         rows = read_rows(folder.building(self.out, name))
         said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
-        if rows and name not in self.counted:
-            self.console.print(f"{name}: {said} after {self.task(name).elapsed:.0f} s", highlight=False)
+        if rows and name not in self.counted and name != SAYS:
+            self.say(f"{name}: {said} after {self.task(name).elapsed:.0f} s")
         if len(rows) > self.counted.get(name, 0):
             self.counted[name] = len(rows)
             self.progress.update(self.tasks[name], word=said)
@@ -152,8 +172,7 @@ class Board:
         """Says of how many checks nothing is known, for the memory that others took: that is no drift."""
         rows = read_rows(self.out / name)
         if beside and (count := sum("OutOfMemoryError" in (row.get("detail") or "") for row in rows)):
-            said = f"{name}: {count} checks ran out of memory beside other audits; run it again with fewer --jobs"
-            self.console.print(said, highlight=False)
+            self.say(f"{name}: {count} checks ran out of memory beside other audits; run it again with fewer --jobs")
 
     def end(self, name: str, passed: bool) -> float:
         """Returns how many seconds the audit took."""
@@ -171,13 +190,15 @@ def run(
     console: Console,
     seconds: dict[str, float],
     limits: tuple[float, float] = (0.0, 0.0),
+    plan: str = "",
 ) -> None:
     """Runs audits in the order named, `jobs` at a time, each in a process of its own, while the next one loads.
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
-    knows which did; limits: seconds that a cell and an audit may take, 0 for any number.
+    knows which did; limits: seconds that a cell and an audit may take, 0 for any number; plan: is said once the first
+    audit has begun. Raises CannotJudge, and leaves `out` as it was, where the only audit refuses what it is told.
     """
-    every, board, over = audits(), Board(names, out, console), threading.Event()
+    every, board, over = audits(), Board(names, out, console, plan), threading.Event()
     folder.clear(out)
     loaded: dict[str, tuple] = {}  # by name, its worker and the gate that holds it up
     loading = threading.Lock()
@@ -189,7 +210,7 @@ def run(
                 audit, built = every[name], folder.building(out, name)
                 built.mkdir(parents=True)
                 gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
-                loaded[name] = Worker("bi_kernels.audit.runs.documents:execute", *given, gate.name), gate
+                loaded[name] = Worker("bi_kernels.audit.runs.documents:made", *given, gate.name), gate
 
     def one(name: str) -> None:
         audit = every[name]
@@ -201,14 +222,25 @@ def run(
         gate.close()
         for following in names[names.index(name) + 1 :][:1]:
             load(following)
+        refused, built = "", folder.building(out, name)
         try:
-            body, error, finished = worker.result(lambda line: board.cell(name, line))
+            body, error, finished, refused = worker.result(lambda line: board.line(name, line))
         except Died as died:
             if died.status in (-signal.SIGINT, -signal.SIGTERM):
                 return
             folder.check_room(out)
-            console.print("\n".join(died.said[-15:]), markup=False, highlight=False)
-            body, error, finished = f"# {audit.title}", f"the process ended with status {died.status}", False
+            error = board.late.get(name) or f"the process ended with status {died.status}"
+            spec = parameters[name].get("candidate", "")
+            begun = (built / "provenance.json").exists()
+            if ":" in spec and name not in board.late and not (read_rows(built) if name == "any" else begun):
+                what = "call on the inputs as given" if begun else "import"
+                refused = f"candidate is {spec!r}, whose {what} ended its process with status {died.status}"
+            elif name not in board.late:
+                console.print("\n".join(died.said[-15:]), markup=False, highlight=False)
+            body, finished = Worker("bi_kernels.audit.runs.documents:written", name, built, audit.title).result()
+        if refused and len(names) == 1:
+            board.hide()
+            raise CannotJudge(refused)
         board.count(name)
         if error:
             folder.check_room(out)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import answer, headline, size
+from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.condensed import where
+from bi_kernels.audit.evidence.distance import size
 from bi_kernels.audit.evidence.markdown import MARK, table
 from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
 from bi_kernels.audit.index.matrix import matrix

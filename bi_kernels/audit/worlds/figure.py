@@ -1,8 +1,8 @@
 """Draws how much of a step differs in each world, and in each way that others take."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 
+from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from bi_kernels.audit.callables.audit import NOT_RUN, audit
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.evidence.answer import size
+from bi_kernels.audit.evidence.distance import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
@@ -70,7 +70,7 @@ def judge_one(session, name: str, folder: Path) -> dict:
 
 def _audited(make: Callable[[], Animal], how: dict) -> Report:
     animal = make()
-    report = audit(animal.function, *animal.inputs, **how, **animal.options)
+    report = audit(animal.function, *animal.inputs, quiet=True, **how, **animal.options)
     report.target = None  # the tensors
     return report
 

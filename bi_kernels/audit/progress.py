@@ -1,0 +1,79 @@
+"""What an audit of a callable says while it runs: its plan, how far it is, and the first finding of each kind."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from IPython import get_ipython
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bi_kernels.audit.evidence import escape
+from bi_kernels.audit.evidence.distance import in_words
+from bi_kernels.audit.evidence.kinds import Kind, kind, side
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+
+LONGEST = 160  # characters of what a candidate raised
+OFTEN = 0.2  # seconds between two lines for bi-audit
+
+
+class Voice:
+    """Says lines and shows a bar: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output,
+    which has no bar. quiet: does neither."""
+
+    def __init__(self, name: str, total: int, quiet: bool):
+        self.name, self.total, self.quiet, self.known, self.told = name, total, quiet, set(), 0.0
+        self.teller = os.environ.get("BI_AUDIT_TELL")
+        in_notebook = hasattr(get_ipython(), "kernel")
+        console = Console(stderr=True, soft_wrap=True)
+        columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        bar = sys.stderr.isatty() and not self.teller and not quiet
+        self.bar = Progress(*columns, console=console, transient=True, disable=not bar)
+        self.out = sys.stdout if in_notebook else sys.stderr
+
+    def say(self, text: str) -> None:
+        """Says one line."""
+        text = escape.line(text)
+        if self.quiet:
+            return
+        if self.teller:
+            self._tell(f"say {text}")
+        elif self.bar.disable:
+            print(text, file=self.out, flush=True)
+        else:
+            self.bar.console.print(text, markup=False, highlight=False)
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # whoever listened is gone
+            os.write(int(self.teller), f"{line}\n".encode())
+
+    def steps(self, steps: Iterable) -> Iterator:
+        """Yields steps, and shows how many are done."""
+        with self.bar:
+            task = self.bar.add_task(self.name, total=self.total)
+            for done, step in enumerate(steps, 1):
+                yield step
+                self.bar.update(task, completed=done)
+                if self.teller and not self.quiet and time.monotonic() - self.told > OFTEN:
+                    self.told = time.monotonic()
+                    self._tell(f"asked {done} {self.total}")
+
+    def found(self, rows: Iterable[Row]) -> None:
+        """Says the first finding of each kind among rows that came."""
+        for r in rows:
+            at = r.gradient or side(vars(r)), kind(vars(r))
+            if r.verdict == NEEDS_FIX and at not in self.known:
+                self.known.add(at)
+                self.say(finding(r, *at))
+
+
+def finding(r: Row, whose: str, what: str) -> str:
+    """Says in a line what differs, where and how much."""
+    place = f"{r.layout}{f', {r.inputs} inputs' * bool(r.inputs)}"
+    if what in (Kind.ERROR, Kind.ATOMICS) or r.mismatches is None:
+        return f"  found: {place}: {r.detail[:LONGEST]}"
+    of = f"{r.mismatches:,} of {r.elements:,} elements of {r.tensor}"
+    verb = "exceed the bound" if r.threshold_share is not None else "differ"
+    return f"  found: {whose}, {what}: {place}: {of} {verb}{in_words([vars(r)])}"
