@@ -542,7 +542,7 @@ def test_the_documented_callers_fit_the_workflow(name):
     caller = yaml.safe_load(next(text for _, title, text in BLOCKS if title == name))
     call = caller["jobs"]["audit"]
     assert call["uses"] == "REPOSITORY/.github/workflows/audit.yml@COMMIT", "what stands there, the document says"
-    assert "for `REPOSITORY`" in DOCUMENT and "for `COMMIT`" in DOCUMENT
+    assert "`REPOSITORY`" in DOCUMENT and "`COMMIT`" in DOCUMENT
     assert {k for k, v in CALL.items() if v.get("required")} <= set(call["with"]) <= set(CALL)
     assert caller["permissions"] == WORKFLOW["permissions"], "a called workflow has no more than its caller"
 

@@ -338,6 +338,15 @@ def judged(op: str, dtype: str, function) -> list:
 
 
 @pytest.mark.slow(but=["linear of rows", "softmax"])
+def test_a_function_typed_at_a_prompt_is_not_called_wrong():
+    """Its source cannot be read: of its static audit nothing is known."""
+    exec("def typed(x, weight):\n    return bi.linear(x, weight)", scope := {"bi": bi})
+    report = audit(scope["typed"], X, W, backward=False, quiet=True)
+    assert report.passed, report
+    (static,) = [r for r in report.rows if r.relation == "atomics-free"]
+    assert static.verdict == "unsupported" and "not readable" in static.detail
+
+
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_a_correct_candidate_needs_no_fix(name):
     found = needs_fix(judged(*CANDIDATES[name]))

@@ -33,14 +33,12 @@ from bi_kernels.audit.callables.sequences import sequence_gradients, sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, needs_fix, sentence
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, sentence
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
 from bi_kernels.audit.reproduce.fork_server import ForkServer
-from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import recorded
-from bi_kernels.audit.static.source import source
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
 from bi_kernels.checks import check_numbers
 from bi_kernels.contract import SWEEP
@@ -255,7 +253,4 @@ def _static(t: Target) -> list[Row]:
             if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]:  # something is compiled
                 torch.compiler.reset()  # else its user would be left with what was compiled to be watched
     function = type(t.function).forward if isinstance(t.function, torch.nn.Module) else t.function
-    unread = [f for f in source(function) if f.kind == UNREADABLE]
-    if unread and not launches.variants and not launches.findings:
-        return [t.row(STATIC, LEVELS, verdict=UNSUPPORTED, inputs="", detail=str(unread[0]))]
-    return atomics_free([(SimpleNamespace(function=function, row=t.row), launches)])[0]
+    return atomics_free([(SimpleNamespace(function=function, row=t.row), launches)], required=False)[0]

@@ -6,6 +6,7 @@ from itertools import product
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
 from bi_kernels.audit.static.binary import distinct, examined
+from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.source import source
 
@@ -13,10 +14,12 @@ STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
 
 
 def atomics_free(
-    judged: Sequence[tuple[Judged, Launches]], levels: Sequence[str] = ("",)
+    judged: Sequence[tuple[Judged, Launches]], levels: Sequence[str] = ("",), required: bool = True
 ) -> tuple[list[Row], list[Variant]]:
     """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants,
-    each of them once. levels: a row for each instead, of what is found at that level alone."""
+    each of them once. levels: a row for each instead, of what is found at that level alone. required: False makes
+    source that cannot be read, and a kernel that no other process can compile, unsupported instead of a needs-fix."""
+    unseen = NEEDS_FIX if required else UNSUPPORTED
     every = Launches()
     for _, launches in judged:
         every.variants.update(launches.variants)
@@ -30,12 +33,13 @@ def atomics_free(
         wrong = [v for v in variants if mine(v.findings)]
         findings = list(dict.fromkeys([*around, *(f for v in wrong for f in mine(v.findings))]))
         if findings:
-            detail, verdict = "; ".join(map(str, findings[:3])), NEEDS_FIX
+            detail = "; ".join(map(str, findings[:3]))
+            verdict = NEEDS_FIX if any(f.kind != UNREADABLE for f in findings) else unseen
         elif variants:
             compiled = sum(v.level != "AST only" for v in variants)
             kernels = ", ".join(dict.fromkeys(v.kernel for v in variants))
             detail = f"{compiled} of {len(variants)} variants compiled, of {kernels}"
-            verdict = PASS if compiled == len(variants) else NEEDS_FIX
+            verdict = PASS if compiled == len(variants) else unseen
         else:
             detail, verdict = "no Triton kernel was recorded: its binary is not seen", UNSUPPORTED
         drift = Drift(len(wrong) + bool(around), len(variants) + bool(around))  # variants, and the code around them
