@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from bi_kernels.audit import worker
-from bi_kernels.audit.runs import runner
+from bi_kernels.audit.runs import folder, runner
 from bi_kernels.audit.runs.runner import Audit
 from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
 
@@ -99,6 +99,27 @@ def test_the_next_audit_loads_while_one_runs(stubbed):
     ]
     for name, following in zip(NAMES, NAMES[1:]):
         assert said.index(f"load {following}") < said.index(f"end {name}"), said
+
+
+def test_a_report_that_cannot_be_written_loses_no_evidence(tmp_path, monkeypatch):
+    """As where nbconvert finds no templates: neither the audit's process nor the one after it ends well."""
+
+    class Fails:
+        def __init__(self, function, name, *given):
+            if function.endswith(":made"):
+                (folder.building(tmp_path / "out", name) / "evidence.txt").write_text("kept")
+
+        def result(self, progress=None):
+            raise Died("documents", 1, ["ValueError: no template"])
+
+    monkeypatch.setattr(runner, "Worker", Fails)
+    (notebook := tmp_path / "notebook.ipynb").write_text('{"cells": []}')
+    monkeypatch.setattr(runner, "audits", lambda: {"gemm": Audit("gemm", notebook, "GEMM", ())})
+    console = Console(file=io.StringIO(), width=200)
+    runner.run(["gemm"], {"gemm": {}}, tmp_path / "out", 1, console, {})
+    assert (tmp_path / "out" / "gemm" / "evidence.txt").read_text() == "kept"
+    assert "stopped here" in (tmp_path / "out" / "gemm" / "README.md").read_text()
+    assert "its report could not be written (documents: ValueError: no template)" in console.file.getvalue()
 
 
 def test_an_interrupt_stops_what_is_loaded_and_begins_nothing(stubbed, tmp_path):

@@ -212,6 +212,14 @@ def run(
                 gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
                 loaded[name] = Worker("bi_kernels.audit.runs.documents:made", *given, gate.name), gate
 
+    def written(name: str) -> tuple[str, bool]:
+        title = every[name].title
+        try:
+            return Worker("bi_kernels.audit.runs.documents:written", name, folder.building(out, name), title).result()
+        except Died as died:  # what was recorded is worth more than how it looks
+            console.print(f"{name}: its report could not be written ({died})", markup=False, highlight=False)
+            return f"# {title}", False
+
     def one(name: str) -> None:
         audit = every[name]
         load(name)
@@ -237,7 +245,7 @@ def run(
                 refused = f"candidate is {spec!r}, whose {what} ended its process with status {died.status}"
             elif name not in board.late:
                 console.print("\n".join(died.said[-15:]), markup=False, highlight=False)
-            body, finished = Worker("bi_kernels.audit.runs.documents:written", name, built, audit.title).result()
+            body, finished = written(name)
         if refused and len(names) == 1:
             board.hide()
             raise CannotJudge(refused)
