@@ -107,7 +107,7 @@ def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
         ("gemm.controls", "blind spot (linear[o] bf16, determinism)"),
     ]
     failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
-    said = "a row's result depends on how many rows are in the call: calls of 1 and 8 rows differ from the largest call"
+    said = "a row's result depends on how many rows are in the call, by at most 12 ULP: calls of 1 and 8 rows differ"
     said += ", by at most 12 ULP; 2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
     assert failure.get("message") == said
     assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
@@ -185,7 +185,7 @@ def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypa
     lines = text.splitlines()
     assert lines[0] == "## ❌ bi-audit: needs-fix"
     assert lines[2].startswith(
-        "- linear o bf16: a row's result depends on how many rows are in the call: calls of 1 and 8 rows"
+        "- linear o bf16: a row's result depends on how many rows are in the call, by at most 12 ULP: calls of 1 and 8"
     )
     assert "no statement about a GPU" in lines[4] and "controls caught: 1 of 2" in lines[4]
     assert "does not fail at `--fail-on never`" in lines[4]

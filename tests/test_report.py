@@ -107,7 +107,7 @@ class OfSequences(torch.nn.Module):
 FAULTS = {  # what is judged, and what of the sentence says of which kind it is
     "split": (
         (split_rows, X),
-        "calls of 1, 2, 3, 7, 8, 9, 15 and 16 rows differ from the whole batch; 17 and more agree, by at most",
+        "calls of 1, 2, 3, 7, 8, 9, 15 and 16 rows differ from the whole batch; 17 and more agree",
     ),
     "mean": ((lambda x: x + x.mean(0), X), "a row's result depends on the values of its neighbours"),
     "NaN": ((lambda x: x + 0 * x.roll(1, 0), X), "a row's result depends on the values of its neighbours, up to NaN"),
@@ -137,7 +137,7 @@ def reports() -> dict[str, Report]:
 def test_the_first_line_says_of_what_kind_a_fault_is(name, reports):
     """And of no other kind: each kind's words stand in the sentences of its own faults alone."""
     report, wanted = reports[name], FAULTS[name][1].replace("input1", "dinput1")
-    lead = report.answer.partition("; also")[0]
+    lead = report.answer.partition(". Also,")[0]
     assert wanted in lead, report.answer
     named = {k for k in KINDS if k in lead}
     assert named <= {k for k in KINDS if k in wanted} or name in ("split", "zeros") and named == {"how many rows"}, lead
@@ -149,7 +149,7 @@ def test_the_first_line_says_of_what_kind_a_fault_is(name, reports):
 def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
     assert "; forward and input gradients do not" in reports["weight"].answer
     assert {r.gradient for r in reports["weight"].rows if r.verdict == NEEDS_FIX} == {"weight gradients"}
-    assert "weight gradients" in reports["padding"].answer.partition("; also ")[2], reports["padding"].answer
+    assert "weight gradients" in reports["padding"].answer.partition(". Also, ")[2], reports["padding"].answer
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -157,7 +157,7 @@ def test_the_headline_and_the_table_show_the_same_number(name, reports):
     """Each distance in the sentence stands in a line of the table that is of the same side."""
     report = reports[name]
     cells = lambda side: {x[k] for x in condensed(report.rows) if side in x[""] for k in ("max abs", "max rel", "ULP")}
-    lead, _, inputs = report.answer.partition("; also")[0].partition("of input gradients")
+    lead, _, inputs = report.answer.partition(". Also,")[0].partition("of input gradients")
     said = lambda text: {n.rstrip(",.") for n in re.findall(r"by (?:at most|up to) (\S+)", text)}
     first = next(iter(condensed(report.rows)), {"": ""})[""]
     assert said(lead) <= cells(first) and said(inputs) <= cells("input gradients"), repr(report)
@@ -208,7 +208,7 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
                 failed(layout="singles", against="packed"),
                 *[replace(ROW, layout=x, against="packed") for x in ("rows", "permuted")],
             ],
-            "how many rows are in the call: calls of 1 row differ",
+            "how many rows are in the call, by at most 3 ULP: calls of 1 row differ",
         ),
         (
             [ROW, failed(relation="determinism", detail="backward, 10 runs", tensor="dq", gradient="input gradients")],
@@ -269,7 +269,7 @@ def test_no_list_of_row_counts_claims_what_was_not_found(differ, agree):
     """Every count that a sentence names is on its own side, and "and more" holds of all that were asked."""
     agree -= differ
     sentence = answer([*(failed(rows=m) for m in differ), *(replace(ROW, rows=m) for m in agree)])
-    listed, _, rest = sentence.partition(" differ from the largest call")
+    listed, _, rest = sentence.partition(": calls of ")[2].partition(" differ from the largest call")
     assert {int(n) for n in re.findall(r"\d+", listed.partition("(")[0])} <= differ, sentence
     named = {int(n) for n in re.findall(r"\d+", rest.partition(", by")[0].partition("(")[0])}
     assert named <= agree and ("more" not in rest or max(differ) < min(agree)), sentence

@@ -1,4 +1,4 @@
-"""Says in one sentence what the rows of an op show, of what kind it is first; made of the rows alone."""
+"""Says in a sentence or two what the rows of an op show, of what kind it is first; made of the rows alone."""
 
 import re
 from collections import Counter
@@ -54,12 +54,13 @@ OF_GRADIENTS = {
     Kind.DEMAND: "depend on what is asked of the backward",
     Kind.LAYOUT: "change with the layout of the call",
 }
+COUNTED = "a row's result depends on how many rows are in the call"
 WHOLES = Side.FORWARD, Side.CALL  # sides of which a sentence says "the result"
 SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
 
 
 def answer(rows: Iterable[Row | dict]) -> str:
-    """Returns the sentence on the rows of one op, without a full stop: the most basic cause of what differs, and at
+    """Returns what the rows of one op show, without the last full stop: the most basic cause of what differs, and at
     most one more finding; of a pass, what was asked and agreed."""
     every = [r for r in map(fields, rows) if not r["control"]]
     bad = {
@@ -79,7 +80,7 @@ def answer(rows: Iterable[Row | dict]) -> str:
     shared = lambda whose: whose in (Side.WEIGHT, Side.GRADIENT) and whose != lead[0]  # their sums are another matter
     further = [at for at in others if shared(at[0]) or at[1] not in (lead[1], *follows)]
     more = [found for at in further if (found := _finding(*at, bad, every, short=True)) not in said]
-    return f"{said}; also {more[0]}" if more else said
+    return f"{said}. Also, {more[0]}" if more else said
 
 
 def headline(rows: Iterable[Row | dict]) -> str:
@@ -133,7 +134,7 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         return f"{what}: {escape.line(first['detail'])[:LONGEST]}" if first["detail"] else what
     where = f" ({names(rows)})" if kind in SAY_WHERE else ""
     if whose in WHOLES:
-        named = {Kind.NEIGHBOURS: lambda: _who(rows), Kind.COUNT: lambda: _counted(rows, every)}
+        named = {Kind.NEIGHBOURS: lambda: _who(rows), Kind.COUNT: lambda: COUNTED}
         said = named[kind]() if kind in named else ALONE[kind] + where
     else:
         order = " and the order of the rows" * ((whose, Kind.PLACE) in bad)
@@ -142,7 +143,8 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         tensors = list(dict.fromkeys(r["tensor"] for r in rows))
         listed = f" ({escape.line(', '.join(tensors[:NAMED]))}{' …' * (len(tensors) > NAMED)})"
         said = f"{whose}{listed} {count if kind == Kind.COUNT else OF_GRADIENTS[kind] + where}"
-    return said if short else said + _sizes(whose, kind, bad)
+    counts = _counted(rows, every) if whose in WHOLES and kind == Kind.COUNT else ""
+    return said if short else said + _sizes(whose, kind, bad) + counts
 
 
 def _sizes(whose: str, kind: str, bad: dict, where: str = "") -> str:
@@ -169,8 +171,7 @@ def _who(rows: list[dict]) -> str:
 
 
 def _counted(rows: list[dict], every: list[dict]) -> str:
-    """Names the numbers of rows of which calls differ, and those that agree."""
-    said = "a row's result depends on how many rows are in the call"
+    """Names the numbers of rows of which calls differ, and those that agree, after what they belong to."""
     kinds = {r["inputs"] for r in rows if in_each_call(r)}
     asked = [r for r in every if r["relation"] == "invariance" and r["inputs"] in kinds and in_each_call(r)]
     asked = [r for r in asked if r["mismatches"] is not None]
@@ -178,8 +179,8 @@ def _counted(rows: list[dict], every: list[dict]) -> str:
     agree = {in_each_call(r) for r in asked} - differ
     whole = WHOLE if all(r["against"] == WHOLE for r in asked) else "the largest call"
     if not differ:
-        return f"{said} ({names(rows)})"
-    said = f"{said}: calls of {enumerated(differ)} row{'s' * (differ != {1})} differ from {whole}"
+        return f" ({names(rows)})"
+    said = f": calls of {enumerated(differ)} row{'s' * (differ != {1})} differ from {whole}"
     if not agree:
         return said
     if min(differ) > max(agree):

@@ -12,10 +12,10 @@ from bi_kernels.audit.evidence.distance import sizes
 from bi_kernels.audit.evidence.kinds import RANK, Kind, by_kind, fields
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, grouped
 
-WIDTH, GAP = 120, "  "  # columns of a terminal, and what is between those of a table
+WIDTH, GAP = 100, "  "  # columns of a terminal, and what is between those of a table
 LINES = 8  # of a table on it, each of two lines at most
 NAMED = 4  # layouts, row counts, inputs or tensors in a cell
-COLUMNS = {"": 16, "where": 38, "checks": 9, "inputs": 13, "differ": 16, "max rel": 8, "ULP": 8}  # their widths there
+COLUMNS = {"": 16, "where": 26, "checks": 8, "inputs": 10, "differ": 14, "max rel": 8, "ULP": 6}  # their widths there
 
 
 def counts(numbers: Iterable[int]) -> str:
