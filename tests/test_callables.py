@@ -142,13 +142,11 @@ def test_a_launcher_is_judged_by_what_it_writes():
 
 def test_which_tensors_are_shared_is_found_out():
     square = torch.randn(8, 8, generator=G)
-    assert (
-        "a row a sample: x; shared by all: weight" in audit(lambda x, weight: x @ weight.T, square, square.clone()).read
-    )
+    assert "one row each: x; shared: weight" in audit(lambda x, weight: x @ weight.T, square, square.clone()).read
     ids, table = torch.arange(ROWS), torch.randn(ROWS, 8, generator=G)  # half of the table would do for half of the ids
     lookup = lambda ids, table: table[ids]
-    assert "a row a sample: ids; shared by all: table" in audit(lookup, ids, table).read
-    assert "a row a sample: x, y" in audit(lambda x, y: x + y, X, Y).read
+    assert "one row each: ids; shared: table" in audit(lookup, ids, table).read
+    assert "one row each: x, y" in audit(lambda x, y: x + y, X, Y).read
     with pytest.raises(ValueError, match="shared names 'z', expected one of the tensors x, y"):
         audit(lambda x, y: x + y, X, Y, shared=("z",))
 

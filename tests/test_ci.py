@@ -108,7 +108,7 @@ def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
     ]
     failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
     said = "a row's result depends on how many rows are in the call, by at most 12 ULP: calls of 1 and 8 rows differ"
-    said += ", by at most 12 ULP; 2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
+    said += " from the largest call; 2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
     assert failure.get("message") == said
     assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
     assert "first at index [0, 3], first failing op linear" in failure.text

@@ -157,7 +157,7 @@ def test_the_headline_and_the_table_show_the_same_number(name, reports):
     """Each distance in the sentence stands in a line of the table that is of the same side."""
     report = reports[name]
     cells = lambda side: {x[k] for x in condensed(report.rows) if side in x[""] for k in ("max abs", "max rel", "ULP")}
-    lead, _, inputs = report.answer.partition(". Also,")[0].partition("of input gradients")
+    lead, _, inputs = report.answer.partition(". Also,")[0].partition(", input gradients")
     said = lambda text: {n.rstrip(",.") for n in re.findall(r"by (?:at most|up to) (\S+)", text)}
     first = next(iter(condensed(report.rows)), {"": ""})[""]
     assert said(lead) <= cells(first) and said(inputs) <= cells("input gradients"), repr(report)
@@ -219,10 +219,7 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
             [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
             "weight gradients (out) change with the split into micro-batches, by at most 3 ULP; forward does not",
         ),
-        (
-            [*BOTH, failed(**OF_INPUT, max_ulp=17)],
-            "(unaligned view), by at most 3 ULP, of input gradients by at most 17 ",
-        ),
+        ([*BOTH, failed(**OF_INPUT, max_ulp=17)], "(unaligned view), by at most 3 ULP, input gradients by at most 17 "),
         ([*BOTH, failed(**OF_INPUT)], "(unaligned view), by at most 3 ULP, input gradients too"),
         (BOTH, "(unaligned view), by at most 3 ULP"),
         ([ROW, failed(relation="accuracy", threshold_share=1.5)], "results are less accurate than allowed, 1.5 × the"),

@@ -25,12 +25,12 @@ class Loaded(click.Command):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Audits whether an op's result for a token depends on what else was in the batch."""
+    """Finds out whether an op's result for a token depends on what else is in the batch."""
 
 
 @cli.command("list")
 def list_() -> None:
-    """Names the audits, their notebooks and their parameters."""
+    """Lists the audits, their notebooks and their parameters."""
     for audit in runner.audits().values():
         click.echo(f"{audit.name:12} {audit.title}")
         click.echo(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(audit.parameters)}")
@@ -39,22 +39,23 @@ def list_() -> None:
 OF_A_RUN = (
     click.argument("names", nargs=-1, metavar="[AUDIT]..."),
     click.option(
-        "--candidate", help="bi_kernels (default), torch, package.module:function or path/to/file.py:function."
+        "--candidate",
+        help="What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function.",
     ),
+    click.option("--dtype", help="bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models."),
+    click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only."),
     click.option(
-        "--dtype", help="bf16, fp16 or fp32; unless given, all of them for ops, bf16 for whole models and recipes."
-    ),
-    click.option("--shapes", help="tiny (default), qwen3-8b or llama3-8b; the interpreter runs tiny."),
-    click.option(
-        "--inputs", help="Of the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."
+        "--inputs", help="For the audit `any`: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function."
     ),
     click.option("--device", help="auto (default), cpu or cuda."),
-    click.option("--seed", type=int, help="Seed of the inputs, 0 unless given."),
+    click.option("--seed", type=int, help="Seed of the inputs. Default: 0."),
     click.option(
-        "--nproc", type=int, help="Of the audit world: processes, each with a GPU if there are; 4 unless given."
+        "--nproc",
+        type=int,
+        help="For the audit `world`: number of processes, with a GPU each if there are. Default: 4.",
     ),
     click.option(
-        "-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Any other parameter of the notebooks."
+        "-p", "extra", nargs=2, multiple=True, metavar="NAME VALUE", help="Sets any other parameter of a notebook."
     ),
 )
 
@@ -67,29 +68,32 @@ def _of_a_run(command):
 
 
 PATH = click.Path(path_type=Path)
-PUBLISH = click.option("--publish", is_flag=True, help="Writes below audits/, whose documents are committed.")
+PUBLISH = click.option("--publish", is_flag=True, help="Writes into audits/, whose reports are committed.")
 
 
 @cli.command(cls=Loaded)
 @_of_a_run
 @click.option(
-    "--out", type=PATH, help="Folder of the documents; runs/DEVICE-SHAPES unless given, with what else narrows the run."
+    "--out", type=PATH, help="Folder of the reports. Default: runs/DEVICE-SHAPES, and what else narrows the run."
 )
 @PUBLISH
 @click.option(
     "--quick",
     "hurried",
     is_flag=True,
-    help="A minute for all ops: bf16, a few layouts and a drawn case of each, a control an audit; no documents.",
+    help="Checks every op in about a minute: bf16, a few layouts, one random case, one control for each audit. "
+    "Writes no reports.",
 )
-@click.option("--resume", is_flag=True, help="Leaves documents that are of the same sources and parameters.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Audits run at a time; 1 unless given, 2 with --quick.")
-@click.option("--timeout", type=click.FloatRange(min=0), default=0, help="Seconds that an audit may take.")
-@click.option("--cell-timeout", type=click.FloatRange(min=0), default=0, help="Seconds that a cell of one may take.")
-@click.option("--junit", type=PATH, metavar="FILE", help="Writes JUnit XML: a case an op, shape, dtype and relation.")
-@click.option("--summary", type=PATH, metavar="FILE", help="Appends Markdown, as to $GITHUB_STEP_SUMMARY.")
+@click.option("--resume", is_flag=True, help="Skips reports made by the same sources and parameters.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of audits at a time. Default: 1, or 2 with --quick.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=0, help="Most seconds for one audit.")
+@click.option("--cell-timeout", type=click.FloatRange(min=0), default=0, help="Most seconds for one notebook cell.")
 @click.option(
-    "--digests", type=PATH, metavar="FILE", help="Warns where bits are not those that `bi-audit digest` recorded."
+    "--junit", type=PATH, metavar="FILE", help="Writes JUnit XML, one case for each op, shape, dtype and relation."
+)
+@click.option("--summary", type=PATH, metavar="FILE", help="Appends a Markdown summary, for $GITHUB_STEP_SUMMARY.")
+@click.option(
+    "--digests", type=PATH, metavar="FILE", help="Warns where bits differ from those that `bi-audit digest` recorded."
 )
 @click.option(
     "--fail-on",
@@ -97,93 +101,91 @@ PUBLISH = click.option("--publish", is_flag=True, help="Writes below audits/, wh
     type=click.Choice(ci.LEVELS),
     default="needs-fix",
     show_default=True,
-    help="What makes the exit status 1. drift: bits that differ, atomics, missed controls, audits that stopped; "
-    "needs-fix: accuracy and the contract besides; warning: digests besides.",
+    help="What makes the exit status 1. drift: bits that differ, atomics, missed controls, audits that stopped. "
+    "needs-fix: also accuracy and the contract. warning: also digests.",
 )
 def run() -> None:
-    """Runs audits (unless named, all but any, zoo, bench, world and recipes) and writes their documents.
+    """Runs audits and writes their reports. Without a name: all but any, zoo, bench, world and recipes.
 
-    They run in the order named; if none is, and several at a time, the longest start first. What an audit had recorded
-    stays where it is stopped, by --timeout, --cell-timeout or you. Exit status: 0 all verdicts pass, 1 something needs
-    a fix (see --fail-on), 2 nothing could be judged: the command is wrong, or its folders or bi-audit itself.
+    A stopped audit keeps what it has recorded. Exit status: 0 all verdicts pass; 1 something needs a fix (see
+    --fail-on); 2 nothing could be audited, because the command, its folders or bi-audit itself is wrong.
     """
 
 
 @cli.command(cls=Loaded)
 @click.argument("groups", nargs=-1, metavar="[GROUP]...")
 @click.option("--device", default="auto", show_default=True, help="auto or cuda.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the shapes that are drawn, and of the numbers."
-)
-@click.option("--tiny", is_flag=True, help="A few small cells of each group, to try it out.")
-@click.option("--out", type=PATH, help="Folder of the document; below runs/ unless given, by device and what is timed.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random shapes and of the numbers.")
+@click.option("--tiny", is_flag=True, help="Times a few small cases of each group.")
+@click.option("--out", type=PATH, help="Folder of the report. Default: a folder in runs/.")
 @PUBLISH
 def bench() -> None:
-    """Times the ops beside their peers and the device's limits, and writes a document.
+    """Times the ops next to their peers.
 
-    GROUP is gemm, drawn, gradients, attention, decode, rows, lm_head or calls; all of them unless named. Needs a CUDA
-    GPU that does nothing else. A goal that is missed is shown and does not fail the command. Exit status: 0 every cell
-    was measured, 1 one was not, or the stopwatch is wrong, 2 the command was wrong.
+    GROUP is gemm, drawn, gradients, attention, decode, rows, lm_head or calls. Default: all of them. Needs a CUDA GPU
+    that does nothing else. A missed goal is shown and fails nothing. Exit status: 0 everything was measured; 1 a case
+    was not, or the stopwatch is wrong; 2 the command was wrong.
     """
 
 
 @cli.command(cls=Loaded)
-@click.option("--candidate", required=True, help="file.py:build or package.module:build; build() makes (model, batch).")
 @click.option(
-    "--layouts", help="Layouts to compare, batch,singles unless given; one of them with --record or --against."
+    "--candidate", required=True, help="file.py:build or package.module:build; build() returns (model, batch)."
 )
-@click.option("--forward", is_flag=True, help="Leaves the backward out.")
-@click.option("--out", type=PATH, help="Folder of reproducers, a script a cause.")
-@click.option("--record", type=PATH, metavar="DIR", help="Writes the digests of one layout's run to DIR.")
-@click.option("--against", type=PATH, metavar="DIR", help="Compares one layout's run with the one recorded in DIR.")
-@click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu or cuda: what build() is to use, if it asks."
-)
+@click.option("--layouts", help="Layouts to compare. Default: batch,singles. One layout with --record or --against.")
+@click.option("--forward", is_flag=True, help="Leaves out the backward.")
+@click.option("--out", type=PATH, help="Folder for scripts, one for each cause.")
+@click.option("--record", type=PATH, metavar="DIR", help="Records one layout's run in DIR.")
+@click.option("--against", type=PATH, metavar="DIR", help="Compares one layout's run with the run recorded in DIR.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda, for a build() that asks.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def locate() -> None:
-    """Names the first op that drifts, in a model or between two recorded runs.
+    """Names the first op that drifts.
 
-    build() returns (model, batch) or (model, batch, loss); docs/locate.md says what these may be. Exit status: 0
-    nothing drifts, 1 something does, 2 the command was wrong, the model raised, or nothing drifts
-    before an output that could not be compared.
+    Compares two layouts of a model, or two recorded runs. build() returns (model, batch) or (model, batch, loss),
+    see docs/locate.md. Exit status: 0 nothing drifts; 1 something does; 2 the command was wrong, the model raised,
+    or its output could not be compared.
     """
 
 
 @cli.command(cls=Loaded)
 @click.argument("names", nargs=-1, metavar="[AUDIT]...")
-@click.option("--sample", type=click.IntRange(min=1), help="So many, hand-made ones first; all unless given.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
+@click.option("--sample", type=click.IntRange(min=1), help="Number of mutants, hand-made ones first. Default: all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sample.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Mutants judged at a time.")
-@click.option("--out", type=PATH, help="Folder of the document; runs/DEVICE-mutants/mutants unless given.")
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Number of mutants at a time.")
+@click.option("--out", type=PATH, help="Folder of the report. Default: runs/DEVICE-mutants/mutants.")
 @PUBLISH
-@click.option("--equivalents", type=PATH, help="TOML of mutants that change nothing promised; the package's own.")
+@click.option(
+    "--equivalents", type=PATH, help="TOML file of mutants that change nothing promised. Default: the package's own."
+)
 def mutate() -> None:
-    """Breaks this package's own kernels and launchers, one place at a time, and counts what the audits catch.
+    """Counts the planted bugs that audits catch.
 
-    Interrupted, it goes on where it was when it is called again. Exit status: 0 the goal for the kill rate is met and
-    every entry of the file of equivalents holds, 1 not so, 2 the command was wrong.
+    Breaks our own kernels and launchers, one place at a time. An interrupted run continues when it is called again.
+    Exit status: 0 the kill rate's goal is met and every equivalent holds; 1 otherwise; 2 the command was wrong.
     """
 
 
 @cli.command(cls=Loaded)
 @click.argument("file", type=PATH)
 @_of_a_run
-@click.option("--check", is_flag=True, help="Only compares: ends with 1 if a digest differs or is missing; FILE stays.")
+@click.option("--check", is_flag=True, help="Compares only, and fails if a digest differs or is missing.")
 def digest() -> None:
-    """Records SHA-256 digests of the candidate's output bits in FILE, with the versions that made them.
+    """Records digests of a candidate's bits.
 
-    `bi-audit run --digests FILE` warns where the bits are others, and names the versions that changed. One FILE holds
-    any number of candidates and architectures.
+    FILE gets a SHA-256 of each output and the versions that made it. `bi-audit run --digests FILE` warns where bits
+    differ, and names the versions that changed. One FILE holds any number of candidates and architectures.
     """
 
 
 @cli.command(cls=Loaded)
 @click.argument("place", default="audits", type=PATH, metavar="[DIR]")
 def report() -> None:
-    """Writes every report below DIR (audits unless given) from what its run left, and the index, DIR/README.md.
+    """Writes reports and their index anew.
 
-    It changes no verdicts, executed notebooks or provenance.
+    Makes every report in DIR (default: audits) from its run's evidence, and DIR/README.md. Verdicts, executed
+    notebooks and provenance stay as they are.
     """
 
 

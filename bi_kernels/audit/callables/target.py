@@ -170,7 +170,7 @@ class Target(Named):
         return [by_sample(y, d, count) for y, d in zip(outputs, self.dims) if d is not None]
 
     def read(self) -> str:
-        kinds = {"a row a sample": self.batched, "shared by all": tensors(self.values).keys() - self.batched}
+        kinds = {"one row each": self.batched, "shared": tensors(self.values).keys() - self.batched}
         said = (f"{what}: {', '.join(sorted(names))}" for what, names in kinds.items() if names)
         return "; ".join([f"{self.count} samples along dimension {self.batch}", *said])
 

@@ -152,7 +152,7 @@ def _sizes(whose: str, kind: str, bad: dict, where: str = "") -> str:
     own, theirs = (in_words(bad.get((side, kind), []), where) for side in (whose, Side.INPUT))
     if whose != Side.FORWARD or not theirs:
         return own
-    return f"{own}, input gradients too" if own == theirs else f"{own}, of input gradients{theirs.removeprefix(',')}"
+    return f"{own}, input gradients too" if own == theirs else f"{own}, input gradients{theirs.removeprefix(',')}"
 
 
 def _again(whose: str, rows: list[dict]) -> str:
