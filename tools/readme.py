@@ -153,14 +153,14 @@ def speed() -> str:
         ],
         ["8 layers of Qwen3-8B, training step", "eager", f"**{float(chain['of stock eager']):.2f}**", "–"],
         ["the same", "`torch.compile`", f"**{float(chain['of stock compiled']):.2f}**", "–"],
-        cells(f"{count:,} products of known models", "cuBLAS", group="gemm"),
-        cells("200 products of random shape", "cuBLAS", group="drawn"),
+        cells(f"{count:,} products of models", "cuBLAS", group="gemm"),
+        cells("200 random products", "cuBLAS", group="drawn"),
         cells("dW into `main_grad`", "cuBLAS, fp32", **gradient),
         cells("attention, forward", "cuDNN", group="attention", direction="forward"),
         cells("attention, backward", "cuDNN", group="attention", direction="backward"),
-        cells("attention, decode, paged or not", "SDPA's fastest", group="decode"),
+        cells("attention, decode", "SDPA's fastest", group="decode"),
         ["LM head, no logits kept", "`torch.compile`", f"**{compiled:.2f}**", "–"],
-        cells("CPU time of one eager `linear`", "`F.linear`", **call),
+        cells("eager `linear`, CPU time", "`F.linear`", **call),
     ]
     return table(["what", "against", "mean", "range"], rows)
 
