@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +138,7 @@ def speed() -> str:
     call = {"group": "calls", "op": "linear"}
     head = next(r for r in bench if r["group"] == "lm_head" and r["case"] == "nothing kept")
     compiled = head["ms"]["nothing kept"][0] / head["ms"]["torch.compile"][0]
-    count = sum(r["group"] == "gemm" for r in bench)
+    counts = Counter(r["group"] for r in bench)
     rows = [
         [
             "Hugging Face Qwen3, training step",
@@ -151,10 +152,15 @@ def speed() -> str:
             f"**{float(steps['a decode step in a CUDA graph']):.2f}**",
             "–",
         ],
-        ["8 layers of Qwen3-8B, training step", "eager", f"**{float(chain['of stock eager']):.2f}**", "–"],
+        [
+            f"{chain['layers']} layers of Qwen3-8B, training step",
+            "eager",
+            f"**{float(chain['of stock eager']):.2f}**",
+            "–",
+        ],
         ["the same", "`torch.compile`", f"**{float(chain['of stock compiled']):.2f}**", "–"],
-        cells(f"{count:,} products of models", "cuBLAS", group="gemm"),
-        cells("200 random products", "cuBLAS", group="drawn"),
+        cells(f"{counts['gemm']:,} products of models", "cuBLAS", group="gemm"),
+        cells(f"{counts['drawn']} random products", "cuBLAS", group="drawn"),
         cells("dW into `main_grad`", "cuBLAS, fp32", **gradient),
         cells("attention, forward", "cuDNN", group="attention", direction="forward"),
         cells("attention, backward", "cuDNN", group="attention", direction="backward"),
