@@ -81,6 +81,7 @@ SLOW_NOTEBOOKS = (
 
 
 ROOT = Path(__file__).parents[1]
+STRAY = pytest.StashKey[list]()  # cases that a mark `slow` keeps, of tests that have none such
 
 
 @functools.cache
@@ -124,8 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if is_slow(item)]
         cases = {(i.location[0], i.originalname, text) for i in items for text in kept(i) or ()}
         cases -= {(i.location[0], i.originalname, text) for i in items for text in kept(i) or () if text in i.name}
-        if cases:
-            raise pytest.UsageError(f"marked slow, but for cases that are not there: {sorted(cases)}")
+        config.stash[STRAY] = sorted(cases)  # for a test: an error raised here is not seen where workers collect
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not is_slow(item)]
     place = {name: i for i, name in enumerate(LONGEST)}

@@ -337,7 +337,6 @@ def judged(op: str, dtype: str, function) -> list:
     return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
 
 
-@pytest.mark.slow(but=["linear of rows", "softmax"])
 def test_a_function_typed_at_a_prompt_is_not_called_wrong():
     """Its source cannot be read: of its static audit nothing is known."""
     exec("def typed(x, weight):\n    return bi.linear(x, weight)", scope := {"bi": bi})
@@ -347,6 +346,7 @@ def test_a_function_typed_at_a_prompt_is_not_called_wrong():
     assert static.verdict == "unsupported" and "not readable" in static.detail
 
 
+@pytest.mark.slow(but=["linear of rows", "softmax"])
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_a_correct_candidate_needs_no_fix(name):
     found = needs_fix(judged(*CANDIDATES[name]))

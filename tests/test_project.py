@@ -262,3 +262,7 @@ def test_ruff_has_nothing_to_say(command):
     told = [sys.executable, "-m", "ruff", *command, "--force-exclude", *files]
     done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_marks_keep_cases_that_exist(request):
+    assert not request.config.stash.get(conftest.STRAY, []), "marked slow, but for cases that are not there"
