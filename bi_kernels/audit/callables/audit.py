@@ -102,7 +102,8 @@ def audit(
     for i, given in enumerate(inputs):
         if isinstance(given, torch.Tensor):
             check_numbers("audit", f"inputs[{i}]", given)
-    check_number("audit", "seconds", seconds)
+    if not check_number("audit", "seconds", seconds) > 0:
+        raise ValueError(f"audit: seconds is {seconds}, expected more than 0")
     integer_of("audit", "seed", seed)
     for label, text in (("name", name), ("candidate", candidate), ("imports", imports)):
         check_type("audit", label, text, str, "a string")

@@ -1,38 +1,33 @@
 """Invariance on inputs that show more than the user's own, and of more samples than the user gave."""
 
-import time
-
 from bi_kernels.audit.callables.drawn import edges, wanted
 from bi_kernels.audit.callables.relations import gradients, invariance, plan
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Layout, Target
 from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.checks import INTERPRETED
 from bi_kernels.contract import rows as row_counts
 
 SHARP = "cancelling", "brink"  # kinds of inputs
 ALONE, BRINK = 4, 64  # samples that are computed alone; that a call of few samples is made for, on the brink
-FEWER, QUICK = 129, 0.005  # samples where a call of more takes longer, in seconds
+FEWER = 129  # samples on the interpreter
 LARGEST = 2**22  # numbers that the arguments of more samples may hold
 
 
 def more(t: Target) -> Target:
-    """Returns the target with as many samples as the sweep has rows, drawn from those given, and with fewer where a
-    call then takes long, as on the interpreter; itself where it has as many, and where it does not take them."""
+    """Returns the target with as many samples as the sweep has rows, drawn from those given, and fewer on the
+    interpreter; itself where it has as many, and where it does not take them."""
     size = sum(t.values[k].numel() for k in t.batched) // t.count
-    most = next((m for m in reversed(row_counts(wanted(t))) if m * size <= LARGEST), 0)
-    for count in (most, min(most, FEWER)):
-        if count <= t.count:
-            return t
-        many = t.resampled(count)
-        try:
-            many.whole("resampled")
-            started = time.monotonic()
-            many.whole("resampled")
-        except Exception as error:
-            t.refused[f"{count} samples, drawn from the {t.count} given"] = sentence(error)
-            return t
-        if time.monotonic() - started < QUICK:
-            break
+    most = FEWER if INTERPRETED else wanted(t)
+    count = next((m for m in reversed(row_counts(min(most, wanted(t)))) if m * size <= LARGEST), 0)
+    if count <= t.count:
+        return t
+    many = t.resampled(count)
+    try:
+        many.whole("resampled")
+    except Exception as error:
+        t.refused[f"{count} samples, drawn from the {t.count} given"] = sentence(error)
+        return t
     return many
 
 

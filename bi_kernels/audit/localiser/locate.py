@@ -59,7 +59,8 @@ def locate(
     check_flag("locate", "backward", backward)
     check_flag("locate", "measure", measure)
     integer_of("locate", "seed", seed)
-    integer_of("locate", "rounds", rounds)
+    if integer_of("locate", "rounds", rounds) < 1:
+        raise ValueError(f"locate: rounds is {rounds}, expected at least 1")
     check_type("locate", "folder", folder, (str, Path, NoneType), "a path")
     for label, given in (("loss", loss), ("calls", calls)):
         check_type("locate", label, given, (Callable, NoneType), "a callable")

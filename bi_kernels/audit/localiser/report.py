@@ -52,9 +52,8 @@ class Report:
     def verdict(self) -> str:
         """Returns the first sentences: how many ops drift, and which is the first."""
         if self.causes:
-            return (
-                f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}. First: {_where(self.first)}."
-            )
+            count = f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}"
+            return f"{count if self.complete else f'At least {count}'}. First: {_where(self.first)}."
         if self.output:
             return "Nothing drifts."
         return "Nothing drifts before the model's output, which was not compared."
@@ -76,7 +75,7 @@ class Report:
                 f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
                 "of the activations' bytes."
             )
-        more = "There may be more: the rounds were over while new ones were found."
+        more = "The last round still found new ones. To find the rest, raise rounds."
         return [*found, *[more] * (not self.complete), *self.notes]
 
     def rows(self) -> list[dict]:

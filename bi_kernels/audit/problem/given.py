@@ -12,6 +12,7 @@ from bi_kernels import contract
 from bi_kernels.audit.problem.candidates import load
 
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
+FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_]\w*")  # path/to/file.py:function, or package.module:function
 DTYPES = contract.DTYPES | {"fp64": torch.float64}
 ELEMENTS = 2**31  # of one input
 # arguments of `audit`: no argument of a callable that has such a name is told by it
@@ -30,7 +31,7 @@ def read_inputs(spec: str, device, seed: int) -> dict:
     'name:dtype[shape]' draws normal numbers, 'name:int64[shape]<n' integers below n, 'name:bool[shape]' flips coins,
     and 'name:literal' is a Python value; or what `file.py:function` returns, a tuple or a dict. Raises ValueError.
     """
-    if "[" not in spec:
+    if "[" not in spec and FUNCTION.fullmatch(spec):
         return _returned(spec, device)
     there, out = {"generator": torch.Generator(device).manual_seed(seed), "device": device}, {}
     for part in re.findall(r"\w+:\s*(?:\w+\[[^\]]*\](?:<\d+)?|\S+)", spec):

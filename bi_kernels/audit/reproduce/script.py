@@ -28,7 +28,7 @@ TEMPLATES = Environment(
 MOST = 6  # scripts of an audit: each is run, which takes a second
 NO_SCRIPT = "no script: "  # before the reason, last in a row's detail
 LONGEST = 120  # seconds that a script may take
-SHOWN = re.compile(r"^(\d+) of (\d+) elements differ, by up to (\S+)", re.M)
+SHOWN = re.compile(r"^(\d+) of (\d+) elements differ, by up to ([^\s,]+)", re.M)
 OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ")  # what it showed, not a row's numbers
 
 

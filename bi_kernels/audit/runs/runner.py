@@ -80,7 +80,7 @@ def estimate(names: list[str], out: Path, jobs: int, interpreted: bool) -> str:
     usual = {name: SECONDS.get(name) if interpreted else None for name in names}
     each = [known[name] or usual[name] for name in names]
     if None in each:
-        return "how long is not known before their first run here"
+        return "their first run here, so no estimate"
     free = [0.0] * jobs
     for seconds in each:
         free[free.index(min(free))] += seconds

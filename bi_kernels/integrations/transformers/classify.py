@@ -42,6 +42,8 @@ def classify(module: nn.Module) -> tuple[type[Swapped] | None, str]:
     """
     kind = type(module)
     if kind in ATTENTION:
+        if module.attention_dropout:
+            return None, f"attention_dropout is {module.attention_dropout}: it draws by place in the batch; set 0"
         known = 1 <= module.head_dim <= 256
         return (ATTENTION[kind], "") if known else (None, f"its heads are {module.head_dim} wide, the most are 256")
     if kind in MLP:

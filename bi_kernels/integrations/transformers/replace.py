@@ -132,7 +132,10 @@ def apply(
 
 def _answer(report: Report, strict: bool) -> None:
     if strict and not report.split_invariant:
-        raise ValueError(f"apply: strict is True, and the answer would be: {' '.join(report.verdict)}")
+        raise ValueError(
+            f"apply: strict is True, and the answer would be: {' '.join(report.verdict)} Only Qwen3, Qwen2, Llama and "
+            "Mistral are replaced whole; without strict, print(apply(model)) lists each reason"
+        )
 
 
 def restore(model: nn.Module) -> None:

@@ -84,6 +84,8 @@ class Report:
             passed = sum(not c.fails for c in self.checks)
             lines.append(f"Checked by bits: {passed} of {len(self.checks)} comparisons agree")
             lines += [f"  {c}" for c in self.checks if c.fails]
+            if self.left and passed == len(self.checks):
+                lines.append("  Three short sequences agree; other sizes may not, because of what is left to PyTorch.")
         lines += _grouped("Replaced", ((self.kinds[n], n, what) for n, what in self.replaced.items()))
         lines += _grouped("Left to PyTorch", ((self.kinds[n], n, why) for n, why in self.left.items()))
         lines += _grouped("Gradients left to PyTorch", ((_pattern(n), n, why) for n, why in self.others.items()))
