@@ -347,6 +347,21 @@ def no_dot_by_rows(x, y):
     no_dot[(1,)](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
 
 
+@triton.jit
+def row_maximum(x, y, N, BLOCK: tl.constexpr):
+    most = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, N, BLOCK):
+        a = tl.load(x + tl.program_id(0) * N + first + tl.arange(0, BLOCK))
+        most = tl.maximum(most, a)
+        count += (a > 0).to(tl.int32)
+    tl.store(y + tl.program_id(0), tl.max(most, 0) + tl.sum(count, 0))
+
+
+def row_maximum_by_rows(x, y):  # in any order the same
+    row_maximum[(x.shape[0],)](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
+
+
 def row_sum_by_rows(x, y):
     row_sum[(x.shape[0],)](x, y, x.shape[1], BLOCK=1024 if x.shape[0] < 256 else 256)
 

@@ -407,6 +407,8 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_au
         (["--inputs", "x:fp32[3]"], "candidate is empty"),
         (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
         (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32(3)"], "expected 'name:dtype[shape]"),
+        (["--candidate", "torch:add", "--inputs", "x:fp32[3]", "--dtype", "fp8"], "no parameter 'dtype'"),
         (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py"),
         (["--candidate", "torch.nn:Linear", "--inputs", "x:fp32[3]"], "is a class"),
         (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "outputs", "z"], "outputs names 'z'"),
@@ -466,6 +468,38 @@ def test_what_a_callable_is_wrongly_told_is_refused_in_one_sentence(told, words,
     assert "\n" not in message and all(word in message for word in words), message
 
 
+@triton.jit
+def _in_place_kernel(x, row, column, WIDTH: tl.constexpr):
+    at = x + tl.program_id(0) * row + tl.arange(0, WIDTH) * column
+    tl.store(at, 2 * tl.load(at))
+
+
+def doubled_in_place(x):
+    _in_place_kernel[(len(x),)](x, *x.stride(), WIDTH=x.shape[1])
+    return x
+
+
+def test_what_a_pass_does_not_say_is_said(tmp_path):
+    report = audit(doubled_in_place, X, quiet=True)
+    assert report.passed and not any(r.relation == "gradient invariance" for r in report.rows), report
+    for word in ("backward was not judged: it writes into x", "Accuracy was not judged", "Triton's interpreter"):
+        assert word in " ".join(str(report).split()), report
+
+
+@pytest.mark.parametrize(
+    "function, options, words",
+    [
+        (_in_place_kernel, {}, "fn is the Triton kernel _in_place_kernel, expected the Python function"),
+        (doubled_in_place, {"folder": __file__}, "which is a file, expected a folder"),
+        (doubled_in_place, {"seconds": -1}, "seconds is -1, expected 0 or more"),
+        (doubled_in_place, {"seconds": float("nan")}, "seconds is nan, expected 0 or more"),
+    ],
+)
+def test_a_wrong_call_names_its_argument(function, options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        audit(function, X, quiet=True, **options)
+
+
 def test_inputs_reach_the_arguments_that_they_name(tmp_path):
     """Whatever their order, and where an argument between them has a default."""
     (tmp_path / "wrong.py").write_text(WRONG)
@@ -516,7 +550,7 @@ def drifts_below_9(x):
 def test_an_audit_says_its_plan_and_each_finding_as_it_comes(capsys):
     audit(drifts_below_9, X)
     printed = capsys.readouterr()
-    plan, *found = printed.err.splitlines()
+    plan, *found = printed.err.replace("\n    ", " ").splitlines()
     assert not printed.out
     assert f"{ROWS} samples" in plan and "at most 120 s" in plan
     assert found[0].startswith("found: forward, number of rows: singles") and "1,024 of 1,024 elements" in found[0]

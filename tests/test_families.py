@@ -34,7 +34,8 @@ def test_a_model_that_keeps_its_bits_is_told_yes(family):
 def test_a_model_that_drifts_is_told_no_and_why(family):
     with pytest.warns(UserWarning, match="Batch-invariant: NO") as warned:
         report = apply(built(family), check=True)
-    assert len(warned) == 1 and warned[0].filename == __file__
+    (warning,) = [w for w in warned if w.category is UserWarning]
+    assert warning.filename == __file__
     assert (report.batch_invariant, report.split_invariant) == (False, False)
     assert str(report).startswith("Batch-invariant: NO. Attention"), report
     forward, gradients = bits(report)
@@ -124,6 +125,17 @@ def test_dropout_is_a_reason():
     linear.lora_dropout["default"] = torch.nn.Dropout(0.1)
     with pytest.warns(UserWarning, match="NO. Dropout is still PyTorch's"):
         assert not apply(model).batch_invariant
+
+
+def test_attention_dropout_is_a_reason():
+    model = built("Qwen3")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="NO. Attention is still PyTorch's"):
+        apply(model, strict=True)
+    with pytest.warns(UserWarning, match="NO. Attention"):
+        assert "attention_dropout is 0.1" in str(apply(model))
 
 
 def test_a_check_of_a_model_without_token_ids_is_one_sentence():

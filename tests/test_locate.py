@@ -105,6 +105,11 @@ def test_half_of_the_faults_are_in_the_backward():
     assert len({f.name for f in FAULTS}) == len(FAULTS)
 
 
+def test_no_rounds_are_refused():
+    with pytest.raises(ValueError, match="rounds is 0, expected at least 1"):
+        locate(torch.nn.Identity(), torch.randn(4, 6, 64), rounds=0)
+
+
 class TwoCauses(nn.Module):
     """The second op drifts by itself, behind one that drifts already."""
 
@@ -117,7 +122,8 @@ class TwoCauses(nn.Module):
 def test_independent_causes_are_told_from_what_follows():
     report = locate(TwoCauses(), torch.randn(4, 6, 64), backward=False)
     assert [c.op for c in report.causes] == ["aten.mul.Tensor in batch", "aten.div.Tensor"], report
-    assert locate(TwoCauses(), torch.randn(4, 6, 64), backward=False, rounds=1).complete is False
+    one = locate(TwoCauses(), torch.randn(4, 6, 64), backward=False, rounds=1)
+    assert one.complete is False and one.verdict.startswith("At least 1 op drifts")
 
 
 class Odd(nn.Module):

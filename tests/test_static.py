@@ -46,7 +46,7 @@ SOURCES = {
     bad.split_k_by_rows: "reduction cut by rows", bad.split_k_by_a_table: "reduction cut by rows",
     bad.split_k_by_multiprocessors: "reduction cut by multiprocessors", bad.split_k_fixed: None,
     bad.row_sum_by_rows: "reduction cut by rows", bad.row_sum_by_vocabulary: "reduction cut by rows",
-    bad.row_sum_by_width: None, bad.no_dot_by_rows: "reduction cut by rows",
+    bad.row_maximum_by_rows: None, bad.row_sum_by_width: None, bad.no_dot_by_rows: "reduction cut by rows",
     bad.index_add: "unordered scatter", bad.scatter_add: "unordered scatter", bad.index_put: "unordered scatter",
     bad.put: "unordered scatter", bad.weighted_bincount: "unordered scatter", bad.scatter_reduce: "unordered scatter",
     bad.scatter_by_another_name: "unordered scatter", bad.scatter_by_string: "unordered scatter", bad.writes: None,

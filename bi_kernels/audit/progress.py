@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +17,8 @@ from bi_kernels.audit.evidence.kinds import Kind, kind, side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 
 LONGEST = 160  # characters of what a candidate raised
-OFTEN = 0.2  # seconds between two lines for bi-audit
+OFTEN, SELDOM = 0.2, 10.0  # seconds between two lines of progress for bi-audit, and for a log
+WIDTH = 100  # columns of a line
 
 
 class Voice:
@@ -24,7 +26,8 @@ class Voice:
     which has no bar. quiet: does neither."""
 
     def __init__(self, name: str, total: int, quiet: bool):
-        self.name, self.total, self.quiet, self.known, self.told = name, total, quiet, set(), 0.0
+        self.name, self.total, self.quiet, self.known = name, total, quiet, set()
+        self.began = self.told = time.monotonic()
         self.teller = os.environ.get("BI_AUDIT_TELL")
         in_notebook = hasattr(get_ipython(), "kernel")
         console = Console(stderr=True, soft_wrap=True)
@@ -40,10 +43,12 @@ class Voice:
             return
         if self.teller:
             self._tell(f"say {text}")
-        elif self.bar.disable:
-            print(text, file=self.out, flush=True)
+            return
+        lines = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False)
+        if self.bar.disable:
+            print(lines, file=self.out, flush=True)
         else:
-            self.bar.console.print(text, markup=False, highlight=False)
+            self.bar.console.print(lines, markup=False, highlight=False)
 
     def _tell(self, line: str) -> None:
         with suppress(OSError):  # whoever listened is gone
@@ -56,9 +61,14 @@ class Voice:
             for done, step in enumerate(steps, 1):
                 yield step
                 self.bar.update(task, completed=done)
-                if self.teller and not self.quiet and time.monotonic() - self.told > OFTEN:
-                    self.told = time.monotonic()
+                now = time.monotonic()
+                if self.quiet or now - self.told < (OFTEN if self.teller else SELDOM):
+                    continue
+                self.told = now
+                if self.teller:
                     self._tell(f"asked {done} {self.total}")
+                elif self.bar.disable:
+                    self.say(f"  {done} of {self.total} steps after {now - self.began:.0f} s")
 
     def found(self, rows: Iterable[Row]) -> None:
         """Says the first finding of each kind among rows that came."""
@@ -73,7 +83,7 @@ def finding(r: Row, whose: str, what: str) -> str:
     """Says in a line what differs, where and how much."""
     place = f"{r.layout}{f', {r.inputs} inputs' * bool(r.inputs)}"
     if what in (Kind.ERROR, Kind.ATOMICS) or r.mismatches is None:
-        return f"  found: {place}: {r.detail[:LONGEST]}"
+        return f"  found: {place}: {textwrap.shorten(r.detail, LONGEST, placeholder=' …')}"
     of = f"{r.mismatches:,} of {r.elements:,} elements of {r.tensor}"
     verb = "exceed the bound" if r.threshold_share is not None else "differ"
     return f"  found: {whose}, {what}: {place}: {of} {verb}{in_words([vars(r)])}"

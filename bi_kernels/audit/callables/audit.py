@@ -38,9 +38,10 @@ from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
 from bi_kernels.audit.reproduce.fork_server import ForkServer
+from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
-from bi_kernels.checks import check_numbers
+from bi_kernels.checks import INTERPRETED, check_numbers
 from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_number, check_type, integer_of, shown, strings_of
 
@@ -95,6 +96,8 @@ def audit(
     """
     if not callable(fn):
         raise TypeError(f"fn is {shown(fn)}, expected a callable")
+    if isinstance(fn, KERNELS):
+        raise TypeError(f"fn is the Triton kernel {fn.__name__}, expected the Python function that launches it")
     outputs, shared, names = (
         strings_of("audit", name, values)
         for name, values in (("outputs", outputs), ("shared", shared), ("names", names))
@@ -102,13 +105,15 @@ def audit(
     for i, given in enumerate(inputs):
         if isinstance(given, torch.Tensor):
             check_numbers("audit", f"inputs[{i}]", given)
-    if not check_number("audit", "seconds", seconds) > 0:
-        raise ValueError(f"audit: seconds is {seconds}, expected more than 0")
+    if not check_number("audit", "seconds", seconds) >= 0:
+        raise ValueError(f"audit: seconds is {seconds}, expected 0 or more")
     integer_of("audit", "seed", seed)
     for label, text in (("name", name), ("candidate", candidate), ("imports", imports)):
         check_type("audit", label, text, str, "a string")
     check_type("audit", "backward", backward, (bool, NoneType), "True, False or None")
     check_type("audit", "folder", folder, (str, Path, NoneType), "a path")
+    if folder is not None and Path(folder).is_file():
+        raise ValueError(f"audit: folder is {shown(folder)}, which is a file, expected a folder")
     for label, given in (("reference", reference), ("record", record)):
         check_type("audit", label, given, (Callable, NoneType), "a callable")
     started = time.monotonic()
@@ -169,7 +174,12 @@ def audit(
             if folder is not None and any(r.mismatches for r in found):
                 server.start()  # it is ready when scripts are
         t.deadline = float("inf")
-        report = Report(name, rows, t.read(), notes + _notes(t, rows), target=t)
+        notes += _notes(t, rows)
+        if reference is None:
+            notes.append("Accuracy was not judged; for that, give reference=.")
+        if INTERPRETED and t.launches:
+            notes.append("Its kernels ran on Triton's interpreter, which says nothing about a GPU, as of num_warps.")
+        report = Report(name, rows, t.read(), notes, target=t)
         if folder is not None:
             drawn = [r for r in rows if many is not t and r.inputs in ("resampled", *sharper.SHARP)]
             given = [r for r in rows if not any(r is d for d in drawn)]

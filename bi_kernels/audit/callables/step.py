@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from bi_kernels.audit.callables.target import Layout, Target, by_sample, tensors
+from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import cancel, generator, powers
 from bi_kernels.audit.reproduce.samples import in_order
 
@@ -83,6 +84,9 @@ class Step:
         with torch.enable_grad(), t.layout(call):
             own = {k: leaf.requires_grad_().clone() for k, leaf in leaves.items()}  # so that it may work in place
             found = t.results(arguments | own)
+        for k, x in own.items():
+            if any(y is x for y in found) and not x._version and compare(x.detach(), leaves[k].detach()).mismatches:
+                raise NoBackward(f"it writes into {k} unseen by autograd, and returns it")
         self.trained = [i for i in t.judged if found[i].requires_grad]
         if not self.trained:
             raise NoBackward("no output requires a gradient")

@@ -130,6 +130,9 @@ class Target(Named):
         except Exception as error:
             if isinstance(error, TypeError) and str(error).startswith(self.name):
                 raise
+            if "active drivers" in str(error):
+                missing = "there is no GPU for its Triton kernel; set TRITON_INTERPRET=1 before Python starts"
+                raise ValueError(f"{self.name}: {missing}") from None
             cause = kernel_error(error) or error  # which may quote a whole kernel
             raise ValueError(f"{self.name} raised on the inputs as given: {sentence(error)}") from cause
         subsets = [{self.first, *c} for n in range(len(rest), -1, -1) for c in itertools.combinations(rest, n)]

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from textwrap import shorten
 
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.distance import in_words, share_of
@@ -121,7 +122,8 @@ def _finding(whose: str, kind: str, bad: dict, every: list[dict], short: bool = 
         said = "the result depends on the calls before: the same one gives other bits after others"
         return said + _sizes(whose, kind, bad)
     if kind == Kind.ATOMICS:
-        return f"its sums have no fixed order: {escape.line(first['detail'])[:LONGEST]}"
+        found = shorten(escape.line(first["detail"]), LONGEST, placeholder=" …")
+        return f"its source may change the order of a sum: {found}"
     if kind == Kind.ACCURACY:
         share = f", {share_of(rows)} × the bound" if share_of(rows) else ""
         return f"{'results are' if whose in WHOLES else 'gradients are'} less accurate than allowed{share}"
@@ -205,12 +207,17 @@ def in_each_call(r: dict) -> int:
 
 def _raised(rows: list[dict]) -> str:
     """Says what raised, or is missing, and where."""
-    what, mine = next(iter(grouped(rows, raised_by).items()))
+    what, mine = next(iter(grouped(rows, _without_numbers).items()))
+    what = raised_by(mine[0])
     raised = any(RAISED.search(r["detail"]) for r in mine)
     counts = sorted({in_each_call(r) for r in mine if r["relation"] == "invariance"} - {0})
-    listed = f"{', '.join(map(str, counts[:NAMED]))}{' …' * (len(counts) > NAMED)}"
-    place = f"calls of {listed} row{'s' * (counts != [1])}" if counts else names(mine)
+    place = f"calls of {enumerated(counts)} row{'s' * (counts != [1])}" if counts else names(mine)
     return f"{f'it raises in {place}' if raised else place}: {what[:LONGEST]}"
+
+
+def _without_numbers(r: dict) -> str:
+    """Returns the same for the same error of another size."""
+    return re.sub(r"\d+", "#", raised_by(r))
 
 
 def raised_by(r: dict) -> str:

@@ -34,8 +34,8 @@ def checked(
             raise click.UsageError(f"{name} is given twice, {parameters[name]!r} and {value!r}; give it once")
         parameters[name] = int(value) if re.fullmatch(r"-?\d{1,30}", value) else value
     try:
-        for k in ("candidate", "shapes"):
-            if k in parameters and not any(accepted(name, {k: 0}) for name in names):
+        for k in parameters:
+            if not any(accepted(name, {k: 0}) for name in names):
                 raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
         if "nproc" in parameters and "world" not in names:
             raise ValueError(f"--nproc is of the audit world, not of {', '.join(names)}")

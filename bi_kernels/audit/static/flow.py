@@ -1,6 +1,7 @@
 """What every value of a function may depend on, and so the reductions whose order the rows or the device decide."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from types import FunctionType
@@ -259,8 +260,22 @@ class Specialised(Function):
             acc = [*e.args[2:3], *(k.value for k in e.keywords if k.arg == "acc")]
             return [getattr(a, "id", "") for a in acc] == [name]
 
+        def exact(name: str, e: ast.expr) -> bool:
+            """Tells whether an update gives one result in any order: a maximum does, and an integer's."""
+            if isinstance(e, ast.Call) and self.called(e.func) in ("maximum", "minimum"):
+                return any(getattr(a, "id", "") == name for a in e.args)
+            made = [
+                n for n in self.values[name] if isinstance(n, ast.Call) and self.called(n.func) in ("zeros", "full")
+            ]
+            given = [a for n in made for a in (*n.args, *(k.value for k in n.keywords))]
+            return any(re.fullmatch(r"u?int\d+", getattr(o, "name", "")) for a in given for o in self.objects(a))
+
         for name, found in updates.items():
             goes_on = lambda direct: any(name == x or name in reads.get(x, ()) for x in direct)
             values = [e for e, direct, _ in found if goes_on(direct)]
-            if values and all(goes_on(direct) for _, direct, always in found if always):
+            if (
+                values
+                and not all(exact(name, e) for e in values)
+                and all(goes_on(direct) for _, direct, always in found if always)
+            ):
                 yield name, all(chain(name, e) for e in values)
