@@ -69,9 +69,9 @@ def versions() -> str:
     seconds = math.ceil(time.monotonic() - began)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     needed = [f"Python {pythons[0]} to {pythons[-1]}"]
-    needed += [f"{name} {text.replace(',<', ' to before ')}" for name, text in needs.items()]
+    needed += [f"{name}≥{text}" for name, text in needs.items()]
     machine = cpu[1].strip() if cpu else platform.machine()
-    return f"Needs {', '.join(needed)}. `audit` answers in {seconds} s on two cores ({machine}, no GPU)."
+    return f"Needs {'; '.join(needed)}. `audit` answers in {seconds} s on two cores ({machine}, no GPU)."
 
 
 def models() -> str:

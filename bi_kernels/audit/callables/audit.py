@@ -176,7 +176,7 @@ def audit(
         t.deadline = float("inf")
         notes += _notes(t, rows)
         if reference is None:
-            notes.append("Accuracy was not judged; for that, give reference=.")
+            notes.append("Accuracy was not judged: no reference= was given.")
         if INTERPRETED and t.launches:
             notes.append("Its kernels ran on Triton's interpreter, which says nothing about a GPU, as of num_warps.")
         report = Report(name, rows, t.read(), notes, target=t)

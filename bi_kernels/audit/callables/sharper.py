@@ -1,11 +1,12 @@
 """Invariance on inputs that show more than the user's own, and of more samples than the user gave."""
 
+from triton.runtime.interpreter import interpreter_builder
+
 from bi_kernels.audit.callables.drawn import edges, wanted
 from bi_kernels.audit.callables.relations import gradients, invariance, plan
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Layout, Target
 from bi_kernels.audit.evidence.verdicts import Row, sentence
-from bi_kernels.checks import INTERPRETED
 from bi_kernels.contract import rows as row_counts
 
 SHARP = "cancelling", "brink"  # kinds of inputs
@@ -15,10 +16,12 @@ LARGEST = 2**22  # numbers that the arguments of more samples may hold
 
 
 def more(t: Target) -> Target:
-    """Returns the target with as many samples as the sweep has rows, drawn from those given, and fewer on the
-    interpreter; itself where it has as many, and where it does not take them."""
+    """Returns the target with as many samples as the sweep has rows, drawn from those given, and fewer where it runs
+    on the interpreter; itself where it has as many, and where it does not take them."""
     size = sum(t.values[k].numel() for k in t.batched) // t.count
-    most = FEWER if INTERPRETED else wanted(t)
+    interpreter_builder.grid_dim = None
+    t.whole()
+    most = wanted(t) if interpreter_builder.grid_dim is None else FEWER
     count = next((m for m in reversed(row_counts(min(most, wanted(t)))) if m * size <= LARGEST), 0)
     if count <= t.count:
         return t
