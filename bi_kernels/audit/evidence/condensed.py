@@ -31,7 +31,7 @@ def where(rows: Sequence[dict], most: int = NAMED) -> str:
     is_count = lambda r: r["layout"].partition(":")[0] == "rows"
     numbers = {r["rows"] for r in rows if is_count(r)} - {0}
     others = list(dict.fromkeys(r["layout"] for r in rows if not is_count(r) and r["layout"]))
-    more = [f"{len(others) - most} layouts more"] * (len(others) > most)
+    more = [f"{len(others) - most} more layout{'s' * (len(others) > most + 1)}"] * (len(others) > most)
     return "; ".join([f"M = {counts(numbers)}"] * bool(numbers) + others[:most] + more)
 
 
