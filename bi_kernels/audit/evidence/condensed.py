@@ -103,7 +103,8 @@ def terminal(lines: Sequence[dict], rest: str = "") -> str:
         place = ": ".join(filter(None, (line["tensors"], line["where"], line["detail"])))
         widths = COLUMNS if not line["detail"] else {"": COLUMNS[""], "where": WIDTH - COLUMNS[""] - len(GAP)}
         found.append(_columns(line | {"where": place}, widths))
-    more = [f"{len(lines) - len(shown)} lines more{rest}"] * (len(lines) > len(shown))
+    left = len(lines) - len(shown)
+    more = [f"{left} more line{'s' * (left > 1)}{rest}"] * (left > 0)
     return "\n".join([*found, *more])
 
 
