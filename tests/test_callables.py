@@ -451,7 +451,7 @@ GIVEN = "x:fp32[4,8] weight:fp32[5,8]"
         ({"inputs": "x:fp32[4,8]"}, ["takes x, weight", "missing", "'weight'"]),
         ({"inputs": f"{GIVEN} other:3"}, ["other", "takes x, weight"]),
         ({"inputs": "{file}:raises"}, ["raises", "KeyError: 'no data'"]),
-        ({"inputs": "{file}:three"}, ["returned a int", "a tuple or a dict"]),
+        ({"inputs": "{file}:three"}, ["returned int", "a tuple or a dict"]),
         ({"inputs": GIVEN, "reference": "{file}:dies"}, ["reference", "takes x"]),
         ({"inputs": GIVEN, "seconds": 0}, ["seconds is 0", "from 1"]),
         ({"inputs": GIVEN, "batch": 2}, ["batch is 2", "(4, 8)"]),

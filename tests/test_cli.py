@@ -132,12 +132,12 @@ def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path)
     for rows in ([ROW], [ROW, replace(ROW, verdict="needs-fix")]):
         write_rows(built / "verdicts.json", [r.json() for r in rows])
         board.count("gemm")
-    assert gemm.fields["word"] == "2 checks, 1 need a fix"
-    assert said.file.getvalue().splitlines() == ["gemm: 1 checks, 0 need a fix after 0 s"], "once"
+    assert gemm.fields["word"] == "2 checks, 1 needs a fix"
+    assert said.file.getvalue().splitlines() == ["gemm: 1 check, 0 need a fix after 0 s"], "once"
     assert board.end("gemm", True) >= 0 and gemm.finished and not dtype.finished
 
 
-@pytest.mark.parametrize("beside, said", [(2, "gemm: 1 checks ran out of memory beside other audits"), (0, "")])
+@pytest.mark.parametrize("beside, said", [(2, "gemm: 1 check ran out of memory beside other audits"), (0, "")])
 def test_memory_that_other_audits_took_is_said(beside, said, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     board = Board(["gemm"], tmp_path, console)

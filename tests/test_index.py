@@ -47,7 +47,7 @@ def test_a_line_says_what_was_asked_and_found_and_when(tmp_path):
     document(tmp_path / "gpu" / "gemm", *rows, date="2026-11-26")
     old = document(tmp_path / "gpu" / "old", replace(ROW, verdict=NEEDS_FIX, mismatches=3), CONTROL, title="Old?")
     text = page.report(tmp_path)["README.md"]
-    assert "✅ every bit agrees in 1 checks of 64 elements" in line(text, "gemm") and "2026-11-26" in line(text, "gemm")
+    assert "✅ every bit agrees in 1 check of 64 elements" in line(text, "gemm") and "2026-11-26" in line(text, "gemm")
     assert "0.9996 × the bound" in line(text, "gemm"), "a share below the bound is not said to be the bound"
     assert "| Old? " in line(text, "old") and "❌" in line(text, "old")
     assert headline([r.json() for r in (replace(ROW, verdict=NEEDS_FIX, mismatches=3),)]) in line(text, "old")
@@ -89,7 +89,7 @@ def test_goals_that_are_missed_have_no_tick(tmp_path):
     assert "1 of 2 goals met" in said and "1 missed" in said and "✅" not in said
     (place / "verdicts.json").write_text(json.dumps([r.json() for r in (ROW, CONTROL)]))
     said = line(page.report(tmp_path)["README.md"], "bench")
-    assert "✅ every bit agrees in 1 checks" in said and "1 of 2 goals met" in said, "bits were compared beside"
+    assert "✅ every bit agrees in 1 check" in said and "1 of 2 goals met" in said, "bits were compared beside"
     (place / "verdicts.json").write_text(json.dumps([replace(ROW, verdict=NEEDS_FIX).json()]))
     assert "❌" in line(page.report(tmp_path)["README.md"], "bench"), "goals hide no verdict"
 

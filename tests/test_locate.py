@@ -304,7 +304,7 @@ def test_bi_audit_locate(bi_audit, tmp_path):
     assert recorded.returncode == 0 and "recorded 24 tokens of batch" in recorded.out
     assert call("bad", "--against", tmp_path / "run", "--layouts", "singles").returncode == 1
     for name, more, said in (
-        ("nothing", (), "returned a int, expected (model, batch) or (model, batch, loss)"),
+        ("nothing", (), "returned int, expected (model, batch) or (model, batch, loss)"),
         ("raises", (), "raised RuntimeError: no such weights"),
         ("missing", (), "has no function missing"),
         ("good", ("--layouts", "batch,upside"), "layouts holds 'upside'"),

@@ -226,15 +226,15 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
         ([ROW, failed(relation="atomics-free", detail="atomic_add")], "may change the order of a sum: atomic_add"),
         ([failed(mismatches=None, detail="not reached")], "not reached"),
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
-        ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 checks of 64 elements"),
+        ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 1 check of 64 elements"),
         ([ROW, replace(ROW, relation="weights after training")], "every bit agrees in 2 checks of 128 elements"),
-        ([replace(ROW, tensor="SHA-256 of all", elements=1)], "every bit agrees in 1 checks of 1 SHA-256 (forward 1)"),
+        ([replace(ROW, tensor="SHA-256 of all", elements=1)], "every bit agrees in 1 check of 1 SHA-256 (forward 1)"),
         (
             [ROW, failed(relation="weights after training", layout="2 steps, batch", tensor="all weights")],
             "weights after training (all weights) change with the layout of the call (2 steps, batch)",
         ),
         ([ROW, failed(relation="localiser", detail="it names linear")], "localiser needs a fix: it names linear"),
-        ([ROW, replace(ROW, relation="precondition")], "every bit agrees in 1 checks of 64 elements (forward 1)"),
+        ([ROW, replace(ROW, relation="precondition")], "every bit agrees in 1 check of 64 elements (forward 1)"),
         (
             [ROW, failed(relation="precondition", tensor="tensors left unmoved", mismatches=3, elements=7)],
             "precondition needs a fix: tensors left unmoved, 3 of 7",

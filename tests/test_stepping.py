@@ -170,7 +170,8 @@ def test_an_error_is_shown_at_its_line_with_the_tiles_up_to_it():
     assert steps["total"] == 12, "after the round before"
     (_, last), found = loop(steps).kept[3], repr(steps)
     assert [str(a) for a in last[0].accesses] == ["reads x[12:16]"] and not last[0].tiles
-    assert found.splitlines()[-1] == f"KernelError: {steps.error}" and "round 4: i = 3" in found
+    assert " ".join(found.split()).endswith(f"KernelError: {steps.error}") and "round 4: i = 3" in found
+    assert max(map(len, found.splitlines())) <= 100, "a terminal's columns"
     assert str(steps.error).replace("`", "") in steps._repr_html_().replace("`", "").replace("&#x27;", "'")
 
 
@@ -178,13 +179,13 @@ def test_an_error_is_shown_at_its_line_with_the_tiles_up_to_it():
 def test_a_program_beyond_the_grid_is_one_sentence(program):
     with pytest.raises(ValueError, match=r"step: program is .*, expected one of the grid \(4, 1, 1\)") as error:
         step_row(program=program)
-    assert error.value.__suppress_context__
+    assert error.value.__context__ is None
 
 
 def test_what_is_no_kernel_and_a_name_that_is_no_tile():
     with pytest.raises(TypeError, match="step: kernel is a function, expected one that @triton.jit made under"):
         wb.step(step_row, (1,))
-    with pytest.raises(TypeError, match="missing a required argument"):
+    with pytest.raises(TypeError, match="y is missing"):
         wb.step(row_kernel, (1,), X)
     with pytest.raises(KeyError, match="'rows' is no tile of row_kernel"):
         step_row()["rows"]

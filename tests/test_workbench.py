@@ -7,13 +7,16 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
 
 import bi_kernels
 from bi_kernels import workbench as wb
@@ -32,6 +35,7 @@ from bi_kernels.workbench.source import line_in_cell, source
 SCALE = tl.constexpr(3)
 ROWS = 4
 HELD = torch.ones(1)
+ROOT = Path(__file__).parents[1]
 
 
 @triton.jit
@@ -168,10 +172,51 @@ def test_the_instructions_of_a_line_are_its_own(ran, code, ptx, sass, foreign):
 def test_a_line_that_is_not_there_and_a_kernel_that_is_none(ran):
     with pytest.raises(ValueError, match="asm: code is 'tl.dot', expected a part of a line of scaled_sum_kernel"):
         wb.asm(ran, "tl.dot")
+    with pytest.raises(TypeError, match="asm: run is 'x'"):
+        wb.asm("x", "tl.load")
     with pytest.raises(
         TypeError, match="run: kernel is a function, expected one that @triton.jit made under TRITON_INTERPRET=1"
     ):
         wb.run(launch, (1,), X)
+
+
+MISTAKES = {  # a launch that no kernel takes: what its sentence names
+    "a grid that is no tuple": ((4, X, Y), {"BLOCK": 16}, "grid is 4"),
+    "a grid of nothing": (((0,), X, Y), {"BLOCK": 16}, "grid is (0,)"),
+    "a list": (((4,), X.tolist(), Y), {"BLOCK": 16}, "x is of type list"),
+    "an array": (((4,), X, Y.numpy()), {"BLOCK": 16}, "y is of type ndarray"),
+    "nothing": (((4,), X, Y), {}, "BLOCK is missing"),
+    "a misspelt constexpr": (((4,), X, Y), {"BLOKC": 16}, "BLOKC is 16"),
+    "an argument twice": (((4,), X, Y, 16), {"BLOCK": 16}, "BLOCK is given twice"),
+    "too much": (((4,), X, Y, 16, 16), {}, "4 arguments"),
+}
+
+
+@pytest.mark.parametrize("function", [wb.run, wb.step], ids=["run", "step"])
+@pytest.mark.parametrize("args, options, named", MISTAKES.values(), ids=MISTAKES)
+def test_a_launch_that_no_kernel_takes_is_one_sentence(function, args, options, named):
+    with pytest.raises((TypeError, ValueError)) as error:
+        function(scaled_sum_kernel, *args, **options)
+    said = str(error.value)
+    assert said.startswith(f"{function.__name__}: {named}") and "expected" in said and "\n" not in said
+    assert "BLOCK" in said or "grid" in named or "type" in named, "what is allowed"
+
+
+def test_a_launch_may_have_options_and_a_grid_that_is_computed():
+    steps = wb.step(scaled_sum_kernel, lambda meta: (64 // meta["BLOCK"],), X, Y, BLOCK=16, num_warps=2, program=3)
+    assert steps.grid == (4, 1, 1)
+
+
+def test_the_first_launch_of_a_function_is_as_it_was_before_it_ran():
+    def twice(x):
+        y = launch(x)
+        scaled_sum_kernel[(2,)](x, y, BLOCK=8, num_warps=2)
+
+    grid, (x, y, block), options = wb.first_launch(scaled_sum_kernel, twice, X)
+    assert (grid, block, options) == ((4,), 16, {}) and torch.equal(x, X) and y.shape == (4,)
+    assert "run" not in vars(scaled_sum_kernel), "nothing is left behind"
+    with pytest.raises(ValueError, match="first_launch: kernel is mean_kernel, expected one that twice launches"):
+        wb.first_launch(mean_kernel, twice, X)
 
 
 def test_programs_that_depend_on_their_order_are_seen(ran):
@@ -404,6 +449,17 @@ def test_any_function_is_audited():
         assert (report.name, drifts) == (function.__name__, function is mean_by_rows), report
 
 
+@pytest.mark.parametrize("options, named", [
+    ({"outptus": ("y",)}, "outptus is ('y',), expected one of x, batch, shared, outputs"),
+    ({"op": "rms"}, "op is 'rms'"),
+    ({"op": "rms_norm", "dtype": "bf61"}, "dtype is 'bf61'"),
+    ({"op": "rms_norm", "dtyp": "bf16"}, "dtyp is 'bf16'"),
+])  # yapf: disable
+def test_an_option_that_no_audit_has_is_one_sentence(options, named):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'audit: {named}')}"):
+        wb.audit(row_mean_by_rows, torch.randn(6, 40), **options)
+
+
 def test_a_line_of_the_written_file_has_its_number_in_the_cell():
     text = source(row_mean_by_rows)
     for function in (row_mean_by_rows, mean_kernel.fn):
@@ -428,6 +484,73 @@ def test_the_rows_that_differ_are_those_of_smaller_calls(rows, moved):
     found = wb.drift(row_mean_by_rows, torch.randn(6, 40, generator=torch.Generator().manual_seed(0)), rows=rows)
     assert found.drifts == moved and set(found.ulp) == {*rows}
     assert all(len(far) == 6 and bool(far.any()) == (m == 1) for m, far in found.ulp.items())
+
+
+@pytest.mark.parametrize("rows, named", [((0,), "holds 0"), ((40,), "holds 40"), (2, "is 2"), ((1.5,), "is (1.5,)")])
+def test_a_number_of_rows_that_no_call_can_have_is_one_sentence(rows, named):
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"drift: rows {named}, expected")):
+        wb.drift(row_mean_by_rows, torch.randn(12, 40), rows=rows)
+
+
+def test_a_drift_is_narrow_and_a_small_batch_has_fewer_calls():
+    found = wb.drift(row_mean_by_rows, torch.randn(3, 40))
+    assert set(found.ulp) == {1, 2}
+    wide = repr(wb.drift(row_mean_by_rows, torch.randn(40, 40)))
+    assert max(map(len, wide.splitlines())) <= 100 and "calls of 4" in wide
+
+
+# Another kernel in the notebook's one cell
+
+RMS_NORM = """@triton.jit
+def rms_norm_kernel(x, w, y, width, eps, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + tl.program_id(0) * width + at, mask=at < width, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    out = value * scale * tl.load(w + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(y + tl.program_id(0) * width + at, out.to(y.dtype.element_ty), mask=at < width)
+
+
+def rms_norm(x, w):
+    y = torch.empty_like(x)
+    rms_norm_kernel[(len(x),)](x.contiguous(), w, y, x.shape[1], 1e-6, BLOCK=64, num_warps=2)
+    return y
+
+
+kernel, launcher, inputs = rms_norm_kernel, rms_norm, (torch.randn(6, 48).bfloat16(), torch.randn(48).bfloat16())
+options = {"shared": ["w"]}
+reference = lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)
+program, line, about, fixed = 5, "tl.rsqrt", "RMSNorm.", None
+sums = wb.over_k(launcher)
+"""
+
+DOUBLED = """@triton.jit
+def double_kernel(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+
+def double(x):
+    y = torch.empty_like(x)
+    double_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x.contiguous(), y, x.numel(), BLOCK=16)
+    return y
+
+
+kernel, launcher, inputs = double_kernel, double, (torch.randn(6, 24),)
+options, reference, program, line, sums, about, fixed = {}, None, 2, "tl.load", None, "", None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [RMS_NORM, DOUBLED], ids=["row reduction", "elementwise"])
+def test_the_notebook_runs_with_another_kernel_in_its_one_cell(cell, tmp_path):
+    notebook = nbformat.read(ROOT / "notebooks" / "paste_your_kernel.ipynb", as_version=4)
+    heading = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("## Paste here"))
+    notebook.cells[heading + 1].source = cell
+    done = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
+    shown = {c.source: "".join(o.get("text", "") for o in c.outputs) for c in done.cells if c.cell_type == "code"}
+    order = next(text for source, text in shown.items() if "wb.order" in source)
+    assert order.startswith("No order") == (cell is RMS_NORM) and order.count("\n") <= 1, "one sentence"
+    assert shown[done.cells[-1].source] == f"{{'{'rms_norm' if cell is RMS_NORM else 'double'}': 'pass'}}\n"
 
 
 # A debugger stops in it

@@ -15,7 +15,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from bi_kernels.audit.kernel_error import KernelError
 from bi_kernels.workbench.audit import audit, drift
-from bi_kernels.workbench.run import asm, run
+from bi_kernels.workbench.run import asm, first_launch, run
 from bi_kernels.workbench.source import command, write_op
 from bi_kernels.workbench.step import step
 from bi_kernels.workbench.summation_order import draw, first_parting, order, over_k, over_tokens
@@ -27,6 +27,7 @@ __all__ = [
     "command",
     "draw",
     "drift",
+    "first_launch",
     "first_parting",
     "order",
     "over_k",

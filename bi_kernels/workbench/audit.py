@@ -26,7 +26,9 @@ from bi_kernels.audit.relations.forward import judge
 from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.source import source as findings
 from bi_kernels.audit.static.verdict import atomics_free
+from bi_kernels.checks import integers_of
 from bi_kernels.contract import DTYPES
+from bi_kernels.scalars import shown
 from bi_kernels.workbench.source import line_in_cell, write_op
 
 
@@ -41,6 +43,12 @@ def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
     """
     with _one_sentence():
         if op:
+            for name, value in options.items():
+                if name not in ("dtype", "seed", "forward"):
+                    raise TypeError(f"audit: {name} is {shown(value)}, expected dtype, seed or forward beside op")
+            for name, value, known in (("op", op, OPS), ("dtype", options.get("dtype", "bf16"), DTYPES)):
+                if value not in known:
+                    raise ValueError(f"audit: {name} is {shown(value)}, expected one of {', '.join(known)}")
             return _as_op(function, op, **options)
         with _importable(function) as (found, text), _one_sentence(function, text):
             report = audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)
@@ -116,9 +124,10 @@ class RowDrift:
         return any(bool(far.any()) for far in self.ulp.values())
 
     def _repr_markdown_(self) -> str:
+        calls = {f"calls of {m}": far.tolist() for m, far in self.ulp.items()}
         lines = [
-            {"rows in a call": m} | {f"row {i}": "=" if not n else f"{n:,}" for i, n in enumerate(far.tolist())}
-            for m, far in self.ulp.items()
+            {"row": i} | {call: f"{n:,}" if n else "=" for call, n in zip(calls, far)}
+            for i, far in enumerate(zip(*calls.values()))
         ]
         return (
             f"ULP between a row of a small call and the same row of the whole batch (= the same bits)\n\n{table(lines)}"
@@ -130,20 +139,24 @@ class RowDrift:
 def drift(
     function: Callable,
     *inputs,
-    rows: Sequence[int] = (1, 2, 4),
+    rows: Sequence[int] | None = None,
     batch: int = 0,
     shared: Sequence[str] = (),
     outputs: Sequence[str] = (),
 ) -> RowDrift:
     """Returns which rows differ when the batch is cut into calls of fewer rows: the shortest question of an audit.
 
-    rows: how many rows each call has. batch, shared and outputs are those of `audit`.
+    rows: how many rows each call has; 1, 2 and 4 unless given, as far as the batch has more. batch, shared and outputs
+    are those of `audit`. Raises ValueError for a number of rows that the batch does not have.
     """
+    given = rows if rows is None else integers_of("drift", "rows", rows)
     with _one_sentence():
         t = Target(function, inputs, {}, batch, shared, outputs, getattr(function, "__name__", "function"), 0)
         whole = t.whole()
         found = {}
-        for m in rows:
+        for m in [m for m in (1, 2, 4) if m < t.count] if given is None else given:
+            if not 1 <= m <= t.count:
+                raise ValueError(f"drift: rows holds {m}, expected from 1 to {t.count}, the rows of the batch")
             parts = t.compute([t.every[i : i + m] for i in range(0, t.count, m)])
             far = [_ulp(a, b).flatten(1).amax(1) for a, b in zip(parts, whole)]
             found[m] = torch.stack(far).amax(0)

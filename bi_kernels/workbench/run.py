@@ -4,10 +4,12 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 
+import numpy as np
 import torch
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -18,8 +20,12 @@ from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.static import binary, compile_text
 from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
 from bi_kernels.audit.static.finding import CHOOSERS
+from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.launch import Launch
+from bi_kernels.scalars import check_type, shown
 from bi_kernels.workbench.source import line_in_cell, source
+
+OPTIONS = {f.name for f in fields(CUDAOptions)}  # num_warps and its like, which a launch takes beside the arguments
 
 
 @dataclass(repr=False)
@@ -63,10 +69,11 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     Without a device it is compiled for sm_90 all the same. Interpreted, its programs run twice: in order, and from last
     to first, for no GPU promises an order. options: what follows the positional arguments, constexprs, num_warps and
     their like. Raises KernelError, one sentence with the kernel's line, where the interpreter or the compiler refuses
-    it; TypeError unless the kernel was made under TRITON_INTERPRET=1.
+    it; TypeError or ValueError for an argument that no launch takes, and unless the kernel was made under
+    TRITON_INTERPRET=1.
     """
     kernel = interpreted("run", kernel)
-    given = dict(zip(inspect.signature(kernel.fn).parameters, args)) | options
+    grid, given = arguments("run", kernel, grid, args, options)
     text, name = source(kernel), kernel.fn.__name__
     # its arguments go there before the launch here writes into them
     compiling = worker.Worker(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
@@ -105,6 +112,66 @@ def interpreted(function: str, kernel) -> InterpretedFunction:
     return kernel
 
 
+def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, options: dict) -> tuple[tuple, dict]:
+    """Returns a launch's grid, a callable one called, and its arguments and options by name.
+
+    Raises TypeError or ValueError, one sentence that names `function`, for what no launch takes.
+    """
+    parameters, name = inspect.signature(kernel.fn).parameters, kernel.fn.__name__
+    takes = f"{name}'s parameters, {', '.join(parameters)}"
+    if len(args) > len(parameters):
+        raise TypeError(f"{function}: {len(args)} arguments follow the grid, expected at most {takes}")
+    given = dict(zip(parameters, args))
+    for k, value in options.items():
+        if k in given:
+            raise TypeError(f"{function}: {k} is given twice, expected once: {shown(given[k])} and {shown(value)}")
+        if k not in parameters and k not in OPTIONS:
+            raise TypeError(f"{function}: {k} is {shown(value)}, expected one of {takes}, or num_warps or its like")
+    given |= options
+    for k, p in parameters.items():
+        if k not in given and p.default is p.empty:
+            raise TypeError(f"{function}: {k} is missing, expected all of {takes}")
+        if isinstance(given.get(k), (list, np.ndarray)):
+            raise TypeError(f"{function}: {k} is of type {type(given[k]).__name__}, expected a tensor or a number")
+    if callable(grid):
+        grid = grid({k: p.default for k, p in parameters.items()} | given)
+    size = integers_of(function, "grid", grid)
+    if not (1 <= len(size) <= 3 and min(size) > 0):
+        raise ValueError(f"{function}: grid is {shown(grid)}, expected one to three positive integers")
+    return tuple(size), given
+
+
+def first_launch(kernel, function: Callable, *inputs) -> tuple[tuple[int, ...], tuple, dict]:
+    """Returns (grid, arguments, options) of the kernel's first launch in function(*inputs), for `step` and `run`.
+
+    Tensors are copies, as they were before the launch. Raises ValueError where the function never launches the kernel,
+    KernelError, one sentence with the kernel's line, where a kernel cannot run.
+    """
+    kernel = interpreted("first_launch", kernel)
+    parameters, launch, found = inspect.signature(kernel.fn).parameters, kernel.run, []
+
+    def run(*args, grid, warmup, **options):
+        if not found:
+            size, given = arguments("first_launch", kernel, grid, args, options)
+            given = copied(given)
+            found.append((size, tuple(given.pop(k, p.default) for k, p in parameters.items()), given))
+        return launch(*args, grid=grid, warmup=warmup, **options)
+
+    kernel.run = run
+    try:
+        function(*inputs)
+    except Exception as error:
+        if said := kernel_error(error):
+            raise said from None
+        raise
+    finally:
+        del kernel.run
+    if not found:
+        name = getattr(function, "__name__", "function")
+        raise ValueError(f"first_launch: kernel is {kernel.fn.__name__}, expected one that {name} launches")
+    return found[0]
+
+
 def launched(kernel: InterpretedFunction, grid, given: dict, wrap: Callable = lambda fn: fn) -> dict[str, torch.Tensor]:
     """Launches an interpreted kernel, each of its programs as `wrap` makes it; returns its tensors by parameter."""
     Launch(wrap(kernel.rewrite()), kernel.arg_names, grid, kernel.pre_run_hooks)(**given)
@@ -137,6 +204,8 @@ def asm(run: Run, code: str) -> Assembly:
     SASS names a line of Triton's own library without saying from where it was inlined: it is listed for each line of
     the kernel that uses it. Raises ValueError if no line holds `code`, or if the kernel was not compiled.
     """
+    check_type("asm", "run", run, Run, "what wb.run returned")
+    check_type("asm", "code", code, str, "a part of one of the kernel's lines")
     if run.compiled is None:
         raise ValueError(f"asm: {run.kernel} has no assembly: {run.refusal}")
     wanted = {i for i, line in enumerate(run.compiled.source, 1) if code in line}

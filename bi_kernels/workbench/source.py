@@ -115,9 +115,10 @@ def write_op(path: Path | str, function: Callable, about: str = "") -> Path:
 def command(path: Path | str, function: Callable, *inputs, **options) -> str:
     """Returns the command that audits a written op on inputs drawn with these shapes and dtypes.
 
-    options: parameters of the audit `any`, such as batch=1 or seconds=60. Integer inputs are drawn below their largest
-    value plus one.
+    options: parameters of the audit `any`, such as batch=1, shared=["w"] or seconds=60. Integer inputs are drawn below
+    their largest value plus one.
     """
+    options = {k: ",".join(v) if isinstance(v, (list, tuple)) else v for k, v in options.items()}
     words = " ".join(f"{name}:{_word(value)}" for name, value in zip(inspect.signature(function).parameters, inputs))
     return parameters.command("any", {"candidate": f"{path}:{function.__name__}", "inputs": words} | options)
 

@@ -18,10 +18,11 @@ from triton.runtime import interpreter as stock
 
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.static.compile_text import copied
+from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.builder import Builder
 from bi_kernels.interpreter.formats import numbers
 from bi_kernels.workbench.places import Place, places, where
-from bi_kernels.workbench.run import interpreted, launched
+from bi_kernels.workbench.run import arguments, interpreted, launched
 from bi_kernels.workbench.steps import Access, Line, Loop, Steps
 from bi_kernels.workbench.tiles import Tile
 
@@ -36,21 +37,22 @@ def step(
     program: its index in the grid. rounds: which rounds of every loop to keep, the first and the last unless given;
     -1 counts from the end. options: what follows the positional arguments, constexprs and their like. Shows itself as
     HTML in Jupyter and as text elsewhere; `steps["name"]` is the last value of a name. An error of the kernel is shown
-    at its line, and is `steps.error`. Raises ValueError for a program outside of the grid, TypeError unless the kernel
-    was made under TRITON_INTERPRET=1.
+    at its line, and is `steps.error`. Raises TypeError or ValueError for a program outside of the grid, for an argument
+    that no launch takes, and unless the kernel was made under TRITON_INTERPRET=1.
     """
     kernel = interpreted("step", kernel)
-    parameters = inspect.signature(kernel.fn).parameters
-    given = copied(dict(zip(parameters, args)) | options)
-    place = (*((program,) if isinstance(program, int) else program), 0, 0)[:3]
-    recorder, size = Recorder(kernel.fn, places(given), rounds), [1, 1, 1]
+    grid, given = arguments("step", kernel, grid, args, options)
+    parameters, given = inspect.signature(kernel.fn).parameters, copied(given)
+    size = (*grid, 1, 1)[:3]
+    place = (*integers_of("step", "program", program if isinstance(program, Sequence) else (program,)), 0, 0)
+    if any(place[3:]) or not all(0 <= i < n for i, n in zip(place, size)):
+        raise ValueError(f"step: program is {program}, expected one of the grid {size}")
+    place = place[:3]
+    recorder = Recorder(kernel.fn, places(given), integers_of("step", "rounds", rounds))
 
     def only(fn: Callable) -> Callable:
         @wraps(fn)
         def call(**values):
-            size[:] = stock.interpreter_builder.grid_dim
-            if any(not 0 <= i < n for i, n in zip(place, size)):
-                raise ValueError(f"step: program is {program}, expected one of the grid {tuple(size)}")
             if stock.interpreter_builder.grid_idx == place:
                 with recorder.accesses(), recorder.lines(fn.__code__):
                     fn(**values)
@@ -61,14 +63,11 @@ def step(
     try:
         launched(kernel, grid, given, only)
     except Exception as raised:
-        cause = raised.__cause__
-        if isinstance(cause, ValueError) and str(cause).startswith("step: "):
-            raise cause from None
         error = kernel_error(raised)
         if error is None:
             raise
-    arguments = {k: v for k, v in given.items() if k in parameters}
-    return Steps(kernel.fn.__name__, place, tuple(size), arguments, recorder.finished(error), error)
+    named = {k: v for k, v in given.items() if k in parameters}
+    return Steps(kernel.fn.__name__, place, size, named, recorder.finished(error), error)
 
 
 class Recorder:

@@ -1,5 +1,7 @@
 """What stepping through a program recorded, as HTML in Jupyter and as text elsewhere."""
 
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,6 +13,7 @@ from bi_kernels.audit.kernel_error import KernelError
 from bi_kernels.contract import dtype_name
 from bi_kernels.workbench.tiles import Tile
 
+WIDTH = 100  # columns of a terminal
 HANGING = "white-space:pre-wrap;padding-left:5ch;text-indent:-5ch"  # a wrapped line stays right of its number
 
 
@@ -109,7 +112,8 @@ class Steps:
 
     def __repr__(self) -> str:
         lines = [self.title, *self._text(self.lines, "")]
-        return "\n".join([*lines, *[f"KernelError: {self.error}"] * bool(self.error)])
+        lines += [f"KernelError: {self.error}"] * bool(self.error)
+        return "\n".join(part for line in lines for part in _wrapped(line))
 
     def _text(self, events: list, indent: str) -> Iterator[str]:
         for x in events:
@@ -155,6 +159,12 @@ class Steps:
 
 def _number(x: Line | Loop, i: int) -> str:
     return f"{x.number + i:4}"
+
+
+def _wrapped(line: str) -> list[str]:
+    """Returns a line as some of at most WIDTH columns; the rounds of a loop stay right of its bars."""
+    hanging = re.match(r"(?: *\|)*", line)[0].ljust(len(line) - len(line.lstrip(" |")) + 4)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=hanging, break_on_hyphens=False)
 
 
 def _argument(value) -> str:

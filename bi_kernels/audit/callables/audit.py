@@ -5,6 +5,7 @@ it. The relations are the audits' own.
 """
 
 import contextlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,6 +117,7 @@ def audit(
         raise ValueError(f"audit: folder is {shown(folder)}, which is a file, expected a folder")
     for label, given in (("reference", reference), ("record", record)):
         check_type("audit", label, given, (Callable, NoneType), "a callable")
+    _check_constants(fn, constants)
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
     t = Target(fn, inputs, constants, batch, shared, outputs, name, seed, names)
@@ -163,7 +165,7 @@ def audit(
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
     t.deadline = many.deadline = started + seconds
     voice = Voice(name, len(steps), quiet)
-    voice.say(f"{name}: {t.read()}; checks in {len(steps)} steps, at most {seconds:g} s")
+    voice.say(f"{name}: {t.read()}; checks in {len(steps)} step{'s' * (len(steps) > 1)}, at most {seconds:g} s")
     voice.found(rows)
     spent = f"the budget of {seconds:g} s was spent, one call takes {one_call:.2g} s; raise the parameter seconds"
     with ForkServer() as server:
@@ -185,6 +187,20 @@ def audit(
             given = [r for r in rows if not any(r is d for d in drawn)]
             report.repro = export([(t, given), (many, drawn)], candidate, imports, Path(folder), server)
     return report
+
+
+def _check_constants(fn: Callable, constants: dict) -> None:
+    """Raises TypeError for a keyword that neither `audit` nor fn takes; what has no signature takes any."""
+    try:
+        takes = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+        return
+    for k, value in constants.items():
+        if k not in takes:
+            options = [p.name for p in inspect.signature(audit).parameters.values() if p.kind == p.KEYWORD_ONLY]
+            raise TypeError(f"audit: {k} is {shown(value)}, expected one of {', '.join([*takes, *options])}")
 
 
 def _rows(t: Target, steps: Iterable[tuple[str, str, Callable]], spent: str) -> Iterator[list[Row]]:

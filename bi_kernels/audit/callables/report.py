@@ -60,7 +60,7 @@ class Report:
         said = [f"{self.verdict}  {self.name}: {self.answer}.", self.read, *self.notes]
         lines = [wrapped(escape.line(x), "    ") for x in said]
         if wrong := [r for r in self.rows if r.verdict == NEEDS_FIX]:
-            lines += ["", f"{len(wrong)} of {len(self.rows)} checks need a fix{remaining()}:"]
+            lines += ["", f"{len(wrong)} of {len(self.rows)} checks need{'s' * (len(wrong) == 1)} a fix{remaining()}:"]
             lines.append(terminal(condensed(self.rows), remaining()))
         if self.repro:
             lines += ["", "Reproduce with", f"    {self.command}"]

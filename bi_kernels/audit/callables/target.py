@@ -74,7 +74,8 @@ def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Se
     if not -x.dim() <= batch < x.dim():
         raise ValueError(f"batch is {batch}, expected a dimension of {first}, whose shape is {tuple(x.shape)}")
     if x.shape[batch] < 2:
-        raise ValueError(f"{first} holds {x.shape[batch]} sample along dimension {batch}, expected at least 2")
+        held = f"{x.shape[batch]} sample{'s' * (x.shape[batch] != 1)}"
+        raise ValueError(f"{first} holds {held} along dimension {batch}, expected at least 2")
     return first, batch % x.dim()
 
 

@@ -240,13 +240,13 @@ def _passed(every: list[dict]) -> str:
     listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
     units = grouped(compared, lambda r: HASH if r["tensor"].startswith(HASH) else "elements")
     of = " and ".join(f"{sum(r['elements'] for r in mine):,} {unit}" for unit, mine in units.items())
-    said = f"every bit agrees in {len(compared):,} checks of {of}"
+    said = f"every bit agrees in {len(compared):,} check{'s' * (len(compared) != 1)} of {of}"
     parts = [f"{said} ({listed})"] if compared else []
     without = f"{len(asked) - len(compared):,} more are of a call without elements, or refused in a sentence"
     parts += [without] * (len(asked) > len(compared))
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
-    parts += [f"{len(good):,} checks pass"] if not parts else []
+    parts += [f"{len(good):,} check{' passes' if len(good) == 1 else 's pass'}"] if not parts else []
     parts += [f"refused as the contract says: {', '.join(wanted)}"] if wanted else []
     what = ", ".join(
         dict.fromkeys(

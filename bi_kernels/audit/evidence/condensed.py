@@ -31,7 +31,7 @@ def where(rows: Sequence[dict], most: int = NAMED) -> str:
     is_count = lambda r: r["layout"].partition(":")[0] == "rows"
     numbers = {r["rows"] for r in rows if is_count(r)} - {0}
     others = list(dict.fromkeys(r["layout"] for r in rows if not is_count(r) and r["layout"]))
-    more = [f"{len(others) - most} layouts more"] * (len(others) > most)
+    more = [f"{len(others) - most} more layout{'s' * (len(others) > most + 1)}"] * (len(others) > most)
     return "; ".join([f"M = {counts(numbers)}"] * bool(numbers) + others[:most] + more)
 
 
@@ -103,7 +103,8 @@ def terminal(lines: Sequence[dict], rest: str = "") -> str:
         place = ": ".join(filter(None, (line["tensors"], line["where"], line["detail"])))
         widths = COLUMNS if not line["detail"] else {"": COLUMNS[""], "where": WIDTH - COLUMNS[""] - len(GAP)}
         found.append(_columns(line | {"where": place}, widths))
-    more = [f"{len(lines) - len(shown)} lines more{rest}"] * (len(lines) > len(shown))
+    left = len(lines) - len(shown)
+    more = [f"{left} more line{'s' * (left > 1)}{rest}"] * (left > 0)
     return "\n".join([*found, *more])
 
 

@@ -25,7 +25,7 @@ def built(spec: str) -> tuple:
         or not (isinstance(found[0], nn.Module) or callable(found[0]))
     ):
         raise ValueError(
-            f"candidate {spec!r} returned a {type(found).__name__}, expected (model, batch) or (model, batch, loss)"
+            f"candidate {spec!r} returned {type(found).__name__}, expected (model, batch) or (model, batch, loss)"
         )
     return found
 
@@ -39,7 +39,7 @@ def run(
     options = {"loss": loss[0] if loss else None, "backward": backward, "seed": seed}
     if to:
         made = record(model, batch, (layouts or ["batch"])[0], to, **options)
-        return f"recorded {made.tokens.count} tokens of {made.layout} in {to}"
+        return f"recorded {made.tokens.count} token{'s' * (made.tokens.count != 1)} of {made.layout} in {to}"
     if other:
         return compare_with(model, batch, (layouts or ["batch"])[0], other, **options)
     return locate(model, batch, layouts or ("batch", "singles"), folder=out, **options)

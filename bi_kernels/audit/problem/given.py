@@ -78,7 +78,7 @@ def _returned(spec: str, device) -> dict:
         said = str(error).partition("\n")[0]
         raise ValueError(f"inputs is {spec!r}, which raised {type(error).__name__}: {said}") from None
     if not isinstance(found, (dict, tuple, list)):
-        raise ValueError(f"inputs is {spec!r}, which returned a {type(found).__name__}, expected a tuple or a dict")
+        raise ValueError(f"inputs is {spec!r}, which returned {type(found).__name__}, expected a tuple or a dict")
     found = found if isinstance(found, dict) else {f"input{i}": v for i, v in enumerate(found)}
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 

@@ -152,12 +152,13 @@ def _digests(names: list[str], parameters: dict, expected: list[dict], file: Pat
 def _say(rows: list[dict], out: Path, warnings: Sequence[str], hurried: bool) -> None:
     failing = needs_fix([r for r in rows if not r["control"]])
     controls = [r for r in rows if r["control"]]
+    judged = len(rows) - len(controls)
     for line in ci.lines(rows, out):
         click.echo(line)
     for warning in warnings:
         warn(warning)
     click.echo(
-        f"{len(rows) - len(controls)} checks, {len(failing)} need a fix; controls caught: "
+        f"{judged} check{'s' * (judged != 1)}, {len(failing)} need{'s' * (len(failing) == 1)} a fix; controls caught: "
         f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}; "
         + (f"verdicts in {out / 'verdicts.json'}" if hurried else f"documents in {out}")
     )

@@ -155,7 +155,8 @@ class Board:
     def count(self, name: str) -> None:
         """Reads what an audit has recorded so far; its first verdicts are worth a line of their own."""
         rows = read_rows(folder.building(self.out, name))
-        said = f"{len(rows)} checks, {len(needs_fix(rows))} need a fix"
+        wrong = len(needs_fix(rows))
+        said = f"{len(rows)} check{'s' * (len(rows) != 1)}, {wrong} need{'s' * (wrong == 1)} a fix"
         if rows and name not in self.counted and name != SAYS:
             self.say(f"{name}: {said} after {self.task(name).elapsed:.0f} s")
         if len(rows) > self.counted.get(name, 0):
@@ -172,7 +173,10 @@ class Board:
         """Says of how many checks nothing is known, for the memory that others took: that is no drift."""
         rows = read_rows(self.out / name)
         if beside and (count := sum("OutOfMemoryError" in (row.get("detail") or "") for row in rows)):
-            self.say(f"{name}: {count} checks ran out of memory beside other audits; run it again with fewer --jobs")
+            self.say(
+                f"{name}: {count} check{'s' * (count != 1)} ran out of memory beside other audits; "
+                "run it again with fewer --jobs"
+            )
 
     def end(self, name: str, passed: bool) -> float:
         """Returns how many seconds the audit took."""
