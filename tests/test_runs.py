@@ -245,7 +245,7 @@ def test_a_fingerprint_is_of_the_package_and_the_candidate(tmp_path, monkeypatch
 
 def test_an_estimate_is_of_the_last_run_here_or_of_the_interpreter(tmp_path):
     assert "minutes, as on two cores" in runner.estimate(["gemm", "attention", "vocabulary"], tmp_path, 2, True)
-    assert "not known" in runner.estimate(["gemm"], tmp_path, 2, False)
+    assert "no estimate" in runner.estimate(["gemm"], tmp_path, 2, False)
     (document(tmp_path) / folder.FINISHED).write_text(json.dumps({"made_of": "x", "seconds": 61.0}))
     assert runner.estimate(["gemm"], tmp_path, 1, False) == "about 61 s, as they did here before"
 
