@@ -44,7 +44,7 @@ from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
 from bi_kernels.checks import INTERPRETED, check_numbers
 from bi_kernels.contract import SWEEP
-from bi_kernels.scalars import check_number, check_type, integer_of, shown, strings_of
+from bi_kernels.scalars import check_number, check_type, integer_of, strings_of, truncated_repr
 
 RECOMPILES = 256
 NOT_RUN = "not run"  # layout of a row of what the budget left no time for
@@ -96,7 +96,7 @@ def audit(
     rows so far. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
-        raise TypeError(f"fn is {shown(fn)}, expected a callable")
+        raise TypeError(f"fn is {truncated_repr(fn)}, expected a callable")
     if isinstance(fn, KERNELS):
         raise TypeError(f"fn is the Triton kernel {fn.__name__}, expected the Python function that launches it")
     outputs, shared, names = (
@@ -114,7 +114,7 @@ def audit(
     check_type("audit", "backward", backward, (bool, NoneType), "True, False or None")
     check_type("audit", "folder", folder, (str, Path, NoneType), "a path")
     if folder is not None and Path(folder).is_file():
-        raise ValueError(f"audit: folder is {shown(folder)}, which is a file, expected a folder")
+        raise ValueError(f"audit: folder is {truncated_repr(folder)}, which is a file, expected a folder")
     for label, given in (("reference", reference), ("record", record)):
         check_type("audit", label, given, (Callable, NoneType), "a callable")
     _check_constants(fn, constants)
@@ -200,7 +200,7 @@ def _check_constants(fn: Callable, constants: dict) -> None:
     for k, value in constants.items():
         if k not in takes:
             options = [p.name for p in inspect.signature(audit).parameters.values() if p.kind == p.KEYWORD_ONLY]
-            raise TypeError(f"audit: {k} is {shown(value)}, expected one of {', '.join([*takes, *options])}")
+            raise TypeError(f"audit: {k} is {truncated_repr(value)}, expected one of {', '.join([*takes, *options])}")
 
 
 def _rows(t: Target, steps: Iterable[tuple[str, str, Callable]], spent: str) -> Iterator[list[Row]]:

@@ -44,17 +44,18 @@ def _kept(t: Target) -> list[Row]:
     )
 
 
-class _Interrupted(Step):
-    """A step between whose forward and backward the callable is called on other samples, in the same shapes."""
-
-    def run(self, leaves: dict, shared: dict, outputs: list, upstream: list) -> None:
-        super().forward(self.t.every[::-1], "stale", shared)
-        torch.autograd.backward(outputs, upstream)
+def _interrupted(step: Step, leaves: dict, shared: dict, outputs: list, upstream: list) -> None:
+    """Calls the callable on other samples, in the same shapes, between forward and backward."""
+    step.forward(step.t.every[::-1], "stale", shared)
+    torch.autograd.backward(outputs, upstream)
 
 
 def kept_for_backward(t: Target, whole: dict[str, torch.Tensor]) -> list[Row]:
     """What a forward saved must be its own when another has run before its backward."""
-    found, said = _Interrupted(t).gradients([t.every]), {"against": "without the later call", "rows": t.count}
+    found, said = (
+        Step(t, backward=_interrupted).gradients([t.every]),
+        {"against": "without the later call", "rows": t.count},
+    )
     return left(t, BACKWARD, found, whole, **said)
 
 

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from torch.utils._pytree import tree_map
@@ -18,7 +18,7 @@ from bi_kernels.audit.callables.sequences import IDS, sequences
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Target, first_and_batch
 from bi_kernels.audit.evidence.drift import raw
-from bi_kernels.audit.evidence.verdicts import PASS, Row, needs_fix
+from bi_kernels.audit.evidence.verdicts import PASS, Row, control_row, needs_fix
 from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
@@ -90,12 +90,12 @@ class AnySession(Session):
             if asked in (_demanded, _moded) and not t.values[t.first].is_floating_point():
                 continue  # nothing of it has a gradient
             found = asked(t)
-            rows.append(replace((needs_fix(found) or found)[0], candidate=name).as_control())
+            rows.append(control_row(name, found))
         t = copy.copy(self.report.target)
         if not any(k.startswith("whole sequences") for k in t.refused) and "right_padded" in sequences(t):
             t.function = _wider_otherwise(t)
             (row,) = sequences(t)["right_padded"]()
-            rows.append(replace(row, candidate="another result for a wider batch of sequences").as_control())
+            rows.append(control_row("another result for a wider batch of sequences", [row]))
         self.add(rows)
         return rows
 
@@ -116,7 +116,7 @@ class AnySession(Session):
         self.add(rows)
         if {r.verdict for r in rows} == {PASS}:
             found = beyond(self._broken(wrapped))
-            self.add([replace((needs_fix(found) or found)[0], candidate=WRAPPED).as_control()])
+            self.add([control_row(WRAPPED, found)])
         return rows
 
     @property

@@ -1,7 +1,7 @@
 """A training step of any callable: a real backward() over the calls of a layout."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -27,20 +27,50 @@ def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
                 del p.main_grad
 
 
+@contextlib.contextmanager
+def _frozen(module: torch.nn.Module | None, wanted: Collection[str] | None) -> Iterator[None]:
+    """Freezes a module's parameters, all but those `wanted`; None freezes none."""
+    parameters = module.named_parameters() if module and wanted is not None else ()
+    frozen = [p for k, p in parameters if p.requires_grad and k not in wanted]
+    try:
+        for p in frozen:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_()
+
+
+Pair = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
 class Step:
-    """One training step of a target: a real backward() over the calls of a layout."""
+    """One training step of a target: a real backward() over the calls of a layout.
 
-    buffered = True  # whether parameters have a main_grad
+    wanted: the inputs and parameters that want a gradient; None: all. buffered: whether parameters have a main_grad.
+    pair: makes other (outputs, upstream gradients) of those of a call. backward: called with (step, leaves, shared
+    inputs, outputs, upstream gradients) in place of autograd's.
+    """
 
-    def __init__(self, t: Target, kind: str = "given"):
+    def __init__(
+        self,
+        t: Target,
+        kind: str = "given",
+        *,
+        wanted: Collection[str] | None = None,
+        buffered: bool = True,
+        pair: Pair | None = None,
+        backward: Callable | None = None,
+    ):
         self.t, self.kind, self.upstream = t, kind, []
+        self.wanted, self.buffered, self.pair, self.backward = wanted, buffered, pair, backward
         self.trained: list[int] = []  # numbers of the outputs that have a gradient
         self.folded: set[str] = set()  # gradients that stood in main_grad
         self.floating = [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
 
     def wants(self, name: str) -> bool:
         """Tells whether a gradient of an input, or of a module's parameter, is wanted."""
-        return True
+        return self.wanted is None or name in self.wanted
 
     def gradients(self, layout: Layout, filler: str = "stale") -> dict[str, torch.Tensor]:
         """Returns {name: gradient}: of batched inputs by sample, of shared ones and a module's parameters once for all
@@ -49,7 +79,7 @@ class Step:
         given, names = t.given(self.kind), [k for k in self.floating if k not in t.batched and self.wants(k)]
         shared = {k: given[k].detach().clone().requires_grad_() for k in names}
         trained = shared | (dict(t.module.named_parameters()) if t.module else {})
-        with gradients_kept(t.module):
+        with gradients_kept(t.module), _frozen(t.module, self.wanted):
             for p in trained.values():
                 p.grad = None
                 vars(p).pop("main_grad", None)
@@ -69,7 +99,11 @@ class Step:
         parts = {k: [] for k in self.floating if k in t.batched}
         for call in layout:
             leaves, outputs = self.forward(call, filler, shared)
-            self.run(leaves, shared, *self.paired(outputs, call))
+            pairs = self.paired(outputs, call)
+            if self.backward:
+                self.backward(self, leaves, shared, *pairs)
+            else:
+                torch.autograd.backward(*pairs)
             for k, leaf in leaves.items():
                 if leaf.grad is not None:
                     parts[k].append(leaf.grad.movedim(t.batch, 0))
@@ -103,10 +137,8 @@ class Step:
             own = dy[index.clamp(min=0)]
             own[index < 0] = 0
             given.append(own.movedim(0, d).flatten(d, d + 1))
-        return [y for y, _ in outputs], given
-
-    def run(self, leaves: dict, shared: dict, outputs: list[torch.Tensor], upstream: list[torch.Tensor]) -> None:
-        torch.autograd.backward(outputs, upstream)
+        ys = [y for y, _ in outputs]
+        return self.pair(ys, given) if self.pair else (ys, given)
 
     def _draw(self, outputs: list, count: int) -> None:
         """An upstream gradient for every sample, the same in every layout, its exponents spread over the samples; or,

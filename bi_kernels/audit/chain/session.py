@@ -1,6 +1,6 @@
 """The session of an audit of a whole model: `chain` and `training`."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -8,7 +8,7 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.chain import generation, plain, speed
 from bi_kernels.audit.chain.layouts import Step, case
 from bi_kernels.audit.chain.relations import CONTROLS, GENERATING, invariance
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix, up_to_a_drift
+from bi_kernels.audit.evidence.verdicts import Row, control_row, up_to_a_drift
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
@@ -77,4 +77,4 @@ def control(session: ModelSession, name: str) -> Row:
         _, relation, ops = found
         rows, _ = generation.judge(session, "bf16", ops, "control_layers")
         rows = [row for row in rows if row.relation == relation]
-    return replace((needs_fix(rows) or rows)[0], candidate=name).as_control()
+    return control_row(name, rows)

@@ -3,7 +3,7 @@ file."""
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -126,6 +126,11 @@ def needs_fix(rows: Iterable[Row | dict]) -> list:
     """Returns the rows that need a fix, and the controls that were missed."""
     wrong = lambda said: not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
     return [row for row in rows if wrong(_said(row))]
+
+
+def control_row(name: str, rows: Sequence[Row]) -> Row:
+    """Returns the row that stands for a candidate broken on purpose: the first that needs a fix, if any does."""
+    return replace((needs_fix(rows) or rows)[0], candidate=name).as_control()
 
 
 def verdict_of(rows: Collection[Row | dict]) -> str:

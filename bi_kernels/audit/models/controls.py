@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bi_kernels
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.evidence.verdicts import Row, control_row
 from bi_kernels.audit.models.cases import Step, built, case, quiet
 from bi_kernels.audit.models.generation import generated, judged
 from bi_kernels.audit.models.relations import (
@@ -155,7 +154,7 @@ def run(session) -> list[Row]:
     for name, relation, judge in CONTROLS:
         with quiet():
             found = [row for row in judge(session) if row.relation == relation]
-        rows.append(replace((needs_fix(found) or found)[0], candidate=name).as_control())
+        rows.append(control_row(name, found))
         session.add(rows[-1:])
         torch.cuda.empty_cache()
     return rows
