@@ -9,7 +9,7 @@ from operator import index
 import torch
 
 from bi_kernels.contract import check_dtype
-from bi_kernels.scalars import shown
+from bi_kernels.scalars import truncated_repr
 
 # Triton decides when a kernel is defined, so it is asked once, here, before any kernel of the package is
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -138,7 +138,7 @@ def integers_of(op: str, name: str, values: torch.Tensor | Sequence[int]) -> lis
     try:
         return [index(v) for v in values]
     except (TypeError, RuntimeError):
-        raise TypeError(f"{op}: {name} is {shown(values)}, expected a sequence of integers") from None
+        raise TypeError(f"{op}: {name} is {truncated_repr(values)}, expected a sequence of integers") from None
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
@@ -185,7 +185,7 @@ def _written(t: torch.Tensor) -> tuple[int, int] | None:
     return None if t.is_inference() else (t._version, t.data_ptr())
 
 
-def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
+def needs_validation(question: tuple, *tensors: torch.Tensor) -> bool:
     """Returns whether a check may and has to wait for the values of tensors: every layer of a model asks the same of
     the same ones, and they remember that they were `seen` together. What PyTorch does not notice, as a graph's replay,
     may write to them behind that, so sentences may hang on this, memory may not."""
@@ -200,7 +200,7 @@ def unseen(question: tuple, *tensors: torch.Tensor) -> bool:
     return False
 
 
-def seen(question: tuple, *tensors: torch.Tensor) -> None:
+def mark_validated(question: tuple, *tensors: torch.Tensor) -> None:
     """Remembers that the values of tensors, as they are now, passed the check."""
     mark = object()
     for t in tensors:
@@ -216,7 +216,7 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def described(t: torch.Tensor) -> torch.Tensor:
+def ensure_cuda_context(t: torch.Tensor) -> torch.Tensor:
     """Returns `t`, of which a TMA descriptor can be made in this thread from now on.
 
     The driver makes one in the thread's CUDA context, which PyTorch binds with the first kernel that it launches there;

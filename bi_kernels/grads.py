@@ -10,8 +10,8 @@ import triton
 from bi_kernels.contract import VERSION
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 from bi_kernels.parallel.tree import GroupTree, agree
-from bi_kernels.parameters import NUMBERS, OWNERS, masters_of, tied_among, trained
-from bi_kernels.scalars import check_flag, check_integer, check_number, shown
+from bi_kernels.parameters import IDS, LIVE_MAIN_GRADS, masters_of, tied_among, trained
+from bi_kernels.scalars import check_flag, check_integer, check_number, truncated_repr
 
 
 class MainGrads:
@@ -67,7 +67,7 @@ class MainGrads:
         self.tree = self._tree(groups, world)
         if sharded and self.tree is None:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
-        OWNERS[number := next(NUMBERS)] = self
+        LIVE_MAIN_GRADS[number := next(IDS)] = self
         for p, buffer in zip(self.parameters, self._buffers()):
             p.main_grad = buffer
             buffer.of_step = number  # and no integration's, which would hand it on to `.grad`
@@ -77,10 +77,10 @@ class MainGrads:
 
     def _tree(self, groups: int, world: dist.ProcessGroup | None) -> GroupTree | None:
         if isinstance(groups, bool) or not isinstance(groups, int) or not 0 < groups < 2**31:
-            raise ValueError(f"MainGrads: groups is {shown(groups)}, expected a positive integer")
+            raise ValueError(f"MainGrads: groups is {truncated_repr(groups)}, expected a positive integer")
         if world is not None:
             if not isinstance(world, dist.ProcessGroup):
-                raise TypeError(f"MainGrads: world is {shown(world)}, expected a process group, or None")
+                raise TypeError(f"MainGrads: world is {truncated_repr(world)}, expected a process group, or None")
             shapes = [(tuple(p.shape), str(p.dtype), any(p is t for t in self.tied)) for p in self.parameters]
             versions = {"torch": torch.__version__, "Triton": triton.__version__, "contract": VERSION}
             agree("MainGrads", world, {"groups": groups, "parameters": shapes} | versions)
@@ -116,7 +116,9 @@ class MainGrads:
         check_integer("MainGrads", "group", group)
         if self.tree is None:  # a single group ends with the step
             if group != 0:
-                raise ValueError(f"MainGrads: close was called for group {shown(group)}, expected 0, the only one")
+                raise ValueError(
+                    f"MainGrads: close was called for group {truncated_repr(group)}, expected 0, the only one"
+                )
             return
         self._join_tied()
         self.collect()
@@ -223,7 +225,7 @@ class MainGrads:
         norm that is not finite if asked to."""
         check_flag("MainGrads", "error_if_nonfinite", error_if_nonfinite)
         if not (limit := check_number("MainGrads", "max_norm", max_norm)) > 0:
-            raise ValueError(f"MainGrads: max_norm is {shown(max_norm)}, expected a number above 0")
+            raise ValueError(f"MainGrads: max_norm is {truncated_repr(max_norm)}, expected a number above 0")
         if cut := [name for name, p in zip(self.names, self.parameters) if hasattr(p, "cut")]:
             raise ValueError(f"MainGrads: {cut[0]} is cut over ranks, expected whole weights where they are clipped")
         if self.tree and self.tree.begun:

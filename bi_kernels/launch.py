@@ -40,10 +40,10 @@ if not (INTERPRETED or KNOWN):
 
 _HEAD = 13  # what 3.6 passes its compiled launcher before the kernel's arguments; 3.7 passes these in one tuple
 
-remembered = lru_cache(maxsize=4096)  # what a launch needs but its tensors, by what that follows from
+cached = lru_cache(maxsize=4096)  # what a launch needs but its tensors, by what that follows from
 
 
-def watched() -> bool:
+def is_recorded() -> bool:
     """Tells whether somebody records what Triton launches, as the static audit does."""
     return JITFunction.run is not _RUN
 
@@ -51,16 +51,16 @@ def watched() -> bool:
 def _direct() -> bool:
     """Tells whether a launch may pass Triton by: nobody records it, or wants to be called then, as a profiler does."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return KNOWN and not (watched() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    return KNOWN and not (is_recorded() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def start(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], values: Sequence) -> None:
+def launch_compiled(compiled: CompiledKernel, device: int, grid: tuple[int, int, int], values: Sequence) -> None:
     """Launches what Triton compiled on a device's current stream, where that is `_direct`."""
     stream, run = torch._C._cuda_getCurrentRawStream(device), _launcher(compiled)
     run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
-@remembered
+@cached
 def _launcher(compiled: CompiledKernel) -> Callable:
     """Returns Triton's launcher of a kernel; of one that takes TMA descriptors, a copy that keeps the maps which it has
     encoded, where Triton's encodes two or more in each launch."""
@@ -75,7 +75,7 @@ def keeping_maps(run: Callable) -> Callable:
         return run
     launcher, places, told = (seen.nonlocals[n] for n in ("launcher", "tensordesc_indices", "tensordesc_meta"))
     encode, packed = seen.globals["make_tensordesc_arg"], hasattr(run, "kernel_signature")
-    told = [(at, meta, meta and _numbered(repr(meta))) for at, meta in zip(sorted(places), told)]
+    told = [(at, meta, meta and _intern_id(repr(meta))) for at, meta in zip(sorted(places), told)]
 
     def launch(*given):
         head, values = (given[:-1], given[-1]) if packed else (given[:_HEAD], given[_HEAD:])
@@ -138,12 +138,12 @@ class Kernel(JITFunction):
         kinds = [(i, not self.params[i].do_not_specialize) for i in values if not self.params[i].is_constexpr]
         named = [self.params[i].name for i in values[count:]]
         changing = {self.params[i].name for i, _ in kinds}
-        return _Call(kinds, _picked([n for n in names if n not in changing]), _picked(named))
+        return _Call(kinds, _itemgetter_for([n for n in names if n not in changing]), _itemgetter_for(named))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         """Returns what launches a program for each place in the grid; all arguments are given, those whose values are
         compiled in, and Triton's options (num_warps, …), by name, tensors on the current device."""
-        if watched():
+        if is_recorded():
             return super().__getitem__(grid)
 
         def launch(*args, **named) -> CompiledKernel:
@@ -160,7 +160,7 @@ class Kernel(JITFunction):
                 options = {n: v for n, v in named.items() if n not in self.arg_names}
                 compiled = self._compiled[key] = self.run(*values, grid=grid, warmup=False, **options)
             elif _direct():
-                start(compiled, device, (*grid, 1, 1)[:3], values)
+                launch_compiled(compiled, device, (*grid, 1, 1)[:3], values)
             else:
                 compiled[*grid, 1, 1](*values)
             return compiled
@@ -168,7 +168,7 @@ class Kernel(JITFunction):
         return launch
 
 
-def _picked(names: Sequence[str]) -> Callable[[dict], tuple]:
+def _itemgetter_for(names: Sequence[str]) -> Callable[[dict], tuple]:
     """Returns what picks the values of these names."""
     if len(names) > 1:
         return itemgetter(*names)
@@ -181,7 +181,7 @@ _count = count()
 _maps: dict[tuple, list] = {}  # what a launcher is given, by the numbers of a descriptor's kind and layout, and address
 
 
-def _numbered(kind) -> int:
+def _intern_id(kind) -> int:
     """Returns a number of its own for each kind."""
     return _numbers.setdefault(kind, next(_count))
 
@@ -198,7 +198,7 @@ def descriptor(
         if len(_blocks) >= 4096:
             _blocks.clear()
             _numbers.clear()
-        fields = _blocks[key] = {**vars(made), "base": None, "number": _numbered(key)}
+        fields = _blocks[key] = {**vars(made), "base": None, "number": _intern_id(key)}
     made = kind.__new__(kind)
     vars(made).update(fields, base=t)
     return made
@@ -235,7 +235,7 @@ class Launch:
         if compiled is None:
             self._compiled[key] = self._kernel[self._grid](*given, *self._numbers, **self._named)
         else:
-            start(compiled, self._device, self._whole_grid, (*values, *self._tail))
+            launch_compiled(compiled, self._device, self._whole_grid, (*values, *self._tail))
 
 
 def jit(fn: Callable | None = None, **options) -> Callable:

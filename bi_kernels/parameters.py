@@ -9,10 +9,10 @@ import torch
 
 from bi_kernels.checks import check_numbers
 from bi_kernels.contract import DTYPES
-from bi_kernels.scalars import one_line, shown
+from bi_kernels.scalars import one_line, truncated_repr
 
-OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads that is in use, by its number
-NUMBERS = count(1)
+LIVE_MAIN_GRADS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads that is in use, by its number
+IDS = count(1)
 
 
 def trained(
@@ -39,7 +39,7 @@ def trained(
         check_numbers("MainGrads", name, p)
         if not p.is_leaf or p.is_inference() or torch._debug_has_internal_overlap(p) == 1:
             raise ValueError(f"MainGrads: {name} cannot be written to in place, expected a module's parameter")
-        if getattr(getattr(p, "main_grad", None), "of_step", None) in OWNERS:
+        if getattr(getattr(p, "main_grad", None), "of_step", None) in LIVE_MAIN_GRADS:
             raise ValueError(f"MainGrads: {name} has another MainGrads' main_grad, expected one that was released")
         found[p] = name
     return list(found.values()), list(found)
@@ -49,11 +49,11 @@ def tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Par
     """Returns what is tied, each once. Raises TypeError for what are no parameters, ValueError for one that is not
     trained."""
     if isinstance(tied, torch.Tensor) or not isinstance(tied, Iterable):
-        raise TypeError(f"MainGrads: tied is {shown(tied)}, expected a list of parameters")
+        raise TypeError(f"MainGrads: tied is {truncated_repr(tied)}, expected a list of parameters")
     found: dict[torch.nn.Parameter, None] = {}
     for t in tied:
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"MainGrads: tied holds {shown(t)}, expected a parameter")
+            raise TypeError(f"MainGrads: tied holds {truncated_repr(t)}, expected a parameter")
         if not t.requires_grad:
             raise ValueError("MainGrads: tied holds a parameter that requires no gradient, expected one that does")
         if all(t is not p for p in parameters):
@@ -67,7 +67,7 @@ def check_own(op: str, name: str, weight: torch.Tensor) -> None:
     to the parameter's `.grad`, beside its main_grad."""
     if not weight.is_leaf or type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward":
         return
-    there = [p for owner in OWNERS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
+    there = [p for owner in LIVE_MAIN_GRADS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
     if weight.numel() and there and all(p is not weight for p in there):
         raise ValueError(
             f"{op}: {name} is a copy of a parameter, made by a reentrant checkpoint, and has no main_grad; let the "
@@ -82,12 +82,16 @@ def masters_of(state: dict, expected: dict, masters: list[torch.Tensor]) -> list
     for name, mine in expected.items():
         theirs = state.get(name)
         if one_line(theirs) != one_line(mine):
-            raise ValueError(f"MainGrads: the state's {name} is {shown(theirs)}, expected {shown(mine)}")
+            raise ValueError(
+                f"MainGrads: the state's {name} is {truncated_repr(theirs)}, expected {truncated_repr(mine)}"
+            )
     theirs, shapes = state.get("masters"), [m.shape for m in masters]
     whole = isinstance(theirs, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in theirs)
     if not whole or [t.shape for t in theirs] != shapes or any(t.dtype != torch.float32 for t in theirs):
         expected = [tuple(s) for s in shapes]
-        raise ValueError(f"MainGrads: the state's masters are {shown(theirs)}, expected fp32 tensors of {expected}")
+        raise ValueError(
+            f"MainGrads: the state's masters are {truncated_repr(theirs)}, expected fp32 tensors of {expected}"
+        )
     for t in theirs:
         check_numbers("MainGrads", "a master of the state", t)
     return theirs

@@ -7,7 +7,7 @@ from operator import index
 import torch
 
 
-def shown(value: object) -> str:
+def truncated_repr(value: object) -> str:
     """Returns what a sentence says of a value: one line, and no long one."""
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of {value.dtype}"
@@ -27,36 +27,38 @@ def one_line(value: object) -> str:
 
 def check_number(op: str, name: str, value: float) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {shown(value)}, expected a number")
+        raise TypeError(f"{op}: {name} is {truncated_repr(value)}, expected a number")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{op}: {name} is {shown(value)}, expected a number") from None
+        raise ValueError(f"{op}: {name} is {truncated_repr(value)}, expected a number") from None
 
 
 def check_fp32(op: str, name: str, value: float) -> float:
     """Returns a number as it is, where fp32 holds it, 0 or with all its bits."""
     if value and not 2.0**-126 <= abs(value) < 2.0**128:
-        raise ValueError(f"{op}: {name} is {shown(value)}, expected a number of fp32, from 2**-126 to 2**128")
+        raise ValueError(f"{op}: {name} is {truncated_repr(value)}, expected a number of fp32, from 2**-126 to 2**128")
     return value
 
 
 def check_positive(op: str, name: str, value: float) -> float:
     """Returns a number that is positive in fp32, and has all its bits there."""
     if not 2.0**-126 <= check_number(op, name, value) < 2.0**128:
-        raise ValueError(f"{op}: {name} is {shown(value)}, expected a positive number of fp32, from 2**-126 to 2**128")
+        raise ValueError(
+            f"{op}: {name} is {truncated_repr(value)}, expected a positive number of fp32, from 2**-126 to 2**128"
+        )
     return float(value)
 
 
 def check_flag(op: str, name: str, value: bool) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {shown(value)}, expected True or False")
+        raise TypeError(f"{op}: {name} is {truncated_repr(value)}, expected True or False")
     return value
 
 
 def check_integer(op: str, name: str, value: int, expected: str = "an integer") -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {shown(value)}, expected {expected}")
+        raise TypeError(f"{op}: {name} is {truncated_repr(value)}, expected {expected}")
     return value
 
 
@@ -65,12 +67,12 @@ def integer_of(op: str, name: str, value: int) -> int:
     try:
         return index(value)
     except (TypeError, RuntimeError):
-        raise TypeError(f"{op}: {name} is {shown(value)}, expected an integer") from None
+        raise TypeError(f"{op}: {name} is {truncated_repr(value)}, expected an integer") from None
 
 
 def check_type(op: str, name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> object:
     if not isinstance(value, kinds):
-        raise TypeError(f"{op}: {name} is {shown(value)}, expected {expected}")
+        raise TypeError(f"{op}: {name} is {truncated_repr(value)}, expected {expected}")
     return value
 
 
@@ -81,5 +83,5 @@ def strings_of(op: str, name: str, values: Iterable[str]) -> list[str]:
     except TypeError:
         found = [None]
     if not all(isinstance(value, str) for value in found):
-        raise TypeError(f"{op}: {name} is {shown(values)}, expected a list of strings")
+        raise TypeError(f"{op}: {name} is {truncated_repr(values)}, expected a list of strings")
     return found

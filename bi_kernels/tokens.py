@@ -27,7 +27,7 @@ from bi_kernels import checks
 from bi_kernels.checks import integers_of
 from bi_kernels.launch import jit
 from bi_kernels.parameters import check_own
-from bi_kernels.scalars import check_flag, integer_of, shown
+from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
@@ -64,21 +64,21 @@ class TokenLayout(ContextDecorator):
         rows = integer_of(OP, "rows", rows)
         count = len(starts)
         if len(lengths) != count:
-            said = f"starts is {shown(starts)} and lengths is {shown(lengths)}"
+            said = f"starts is {truncated_repr(starts)} and lengths is {truncated_repr(lengths)}"
             raise ValueError(f"TokenLayout: {said}, expected one of each a sequence")
         if not count:
             raise ValueError("TokenLayout: lengths is empty, expected at least one sequence")
         order = list(range(count)) if order is None else integers_of(OP, "order", order)
         if len(set(order)) != count or len(order) != count:
             raise ValueError(
-                f"TokenLayout: order is {shown(order)}, expected {count} different numbers, one a sequence"
+                f"TokenLayout: order is {truncated_repr(order)}, expected {count} different numbers, one a sequence"
             )
         spans = sorted(zip(starts, lengths))
         ends, following = [0, *(s + n for s, n in spans)], [*(s for s, _ in spans), rows]
         if min(lengths) < 0 or any(end > start for end, start in zip(ends, following)) or rows >= 2**31:
             raise ValueError(
-                f"TokenLayout: sequences start at {shown(starts)} with lengths {shown(lengths)}, expected them "
-                f"to lie in {shown(rows)} rows, fewer than 2**31, and not to overlap"
+                f"TokenLayout: sequences start at {truncated_repr(starts)} with lengths {truncated_repr(lengths)}, "
+                f"expected them to lie in {truncated_repr(rows)} rows, fewer than 2**31, and not to overlap"
             )
         self.spans = [span for span in spans if span[1]]  # where each sequence starts, and its length
         slots: list[int] = []
@@ -95,9 +95,11 @@ class TokenLayout(ContextDecorator):
         """Sequences one after another: cu_seqlens starts at 0, never decreases, and ends at the row count."""
         ends = integers_of(OP, "cu_seqlens", cu_seqlens)
         if len(ends) < 2 or ends[0] != 0 or ends != sorted(ends):
-            raise ValueError(f"{OP}: cu_seqlens is {shown(ends)}, expected it to start at 0, never decrease, and end")
+            raise ValueError(
+                f"{OP}: cu_seqlens is {truncated_repr(ends)}, expected it to start at 0, never decrease, and end"
+            )
         if ends[-1] >= 2**31:
-            raise ValueError(f"{OP}: cu_seqlens ends at {shown(ends[-1])}, expected fewer than 2**31 rows")
+            raise ValueError(f"{OP}: cu_seqlens ends at {truncated_repr(ends[-1])}, expected fewer than 2**31 rows")
         return cls(ends[:-1], [b - a for a, b in zip(ends, ends[1:])], ends[-1], order)
 
     @classmethod
@@ -116,7 +118,8 @@ class TokenLayout(ContextDecorator):
         left = check_flag(OP, "left", left) | check_flag(OP, "left_padded", left_padded)
         if lengths and max(lengths) > width:
             raise ValueError(
-                f"TokenLayout: lengths holds {shown(max(lengths))}, expected at most the width {shown(width)}"
+                f"TokenLayout: lengths holds {truncated_repr(max(lengths))}, expected at most the width "
+                f"{truncated_repr(width)}"
             )
         starts = [i * width + (width - n if left else 0) for i, n in enumerate(lengths)]
         return cls(starts, lengths, width * len(lengths), order)
@@ -198,7 +201,7 @@ def _flat(length: int) -> TokenLayout:
     return layout
 
 
-def entered(op: str) -> TokenLayout | _Unset | None:
+def current_layout(op: str) -> TokenLayout | _Unset | None:
     """Returns the layout that `with` set, or None. Inside a backward, where a call is made again, that is one entered
     there, as by `within`; one around the backward may be another call's."""
     if not TokenLayout.entered:
@@ -218,7 +221,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     tokens = sequences * length
     if tokens >= 2**31:
         raise ValueError(f"{op}: {X.get(op, 'x')} has {tokens} tokens, expected fewer than 2**31")
-    layout = entered(op) if trains else None
+    layout = current_layout(op) if trains else None
     if isinstance(layout, _Unset) or layout is not None and layout.rows == tokens:
         return layout
     if layout is not None:
@@ -239,7 +242,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     return _flat(length) if not outer else _dense(max(sequences, 1), length if sequences else 0)
 
 
-def hint(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
+def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
     if not isinstance(layout, TokenLayout) or not layout.flat or not hasattr(buffer, "of_step"):
         return  # what is computed again may have none
@@ -272,7 +275,7 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
     return buffer
 
 
-def begins(buffer: torch.Tensor) -> bool:
+def consume_zero_flag(buffer: torch.Tensor) -> bool:
     """Tells whether `buffer` holds the zeros that MainGrads left there, so that a fold may begin without reading them;
     asked again, it says no. Not in the capture of a CUDA graph, whose replays go on from each other."""
     if buffer.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -55,7 +55,7 @@ from bi_kernels.ops.gemm import gemm
 SMALL = replace(SCHEDULE, split=64, block=16)  # splits of programs of their own
 APART = [replace(s, few=s.few + 1) for s in (SCHEDULE, SMALL)]  # for decode in steps
 NAMED, given = launch.Launch.__call__, []  # a launch of that is told addresses
-launch.Launch.__call__, launch.start = named, kept
+launch.Launch.__call__, launch.launch_compiled = named, kept
 
 
 @jit

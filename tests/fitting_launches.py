@@ -29,10 +29,10 @@ from bi_kernels.ops.attention import decode, forward
 from bi_kernels.ops.attention.arguments import arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
-from bi_kernels.ops.attention.padded import located
+from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.ops.gemm import hopper
-from bi_kernels.ops.gemm.cost import RINGS, TILES, Ring
+from bi_kernels.ops.gemm.cost import RINGS, TILES, PipelineConfig
 from bi_kernels.ops.gemm.kernel import launch, tiles
 from bi_kernels.ops.square_sum import block_sums
 from bi_kernels.tokens import TokenLayout
@@ -40,7 +40,7 @@ from bi_kernels.tokens import TokenLayout
 SOME = sys.argv[1:] == ["some"]
 OF = [dtype for dtype in DTYPES.values() if not (SOME and dtype == torch.float16)]
 FULL = 150 * 1024  # bytes of a ring from which on it is compiled
-WIDE = Ring(64, 256, 64, 5, 2)
+WIDE = PipelineConfig(64, 256, 64, 5, 2)
 
 
 def products() -> None:
@@ -85,7 +85,7 @@ def heads() -> None:
             call = arguments(q, q[:, :, :2], q[:, :, :2])
             out, lse = attention_forward(*call[:7])
             out, lse, *qkv = (t.flatten(0, 1) for t in (out, lse, *call[:3]))
-            where = located(call.sequences, q.device)
+            where = materialize_offsets(call.sequences, q.device)
             attention_backward(out, None, *qkv, out, lse, where, *call[4:7], True, True)
             for cache in (call[1], call[1].new_zeros(1, 5000, 2, width)):
                 decode.INTERPRETED = True  # in steps, which it else is on a GPU alone
@@ -115,7 +115,7 @@ def constants(kernel, args: tuple) -> dict:
 
 def of_a_ring(args: tuple, words: dict, done) -> dict:
     rows, columns = (args[i].block_shape[words[stored]] for i, stored in enumerate(("X_T", "W_T")))
-    ring = Ring(rows, columns, words["PART"] * words["PARTS"], words["STAGES"], words["GROUPS"])
+    ring = PipelineConfig(rows, columns, words["PART"] * words["PARTS"], words["STAGES"], words["GROUPS"])
     return {"spills": read([done])[0].spills, "rows": rows, "said": ring.shared}
 
 

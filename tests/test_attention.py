@@ -20,13 +20,13 @@ from bi_kernels.audit.problem.subject import poisoned_memory
 from bi_kernels.ops.attention import decode
 from bi_kernels.ops.attention.attention import Arguments, attend
 from bi_kernels.ops.attention.attention import arguments as checked
-from bi_kernels.ops.attention.schedule import SCHEDULE, Apart, Schedule, Tiling
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, SplitDecodeConfig, Tiling
 from bi_kernels.reference_gradients import gradient
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS, SHORT, EDGES = (5, 1, 130, 64, 200), (3, 150, 20), (0, 1, 15, 0, 16, 17, 127, 128, 129, 0)
 LAST = 2  # tokens that are decoded
-NEVER, ALWAYS = Apart(0), Apart(10**9, 10**9)
+NEVER, ALWAYS = SplitDecodeConfig(0), SplitDecodeConfig(10**9, 10**9)
 SMALL = replace(
     SCHEDULE, split=128, decode=Tiling(128, 64, 4, 4), merge_rows=256, apart=NEVER
 )  # several splits, few programs
@@ -275,8 +275,8 @@ def test_the_tiling_of_decode_apart_changes_no_bit(keys, run, columns, together)
 @pytest.fixture
 def taken(monkeypatch):
     """Grows by a call that is computed in steps apart."""
-    taken, compute = [], decode.Steps.__call__
-    monkeypatch.setattr(decode.Steps, "__call__", lambda *given: (taken.append(True), compute(*given)))
+    taken, compute = [], decode.SplitDecode.__call__
+    monkeypatch.setattr(decode.SplitDecode, "__call__", lambda *given: (taken.append(True), compute(*given)))
     return taken
 
 
@@ -319,7 +319,7 @@ def test_on_a_gpu_decode_is_computed_apart_in_a_capture_for_which_its_kernels_ar
     assert apart(k) and not apart(k) and apart(k, captured=True)
     assert not apart(shifted, captured=True) and not apart(shifted)
     with monkeypatch.context() as m:
-        m.setattr(decode, "watched", lambda: True)
+        m.setattr(decode, "is_recorded", lambda: True)
         assert apart(k) and apart(k, captured=True)
 
 
@@ -817,7 +817,7 @@ def test_rows_of_no_sequence_have_no_result_and_no_gradient_where_nobody_can_loo
 
     alone = step(q[: fewer[-1]], k[: fewer_keys[-1]], v[: fewer_keys[-1]])
     monkeypatch.setattr("bi_kernels.ops.attention.arguments.can_wait", lambda t: False)
-    monkeypatch.setattr("bi_kernels.ops.attention.arguments.unseen", lambda *asked: False)
+    monkeypatch.setattr("bi_kernels.ops.attention.arguments.needs_validation", lambda *asked: False)
     for y, own, empty in zip(step(q, k, v), alone, (0, -torch.inf, 0, 0, 0), strict=True):
         assert_same_bits(y[: len(own)], own)
         assert_same_bits(y[len(own) :], torch.full_like(y[len(own) :], empty))

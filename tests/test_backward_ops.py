@@ -304,7 +304,7 @@ def test_one_id_everywhere(count):
 
 def test_an_id_that_nobody_has_checked_gives_nan_and_not_a_strangers_row(monkeypatch):
     """As in a captured graph, which is replayed with other ids."""
-    monkeypatch.setattr(embed, "unseen", lambda question, ids: False)
+    monkeypatch.setattr(embed, "needs_validation", lambda question, ids: False)
     weight = torch.randn(VOCAB, 20, generator=torch.Generator().manual_seed(0))
     y = bi_kernels.embedding(torch.tensor([0, VOCAB, -1, VOCAB - 1]), weight)
     assert y[1:3].isnan().all()

@@ -485,8 +485,9 @@ def test_a_steps_first_fold_does_not_read_the_zeros_it_begins_with(op, monkeypat
     weight = torch.nn.Parameter(torch.randn(48, 32, generator=g).bfloat16())
     grads, continued = MainGrads([weight]), []
     for module in (gemm, lm_head):
-        seen = module.begins
-        monkeypatch.setattr(module, "begins", lambda *a, seen=seen: continued.append(not seen(*a)) or not continued[-1])
+        flag = module.consume_zero_flag
+        noted = lambda *a, flag=flag: continued.append(not flag(*a)) or not continued[-1]
+        monkeypatch.setattr(module, "consume_zero_flag", noted)
 
     def backward() -> torch.Tensor:
         y = bi_kernels.linear(x, weight) if op == "linear" else bi_kernels.lm_head_logprob(x, weight, targets)[0]

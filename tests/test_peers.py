@@ -59,20 +59,24 @@ def ranks_of(count: int, room: int = 2**18) -> list[Peers]:
 
 
 def moved(kind: str, x: torch.Tensor, rank: int, ranks: int, cuts: list[slice]) -> peers.Move:
-    exchange.place, before = lambda group: (rank, ranks), exchange.place
+    exchange.rank_and_world_size, before = lambda group: (rank, ranks), exchange.rank_and_world_size
     try:
-        return exchange.turning(x, None, cuts) if kind == "turning" else getattr(exchange, kind)(x, None)
+        return (
+            exchange.all_to_all_tokens(x, None, cuts)
+            if kind == "all_to_all_tokens"
+            else getattr(exchange, kind)(x, None)
+        )
     finally:
-        exchange.place = before
+        exchange.rank_and_world_size = before
 
 
 def expected(kind: str, every: list[torch.Tensor], rank: int, cuts: list[slice]) -> torch.Tensor:
     width = every[0].shape[1] // len(every)
     return {
-        "gathering": lambda: torch.stack(every),
-        "joining": lambda: torch.cat(every, 1),
-        "turning": lambda: torch.cat([x[cuts[rank]] for x in every], 1),
-        "recutting": lambda: torch.stack([x[:, rank * width : (rank + 1) * width] for x in every]),
+        "all_gather_rows": lambda: torch.stack(every),
+        "all_gather_columns": lambda: torch.cat(every, 1),
+        "all_to_all_tokens": lambda: torch.cat([x[cuts[rank]] for x in every], 1),
+        "reshard": lambda: torch.stack([x[:, rank * width : (rank + 1) * width] for x in every]),
     }[kind]()
 
 
@@ -87,7 +91,7 @@ LAID = {  # how x lies in memory
 
 @settings(max_examples=150, deadline=None)
 @given(
-    kind=st.sampled_from(["gathering", "joining", "turning", "recutting"]),
+    kind=st.sampled_from(["all_gather_rows", "all_gather_columns", "all_to_all_tokens", "reshard"]),
     ranks=st.sampled_from([2, 3, 4, 8]),
     rows=st.sampled_from([0, 1, 3, 16, 40]),
     width=st.integers(1, 5),
@@ -110,7 +114,7 @@ def test_every_move_arrives_and_nothing_else_is_written(kind, ranks, rows, width
 def test_two_rounds_may_be_due_and_what_nobody_can_wait_for_is_not():
     group, x = ranks_of(2), torch.randn(4, 4)
     p = group[0]
-    move = [moved("gathering", x, 0, 2, [])]
+    move = [moved("all_gather_rows", x, 0, 2, [])]
     for _ in range(4):  # each is lost, as by an error before somebody waits
         p.exchange(move)
     first, second = p.exchange(move), p.exchange(move)
@@ -125,7 +129,7 @@ def test_a_round_is_planned_once_for_its_shapes_and_slot():
     group = ranks_of(2)
     p = group[0]
     for step in range(2 * SLOTS):
-        p.exchange([moved("gathering", torch.full((4, 4), float(step)), 0, 2, [])])()
+        p.exchange([moved("all_gather_rows", torch.full((4, 4), float(step)), 0, 2, [])])()
     assert len(p.plans) == SLOTS
 
 
@@ -134,4 +138,4 @@ def test_an_error_of_the_runtime_is_raised(monkeypatch):
     p = group[0]
     monkeypatch.setattr(Runtime, "cudaMemcpyAsync", lambda *args: 700)
     with pytest.raises(RuntimeError, match="^Peers: the CUDA runtime returned 700$"):
-        p.exchange([moved("gathering", torch.randn(4, 4), 0, 2, [])])
+        p.exchange([moved("all_gather_rows", torch.randn(4, 4), 0, 2, [])])

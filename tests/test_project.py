@@ -244,18 +244,6 @@ def test_kernels_that_are_compiled_for_a_gpu_load_no_numba():
     assert run().stdout == "False\n" and run(TRITON_INTERPRET="1").stdout == "True\n"
 
 
-PACKAGES = sorted(path.parent for path in (ROOT / "bi_kernels").rglob("__init__.py"))
-
-
-def test_folders_and_files_stay_small():
-    """About ten files a folder, and no file over 300 lines."""
-    for folder in PACKAGES:
-        assert len(list(folder.glob("[!_]*.py"))) <= 13, folder
-    for path in (ROOT / "bi_kernels").rglob("*.py"):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 300, f"{path.name}: {len(lines)} lines"
-
-
 @pytest.mark.parametrize("command", (["check"], ["format", "--check"]), ids=" ".join)
 def test_ruff_has_nothing_to_say(command):
     files = [path for path in tracked() or () if path.suffix in (".py", ".ipynb") and path.is_file()] or [ROOT]

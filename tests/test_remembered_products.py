@@ -11,7 +11,7 @@ from bi_kernels.audit import start
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
 from bi_kernels.audit.experiments import gemm as experiments
 from bi_kernels.audit.problem import products
-from bi_kernels.ops.gemm import again, gemm
+from bi_kernels.ops.gemm import gemm, launch_cache
 
 ASKED = products.asked(products.SIZES["cpu"][0], BF16, torch.device("cpu"))
 LOOKED_UP = [k for k in ASKED if not any(word in k for word in ("start", "out", "unaligned", "8 bytes", "strided"))]
@@ -33,7 +33,7 @@ def differing(names: Sequence[str], alone: dict[str, torch.Tensor]) -> set[str]:
 def test_a_product_after_others_has_the_bits_that_it_has_alone_where_few_are_remembered(
     names, kinds, alone, monkeypatch
 ):
-    monkeypatch.setattr(again, "KINDS", kinds)
+    monkeypatch.setattr(launch_cache, "KINDS", kinds)
     assert differing(names * 2, alone) == set()
 
 
@@ -58,18 +58,18 @@ FORGETFUL = {
 
 @pytest.mark.parametrize("what", products.TOLD_APART)
 def test_a_key_that_forgets_is_found(what, alone, monkeypatch):
-    whole, names = again.kind_of, products.TOLD_APART[what]
+    whole, names = launch_cache.kind_of, products.TOLD_APART[what]
     assert differing(names, alone) == set()
-    monkeypatch.setattr(again, "kind_of", lambda *given: whole(*FORGETFUL[what](*given)))
+    monkeypatch.setattr(launch_cache, "kind_of", lambda *given: whole(*FORGETFUL[what](*given)))
     assert differing(names, alone) == {names[1]}
 
 
 @pytest.mark.parametrize("name", ["x unaligned", "w unaligned", "bias, unaligned", "bias, strided"])
 def test_a_lookup_that_does_not_see_where_tensors_lie_is_found(name, alone, monkeypatch):
-    blind = lambda *given: (run := vars(again._thread).get(again.kind_of(*given))) and run(*given[:3])
+    blind = lambda *given: (run := vars(launch_cache._thread).get(launch_cache.kind_of(*given))) and run(*given[:3])
     names = "bias" if "bias" in name else "plain", name
     assert differing(names, alone) == set()
-    monkeypatch.setattr(gemm, "again", blind)
+    monkeypatch.setattr(gemm, "cached_launch", blind)
     assert differing(names, alone) == {name}
 
 
@@ -88,7 +88,7 @@ def test_the_experiment_asks_all_that_is_required_and_finds_a_package_that_forge
         f"{asked[0].detail}: required, not run"
     ]
     assert {line["asked"]: line["looked up"] > 0 for line in table} == {name: name in LOOKED_UP for name in ASKED}
-    whole = again.kind_of
-    monkeypatch.setattr(again, "kind_of", lambda x, w, bias, _: whole(x, w, bias, None))
+    whole = launch_cache.kind_of
+    monkeypatch.setattr(launch_cache, "kind_of", lambda x, w, bias, _: whole(x, w, bias, None))
     found = {r.detail.partition(", in order")[0] for r in experiments.remembered(run)[0] if r.verdict == NEEDS_FIX}
     assert "plain, in fp32" in found and "start" not in found

@@ -152,20 +152,22 @@ def moved(group: dist.ProcessGroup) -> dict[str, bool]:
             torch.randn(rows, columns, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(ranks)
         ]
         mine, said = every[rank], f"{rows} × {columns}"
-        came = lambda move: exchange.exchanged(group, move)
-        found[f"gathering {said}"] = came(exchange.gathering(mine, group)).equal(torch.stack(every))
-        found[f"joining {said}"] = came(exchange.joining(mine.t(), group)).equal(torch.cat([x.t() for x in every], 1))
+        came = lambda move: exchange.exchange(group, move)
+        found[f"gathering {said}"] = came(exchange.all_gather_rows(mine, group)).equal(torch.stack(every))
+        found[f"joining {said}"] = came(exchange.all_gather_columns(mine.t(), group)).equal(
+            torch.cat([x.t() for x in every], 1)
+        )
         for name, ends in (("even", None), ("the first none", [0, 0]), ("the last none", [0, rows])):
-            cuts = exchange.shares(rows, group)
+            cuts = exchange.shards(rows, group)
             if ends:
                 ends += [rows] * (ranks + 1 - len(ends))
                 cuts = [slice(*pair) for pair in zip(ends, ends[1:])]
-            turned = came(exchange.turning(mine, group, cuts))
+            turned = came(exchange.all_to_all_tokens(mine, group, cuts))
             found[f"turning {said}, {name}"] = turned.equal(torch.cat([x[cuts[rank]] for x in every], 1))
             of_all = exchange.of_all(every[0][cuts[rank]], cuts, group)
             found[f"of all {said}, {name}"] = of_all.equal(every[0])
     every = [torch.randn(3, 4 * ranks, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
-    recut = exchange.exchanged(group, exchange.recutting(every[rank], group)).flatten(0, 1)
+    recut = exchange.exchange(group, exchange.reshard(every[rank], group)).flatten(0, 1)
     found["recutting"] = recut.equal(torch.cat(every)[:, exchange.own(4, group)])
     return found
 

@@ -23,20 +23,23 @@ import torch
 
 from bi_kernels.checks import is_hopper
 from bi_kernels.ops.gemm import cost as model
-from bi_kernels.ops.gemm.cost import Cost, Ring, Tile, library_us, predicted_us
+from bi_kernels.ops.gemm.cost import Cost, PipelineConfig, Tile, library_us, predicted_us
 
 HERE = Path(model.__file__).with_name("cost.toml")
 RINGS = [
-    *(Ring(*few, 1) for few in ((8, 8, 512, 12), (8, 8, 1024, 6), (8, 16, 512, 8), (16, 8, 512, 8), (16, 16, 512, 6))),
-    *(Ring(*few, 1) for few in ((32, 16, 512, 4), (8, 32, 256, 10), (16, 32, 256, 8), (32, 32, 256, 6))),
-    *(Ring(*few, 1) for few in ((64, 8, 256, 5), (64, 16, 256, 5), (64, 32, 128, 8))),
-    Ring(64, 64, 128, 6, 1),
-    Ring(64, 64, 64, 6, 1, 2),
-    Ring(64, 64, 64, 4, 1, 3),
-    Ring(64, 128, 128, 4, 1),
-    Ring(64, 128, 64, 4, 1, 2),
-    Ring(64, 128, 64, 8, 2),
-    Ring(64, 256, 64, 5, 2),
+    *(
+        PipelineConfig(*few, 1)
+        for few in ((8, 8, 512, 12), (8, 8, 1024, 6), (8, 16, 512, 8), (16, 8, 512, 8), (16, 16, 512, 6))
+    ),
+    *(PipelineConfig(*few, 1) for few in ((32, 16, 512, 4), (8, 32, 256, 10), (16, 32, 256, 8), (32, 32, 256, 6))),
+    *(PipelineConfig(*few, 1) for few in ((64, 8, 256, 5), (64, 16, 256, 5), (64, 32, 128, 8))),
+    PipelineConfig(64, 64, 128, 6, 1),
+    PipelineConfig(64, 64, 64, 6, 1, 2),
+    PipelineConfig(64, 64, 64, 4, 1, 3),
+    PipelineConfig(64, 128, 128, 4, 1),
+    PipelineConfig(64, 128, 64, 4, 1, 2),
+    PipelineConfig(64, 128, 64, 8, 2),
+    PipelineConfig(64, 256, 64, 5, 2),
 ]
 TILES = [
     Tile(16, 64, 256, 4, 4, swap=True),
@@ -131,7 +134,7 @@ class Bench:
 
     def call(self, way, kind: str, x, w, y):
         start = y if kind == "fold" else None
-        if isinstance(way, Ring):
+        if isinstance(way, PipelineConfig):
             return self.rings.launch(x, w, None, way, y.dtype, start, y)
         if isinstance(way, Tile):
             return self.kernel.launch(x, w, None, way, y.dtype, start, y)
@@ -183,7 +186,7 @@ def measure(out: Path, seconds: float, seed: int, few: bool, part: str | None) -
     torch.cuda.set_stream(torch.cuda.Stream())
     ways = [*(RINGS if is_hopper(torch.device("cuda", 0)) else ()), *TILES]
     if few:
-        ways = [way for way in ways if isinstance(way, Ring) and way.rows < 64]
+        ways = [way for way in ways if isinstance(way, PipelineConfig) and way.rows < 64]
     jobs = [(kind, way) for kind in USES for way in ways if takes(way, kind)]
     if part is not None:  # a process of many that compile
         bench, (mine, of) = Bench(), map(int, part.split("/"))
@@ -211,7 +214,7 @@ def measure(out: Path, seconds: float, seed: int, few: bool, part: str | None) -
                     and not (m < 64 and 8 * m < M)
                 ):
                     tried[str(tuple(way)) if isinstance(way, Tile) else str([*way])] = way
-            if not any(isinstance(way, Tile | Ring) for way in tried.values()):
+            if not any(isinstance(way, Tile | PipelineConfig) for way in tried.values()):
                 continue
             done += 1
             us = bench.times_us(kind, M, N, K, tried)
@@ -221,8 +224,8 @@ def measure(out: Path, seconds: float, seed: int, few: bool, part: str | None) -
         print(f"{done} products in {time.monotonic() - begun:.0f} s")
 
 
-def _way(name: str) -> Tile | Ring:
-    return Ring(*json.loads(name)) if name.startswith("[") else Tile(*eval(name, {}))
+def _way(name: str) -> Tile | PipelineConfig:
+    return PipelineConfig(*json.loads(name)) if name.startswith("[") else Tile(*eval(name, {}))
 
 
 def fit(files: list[Path]) -> None:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check_alike
-from bi_kernels.launch import Launch, jit, remembered
-from bi_kernels.scalars import check_fp32, check_number, check_positive, shown
+from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.scalars import check_fp32, check_number, check_positive, truncated_repr
 
 BLOCK, WARPS = 1024, 4  # as of the other elementwise ops
 
@@ -121,7 +121,7 @@ def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.conste
         tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
 
 
-@remembered
+@cached
 def _launch_for(op: str, n: int, dtype: torch.dtype, device: int) -> Launch:
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
     return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, BLOCK=BLOCK, **options)
@@ -185,7 +185,7 @@ def _apply(
 
 def _approximated(op: str, approximate: str) -> str:
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-        raise ValueError(f"{op}: approximate is {shown(approximate)}, expected 'none' or 'tanh'")
+        raise ValueError(f"{op}: approximate is {truncated_repr(approximate)}, expected 'none' or 'tanh'")
     return op if approximate == "none" else f"{op}_tanh"
 
 

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_alike, check_shape
 from bi_kernels.contract import DTYPES
-from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.gemm.gemm import fold_bias
-from bi_kernels.scalars import check_number, shown
+from bi_kernels.scalars import check_number, truncated_repr
 from bi_kernels.tokens import layout_for, main_grad
 
 BLOCK, WARPS = 1024, 4  # eight elements a thread: one 16-byte access in bf16
@@ -42,7 +42,7 @@ def _elementwise_kernel(x, other, y, factor, n, cols, OP: tl.constexpr, BLOCK: t
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@remembered
+@cached
 def _launch_for(op: str, n: int, cols: int, dtypes: tuple, device: int) -> Launch:
     grid, options = (triton.cdiv(n, BLOCK),), {"num_warps": WARPS, "enable_fp_fusion": False}
     return Launch(_elementwise_kernel, device, grid, n, cols, OP=op, BLOCK=BLOCK, **options)
@@ -142,5 +142,5 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in another dtype of the contract: one rounding to nearest even on the way down, exact on the way up."""
     check("cast", x=x)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise TypeError(f"cast: dtype is {shown(dtype)}; supported are {', '.join(DTYPES)}")
+        raise TypeError(f"cast: dtype is {truncated_repr(dtype)}; supported are {', '.join(DTYPES)}")
     return _apply("cast", x, dtype=dtype)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import apply, check, integers, once, seen, unseen, widened
-from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.checks import apply, check, integers, mark_validated, needs_validation, once, widened
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.fold import add_rows
-from bi_kernels.scalars import check_integer, shown
+from bi_kernels.scalars import check_integer, truncated_repr
 from bi_kernels.tokens import TokenLayout, layout_for, main_grad
 
 ELEMENTS, WARPS = 2048, 4  # that one program copies
@@ -92,7 +92,7 @@ def _embedding_backward_kernel(
         tl.store(out + place, (total + 0.0).to(out.dtype.element_ty), mask=inside)
 
 
-@remembered
+@cached
 def _launch_for(tokens: int, vocab: int, width: int, dtypes: tuple, device: int) -> Launch:
     block = min(ELEMENTS, triton.next_power_of_2(width))
     rows = ELEMENTS // block
@@ -183,7 +183,7 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
     if not integers(ids):
         raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
     question = "ids", largest, allowed
-    if not ids.numel() or not unseen(question, ids):
+    if not ids.numel() or not needs_validation(question, ids):
         return
     wide = widened(ids)
     wrong = (wide < 0) | (wide >= largest)
@@ -195,7 +195,7 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
             f"{op}: {name} holds {int(wide.flatten()[at])} at flat index {at}, expected 0 to {largest - 1}"
             + (f" or {allowed}" if allowed is not None else "")
         )
-    seen(question, ids)
+    mark_validated(question, ids)
 
 
 @once
@@ -208,7 +208,7 @@ def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None, vo
     vocab = weight.shape[0] if vocab is None else vocab
     allowed = f"None or 0 to {vocab - 1}"
     if padding_id is not None and not 0 <= check_integer("embedding", "padding_id", padding_id, allowed) < vocab:
-        raise ValueError(f"embedding: padding_id is {shown(padding_id)}, expected {allowed}")
+        raise ValueError(f"embedding: padding_id is {truncated_repr(padding_id)}, expected {allowed}")
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:

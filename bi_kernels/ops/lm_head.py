@@ -14,7 +14,7 @@ from bi_kernels.ops.gemm.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.scalars import check_number
-from bi_kernels.tokens import begins, layout_for, main_grad
+from bi_kernels.tokens import consume_zero_flag, layout_for, main_grad
 
 SCRATCH = 2**28  # logits computed at a time where they are not kept
 
@@ -83,7 +83,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
         buffer = main_grad("lm_head_logprob", ctx.parameter) if needs_weight else None
         dw = torch.empty_like(weight) if needs_weight and buffer is None else None
-        first_fold = buffer is not None and begins(buffer)
+        first_fold = buffer is not None and consume_zero_flag(buffer)
         folded = ctx.layout.gather(hidden).t() if needs_weight else None
         scratch = dhidden = None
         for first, end in _chunks(len(hidden), len(weight), 0 if kept is None else ctx.columns):

@@ -11,7 +11,7 @@ from bi_kernels.checks import aligned, apply, can_wait, check, check_shape, wide
 from bi_kernels.launch import jit
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
-from bi_kernels.scalars import check_fp32, check_integer, check_number, shown
+from bi_kernels.scalars import check_fp32, check_integer, check_number, truncated_repr
 
 
 @jit(do_not_specialize=["rows"])
@@ -150,7 +150,7 @@ def checked_targets(
     if not targets.numel():
         raise ValueError(f"{op}: targets has shape {tuple(targets.shape)}, expected at least one token")
     if not -(2**63) <= check_integer(op, "ignore_index", ignore_index) < 2**63:
-        raise ValueError(f"{op}: ignore_index is {shown(ignore_index)}, expected an integer of 64 bits")
+        raise ValueError(f"{op}: ignore_index is {truncated_repr(ignore_index)}, expected an integer of 64 bits")
     check_ids(op, "targets", targets, vocab, ignore_index)
     if trains and torch.is_grad_enabled() and can_wait(targets) and bool((targets == ignore_index).all()):
         raise ValueError(

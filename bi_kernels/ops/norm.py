@@ -13,7 +13,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned, apply, check, check_shape, once
-from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.fold import fold_partials
 from bi_kernels.scalars import check_fp32, check_number
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
@@ -122,7 +122,7 @@ def _stages(blocks: dict[str, int], *loaded: torch.Tensor | None) -> int:
     return max(1, min(STAGES, SHARED // size + 1))
 
 
-@remembered
+@cached
 def _launch_for(rows: int, width: int, dtype: torch.dtype, device: int, residual: bool, trains: bool) -> Launch:
     blocks = _blocks(width)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)

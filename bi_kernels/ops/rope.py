@@ -15,9 +15,9 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, can_wait, check, check_numbers, integers, once, widened
-from bi_kernels.launch import Launch, jit, remembered
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.rope_scaling import frequencies
-from bi_kernels.scalars import check_flag, check_number, integer_of, shown
+from bi_kernels.scalars import check_flag, check_number, integer_of, truncated_repr
 
 BLOCK_R, WARPS = 16, 4
 
@@ -79,7 +79,7 @@ def _rope_kernel(
         tl.store(y + at, tl.load(x + at, mask=beyond), mask=beyond)
 
 
-@remembered
+@cached
 def _launch_for(
     rows: int,
     heads: int,
@@ -168,15 +168,17 @@ def rope_table(
     op = "rope_table"
     positions, head_dim = integer_of(op, "positions", positions), integer_of(op, "head_dim", head_dim)
     if not 0 < head_dim <= 2**16 or head_dim % 2:
-        raise ValueError(f"{op}: head_dim is {shown(head_dim)}, expected a positive even number, at most 2**16")
+        raise ValueError(
+            f"{op}: head_dim is {truncated_repr(head_dim)}, expected a positive even number, at most 2**16"
+        )
     if not 0 < positions < 2**31:
-        raise ValueError(f"{op}: positions is {shown(positions)}, expected at least 1, and below 2**31")
+        raise ValueError(f"{op}: positions is {truncated_repr(positions)}, expected at least 1, and below 2**31")
     if not 0 < check_number(op, "theta", theta) < float("inf"):
         raise ValueError(f"{op}: theta is {theta}, expected a positive number")
     try:
         device = torch.device(device)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{op}: device is {shown(device)}, expected one of torch's") from None
+        raise ValueError(f"{op}: device is {truncated_repr(device)}, expected one of torch's") from None
     frequency, factor = frequencies(op, head_dim, theta, scaling)
     angle = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * frequency
     return RopeTable(*((part * factor).float().to(device) for part in (angle.cos(), angle.sin())))
@@ -189,7 +191,7 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     op = "packed_positions"
     check_numbers(op, "cu_seqlens", cu_seqlens)
     if (tokens := integer_of(op, "tokens", tokens)) < 0:
-        raise ValueError(f"{op}: tokens is {shown(tokens)}, expected at least 0")
+        raise ValueError(f"{op}: tokens is {truncated_repr(tokens)}, expected at least 0")
     return positions_of(op, cu_seqlens, tokens)
 
 
@@ -203,8 +205,8 @@ def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
         # elsewhere the check would wait for the device; a position that comes out wrong there gives NaN
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
-            said = f"expected it to start at 0, never decrease and end at {shown(tokens)}"
-            raise ValueError(f"{op}: cu_seqlens is {shown(ends)}, {said}")
+            said = f"expected it to start at 0, never decrease and end at {truncated_repr(tokens)}"
+            raise ValueError(f"{op}: cu_seqlens is {truncated_repr(ends)}, {said}")
     at, cu_seqlens = torch.arange(tokens, device=cu_seqlens.device), widened(cu_seqlens)
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 

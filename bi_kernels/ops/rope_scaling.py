@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from bi_kernels.scalars import check_flag, check_number, shown
+from bi_kernels.scalars import check_flag, check_number, truncated_repr
 
 TRAINED = "original_max_position_embeddings"
 KEYS = {  # of a rope_type: what it needs, and what it may have
@@ -63,15 +63,15 @@ def _attention_factor(given: Mapping) -> float:
 def _checked(op: str, theta: float, scaling: Mapping) -> dict:
     """Returns what is given and not None. Raises TypeError and ValueError."""
     if not isinstance(scaling, Mapping):
-        raise TypeError(f"{op}: scaling is {shown(scaling)}, expected None or a dict with a rope_type")
+        raise TypeError(f"{op}: scaling is {truncated_repr(scaling)}, expected None or a dict with a rope_type")
     given = {k: v for k, v in scaling.items() if v is not None}
     kind = given.get("rope_type")
     if not isinstance(kind, str) or kind not in KEYS:
-        raise ValueError(f"{op}: scaling's rope_type is {shown(kind)}, expected one of {', '.join(KEYS)}")
+        raise ValueError(f"{op}: scaling's rope_type is {truncated_repr(kind)}, expected one of {', '.join(KEYS)}")
     needed, optional = KEYS[kind]
     for k in [k for k in given if k not in ("rope_type", "rope_theta", *needed, *optional)]:
         known = ", ".join((*needed, *optional)) or "nothing else"
-        raise ValueError(f"{op}: scaling of rope_type {kind!r} has {shown(k)}, expected {known}")
+        raise ValueError(f"{op}: scaling of rope_type {kind!r} has {truncated_repr(k)}, expected {known}")
     for k in needed:
         if k not in given:
             raise ValueError(f"{op}: scaling of rope_type {kind!r} has no {k}, expected {', '.join(needed)}")
@@ -79,7 +79,7 @@ def _checked(op: str, theta: float, scaling: Mapping) -> dict:
         if k == "truncate":
             check_flag(op, "scaling's truncate", value)
         elif k != "rope_type" and not 0 < check_number(op, f"scaling's {k}", value) < math.inf:
-            raise ValueError(f"{op}: scaling's {k} is {shown(value)}, expected a positive number")
+            raise ValueError(f"{op}: scaling's {k} is {truncated_repr(value)}, expected a positive number")
     if given.get("rope_theta", theta) != theta:
         raise ValueError(f"{op}: scaling's rope_theta is {given['rope_theta']}, expected theta, which is {theta}")
     if kind == "yarn" and theta <= 1:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bi_kernels.checks import check, check_shape, integers
 from bi_kernels.launch import jit
-from bi_kernels.scalars import check_fp32, check_integer, check_number, shown
+from bi_kernels.scalars import check_fp32, check_integer, check_number, truncated_repr
 
 BLOCK, WARPS = 4096, 8  # of the vocabulary
 
@@ -65,7 +65,7 @@ def sample(
         if not integers(t):
             raise TypeError(f"{op}: {name} has dtype {t.dtype}, expected integers")
     if not 0 <= check_integer(op, "seed", seed) < 2**63:
-        raise ValueError(f"{op}: seed is {shown(seed)}, expected 0 to 2**63 - 1")
+        raise ValueError(f"{op}: seed is {truncated_repr(seed)}, expected 0 to 2**63 - 1")
     if not 0 <= check_number(op, "temperature", temperature) < float("inf"):
         raise ValueError(f"{op}: temperature is {temperature}, expected a number of at least 0")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

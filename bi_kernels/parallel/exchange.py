@@ -24,7 +24,7 @@ def _wide(t: Tensor, columns: int) -> Tensor:
     return t.view(torch.int64) if columns * t.element_size() % 8 == 0 else t
 
 
-def exchanging(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
+def exchange_async(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
     """Begins to exchange what was moved; returns what waits for it and returns what came of each. Unless it is kept,
     that is for what is launched next: see peers.py."""
     if peers := peers_for(group, moves[0].x):
@@ -33,14 +33,14 @@ def exchanging(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Ca
     return lambda: [wait() for wait in waits]
 
 
-def exchanged(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tensor:
+def exchange(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tensor:
     """Returns what came of one."""
-    return exchanging(group, move, kept=kept)()[0]
+    return exchange_async(group, move, kept=kept)()[0]
 
 
 def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     """Begins a move by collectives."""
-    (rank, ranks), columns = place(group), move.columns
+    (rank, ranks), columns = rank_and_world_size(group), move.columns
     rows, width = move.rows[rank], columns * move.x.element_size()
     if move.all or columns == move.x.shape[1]:  # what is sent lies one after another
         x = move.x.contiguous()
@@ -65,14 +65,14 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
 
 
 @cache
-def place(group: dist.ProcessGroup) -> tuple[int, int]:
+def rank_and_world_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Returns this rank in a group, and how many there are."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gathering(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
     """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
-    ranks, (rows, columns) = place(group)[1], x.shape
+    ranks, (rows, columns) = rank_and_world_size(group)[1], x.shape
     return Move(_by_rows(x), (rows,) * ranks, (0,) * ranks, columns, beside, all=True)
 
 
@@ -81,21 +81,21 @@ def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def joining(x: Tensor, group: dist.ProcessGroup) -> Move:
+def all_gather_columns(x: Tensor, group: dist.ProcessGroup) -> Move:
     """Moves x (rows, columns) of all ranks to all, beside each other: (rows, ranks · columns)."""
-    return gathering(x, group, beside=True)
+    return all_gather_rows(x, group, beside=True)
 
 
 @lru_cache(maxsize=256)
-def shares(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slice]:
+def shards(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slice]:
     """Returns the tokens of each rank: whole slabs, as many each; the last ranks may have fewer, or none. unit: of what
     a rank has, 1 where slabs themselves are counted."""
-    ranks = place(group)[1]
+    ranks = rank_and_world_size(group)[1]
     most = -(-tokens // (unit * ranks)) * unit
     return [slice(min(tokens, r * most), min(tokens, r * most + most)) for r in range(ranks)]
 
 
-def turning(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
+def all_to_all_tokens(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
     """Moves x (tokens, columns), all tokens of this rank's columns, so that each rank has its tokens of all columns:
     (its tokens, ranks · columns). cuts: the tokens of each rank."""
     x, columns = x.contiguous(), x.shape[1]
@@ -103,10 +103,10 @@ def turning(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
     return Move(x, rows, first, columns, True)
 
 
-def recutting(weight: Tensor, group: dist.ProcessGroup) -> Move:
+def reshard(weight: Tensor, group: dist.ProcessGroup) -> Move:
     """Moves a weight, of which each rank has rows, so that each has all rows of its columns: (ranks, rows, columns of a
     rank)."""
-    ranks, (rows, columns) = place(group)[1], weight.shape
+    ranks, (rows, columns) = rank_and_world_size(group)[1], weight.shape
     return Move(_by_rows(weight), (rows,) * ranks, tuple(range(0, columns, columns // ranks)), columns // ranks, False)
 
 
@@ -116,7 +116,7 @@ def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
     adjacent = all(cut.start == min(r * most, tokens) for r, cut in enumerate(cuts))
-    found = exchanged(group, gathering(mine, group), kept=adjacent)
+    found = exchange(group, all_gather_rows(mine, group), kept=adjacent)
     return found.flatten(0, 1)[:tokens] if adjacent else torch.cat([t[: c.stop - c.start] for t, c in zip(found, cuts)])
 
 
@@ -140,7 +140,7 @@ class Part(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        parts = exchanged(ctx.group, gathering(dy, ctx.group))
+        parts = exchange(ctx.group, all_gather_rows(dy, ctx.group))
         return torch.cat([*parts[ctx.kept]], 1), None, None, None
 
 
@@ -150,7 +150,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.columns = own(x.shape[1], group)
-        return exchanged(group, joining(x, group), kept=True)
+        return exchange(group, all_gather_columns(x, group), kept=True)
 
     @staticmethod
     @once_differentiable
@@ -160,5 +160,5 @@ class Whole(torch.autograd.Function):
 
 def own(columns: int, group: dist.ProcessGroup) -> slice:
     """Returns where this rank's columns are in the whole, of which each rank has as many."""
-    rank, _ = place(group)
+    rank, _ = rank_and_world_size(group)
     return slice(rank * columns, (rank + 1) * columns)

@@ -14,21 +14,21 @@ from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
 from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
 from bi_kernels.parallel.exchange import (
-    exchanged,
-    exchanging,
-    gathering,
-    joining,
+    all_gather_columns,
+    all_gather_rows,
+    all_to_all_tokens,
+    exchange,
+    exchange_async,
     of_all,
     own,
-    place,
-    recutting,
-    shares,
-    turning,
+    rank_and_world_size,
+    reshard,
+    shards,
 )
 from bi_kernels.tokens import SLAB, main_grad
 
 
-class OfWhole(torch.autograd.Function):
+class ColumnParallelLinear(torch.autograd.Function):
     """This rank's columns of a product of x, whole; `part` are the rank's tokens of x, by `cuts`, whose gradient it is.
 
     dX = dY W sums over the columns of all ranks: each rank has it of its tokens, of which it is sent all of dY, and of
@@ -47,7 +47,9 @@ class OfWhole(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, _, *needed = ctx.needs_input_grad[3:]
         if needs_x:
-            arrived = exchanging(ctx.group, turning(dy, ctx.group, ctx.cuts), gathering(weight, ctx.group))
+            arrived = exchange_async(
+                ctx.group, all_to_all_tokens(dy, ctx.group, ctx.cuts), all_gather_rows(weight, ctx.group)
+            )
         grads, dx = _folds(ctx, dy, x, needed), None
         if needs_x:
             of_mine, whole = arrived()
@@ -55,7 +57,7 @@ class OfWhole(torch.autograd.Function):
         return None, None, None, dx, None, *grads
 
 
-class OfParts(torch.autograd.Function):
+class GatheredLinear(torch.autograd.Function):
     """A product of x of which the ranks have some columns each: whole, or this rank's tokens where `cuts` say which.
 
     dX of a rank's columns takes those columns of the whole weight, dW all columns of x."""
@@ -75,8 +77,8 @@ class OfParts(torch.autograd.Function):
         if ctx.cuts:
             dy = of_all(dy, ctx.cuts, ctx.group)
         if needs_x:
-            own_columns = exchanging(ctx.group, recutting(weight, ctx.group))
-        x_of_all = exchanging(ctx.group, joining(part, ctx.group)) if needed[0] else None
+            own_columns = exchange_async(ctx.group, reshard(weight, ctx.group))
+        x_of_all = exchange_async(ctx.group, all_gather_columns(part, ctx.group)) if needed[0] else None
         dx = product(dy, own_columns()[0].flatten(0, 1).t()) if needs_x else None
         x = x_of_all()[0] if needed[0] else None
         return None, None, None, dx, *_folds(ctx, dy[:, own(len(weight), ctx.group)], x, needed)
@@ -98,18 +100,18 @@ def _folds(ctx, dy: Tensor, x: Tensor, needed: list[bool]) -> tuple[Tensor | Non
 def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns y, whole: each rank its columns of it, of x whole, or where less is to be sent then its tokens of it, of
     the whole weight."""
-    (tokens, _), rows, (_, ranks) = part.shape, len(weight), place(group)
+    (tokens, _), rows, (_, ranks) = part.shape, len(weight), rank_and_world_size(group)
     if tokens * (ranks - 1) <= rows * ranks * ranks:
-        y = linear(exchanged(group, joining(part, group)), weight, bias)
-        return exchanged(group, joining(y, group), kept=True)
-    cuts = shares(tokens, group)
+        y = linear(exchange(group, all_gather_columns(part, group)), weight, bias)
+        return exchange(group, all_gather_columns(y, group), kept=True)
+    cuts = shards(tokens, group)
     return of_all(of_tokens(group, part, weight, bias, cuts), cuts, group)
 
 
 def of_tokens(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None, cuts: list[slice]) -> Tensor:
     """Returns this rank's tokens of y."""
-    bias = None if bias is None else exchanged(group, joining(bias.view(1, -1), group)).flatten()
-    of_mine, whole = exchanging(group, turning(part, group, cuts), gathering(weight, group))()
+    bias = None if bias is None else exchange(group, all_gather_columns(bias.view(1, -1), group)).flatten()
+    of_mine, whole = exchange_async(group, all_to_all_tokens(part, group, cuts), all_gather_rows(weight, group))()
     return linear(of_mine, whole.flatten(0, 1), bias)
 
 
@@ -133,15 +135,15 @@ class HeadNorm(torch.autograd.Function):
         heads, width = ctx.heads, x.shape[-1]
         if needs_weight:
             flat = [ctx.layout.gather(t.reshape(-1, heads * width)) for t in (x, dy)]
-            cuts = shares(len(flat[0]), ctx.group)
-            arrived = exchanging(ctx.group, *(turning(t, ctx.group, cuts) for t in flat))
+            cuts = shards(len(flat[0]), ctx.group)
+            arrived = exchange_async(ctx.group, *(all_to_all_tokens(t, ctx.group, cuts) for t in flat))
         dx, _ = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
         if not needs_weight:
             return None, None, None, dx, None, None
         x, dy = (t.view(-1, width) for t in arrived())
         _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
-        slabs, held = shares(len(ctx.layout.slots) // SLAB, ctx.group, 1), None
-        (rank, ranks) = place(ctx.group)
+        slabs, held = shards(len(ctx.layout.slots) // SLAB, ctx.group, 1), None
+        (rank, ranks) = rank_and_world_size(ctx.group)
         mine = slabs[rank]
         if not ctx.layout.identity:  # this rank's tokens lie in the order of the fold now
             free = ctx.layout.slots_on(x.device)[mine.start * SLAB : mine.stop * SLAB] < 0

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
-from bi_kernels.parallel.exchange import of_all, place
+from bi_kernels.parallel.exchange import of_all, rank_and_world_size
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     padding: bool
 
 
-class Own(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's tokens, (its tokens, hidden), of what has leading dimensions (…)."""
 
     mine: Tensor
@@ -40,7 +40,7 @@ class Own(NamedTuple):
 @lru_cache(maxsize=16)
 def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device) -> Plan:
     """Returns how ranks share a layout's tokens: as many each as cuts between slabs allow."""
-    rank, ranks = place(group)
+    rank, ranks = rank_and_world_size(group)
     slabs = layout.slots.view(-1, SLAB).long()
     first, order = slabs[:, 0].sort()
     ends = first + (slabs >= 0).sum(1)[order]
@@ -88,7 +88,7 @@ class _Norm(torch.autograd.Function):
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 
-def normed(op: str, group: dist.ProcessGroup, x: Own, residual: Own | None, weight: Tensor, eps: float):
+def normed(op: str, group: dist.ProcessGroup, x: LocalShard, residual: LocalShard | None, weight: Tensor, eps: float):
     """Returns rms_norm, or add_rms_norm where a residual is given, of this rank's tokens."""
     found = _Norm.apply(op, group, x.plan, x.mine, None if residual is None else residual.mine, weight, eps)
     return x._replace(mine=found) if residual is None else tuple(x._replace(mine=t) for t in found)
@@ -101,7 +101,7 @@ class OwnTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
         ctx.cuts, ctx.group = cuts, group
-        return x[cuts[place(group)[0]]]
+        return x[cuts[rank_and_world_size(group)[0]]]
 
     @staticmethod
     @once_differentiable
@@ -114,7 +114,7 @@ class AllTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
-        ctx.mine = cuts[place(group)[0]]
+        ctx.mine = cuts[rank_and_world_size(group)[0]]
         return of_all(x, cuts, group)
 
     @staticmethod
@@ -123,13 +123,13 @@ class AllTokens(torch.autograd.Function):
         return dy[ctx.mine], None, None
 
 
-def own_tokens(x: Tensor, group: dist.ProcessGroup) -> Own:
+def local_shard(x: Tensor, group: dist.ProcessGroup) -> LocalShard:
     """Returns this rank's tokens of x (…, hidden), which every rank has whole."""
     lead = x.shape[:-1]
     plan = plan_of(layout_for("sequence parallelism", lead), group, x.device)
-    return Own(OwnTokens.apply(x.reshape(-1, x.shape[-1]), plan.tokens, group), lead, plan)
+    return LocalShard(OwnTokens.apply(x.reshape(-1, x.shape[-1]), plan.tokens, group), lead, plan)
 
 
-def all_tokens(x: Own, group: dist.ProcessGroup) -> Tensor:
+def all_tokens(x: LocalShard, group: dist.ProcessGroup) -> Tensor:
     """Returns what the ranks have some tokens of, (…, hidden)."""
     return AllTokens.apply(x.mine, x.plan.tokens, group).view(*x.lead, -1)

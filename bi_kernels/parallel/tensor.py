@@ -25,15 +25,15 @@ from bi_kernels.ops import activations, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import Part, Whole, merge, own, shares
-from bi_kernels.parallel.products import HeadNorm, OfParts, OfWhole, of_parts
-from bi_kernels.parallel.sequence import Own, OwnTokens, all_tokens, normed, own_tokens, plan_of
+from bi_kernels.parallel.exchange import Part, Whole, merge, own, shards
+from bi_kernels.parallel.products import ColumnParallelLinear, GatheredLinear, HeadNorm, of_parts
+from bi_kernels.parallel.sequence import LocalShard, OwnTokens, all_tokens, local_shard, normed, plan_of
 from bi_kernels.parallel.tree import agree
-from bi_kernels.scalars import check_flag, integer_of, shown
+from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 from bi_kernels.tokens import layout_for
 
 
-class Cut(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which rows of a whole weight a rank holds: first … end of `rows`."""
 
     first: int
@@ -41,18 +41,18 @@ class Cut(NamedTuple):
     rows: int
 
 
-class Shared(nn.Parameter):
+class ShardedParameter(nn.Parameter):
     """This rank's rows of a weight, and which they are, also in a copy."""
 
-    cut: Cut
+    cut: ShardSpec
 
     def __deepcopy__(self, memo):
         found = super().__deepcopy__(memo)
-        found.__class__, found.cut = Shared, self.cut
+        found.__class__, found.cut = ShardedParameter, self.cut
         return found
 
 
-class Entered(NamedTuple):
+class ParallelInput(NamedTuple):
     """What products of one x are given, and nothing else is: x, for weights that are not shared, and this rank's tokens
     of it, whose gradients by shared ones are added before they are gathered."""
 
@@ -77,7 +77,7 @@ class TensorParallel:
     def __init__(self, group: dist.ProcessGroup, sequence: bool = False):
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ValueError(
-                f"TensorParallel: group is {shown(group)}, expected a process group that this rank is in, as "
+                f"TensorParallel: group is {truncated_repr(group)}, expected a process group that this rank is in, as "
                 "mesh.get_group() or torch.distributed.group.WORLD"
             )
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -93,12 +93,12 @@ class TensorParallel:
         """Raises ValueError, on every rank, where a rank says something else than rank 0."""
         agree("TensorParallel", self.group, said)
 
-    def cut(self, shape: tuple[int, ...], together: int | None = 1, keys: bool = False) -> Cut:
+    def cut(self, shape: tuple[int, ...], together: int | None = 1, keys: bool = False) -> ShardSpec:
         """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
         those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
         numbers; keys: heads that may be fewer than the ranks. Raises ValueError where the ranks cannot share it."""
         if together is not None and integer_of("TensorParallel", "together", together) < 1:
-            raise ValueError(f"TensorParallel: together is {shown(together)}, expected at least 1, or None")
+            raise ValueError(f"TensorParallel: together is {truncated_repr(together)}, expected at least 1, or None")
         check_flag("TensorParallel", "keys", keys)
         rows, sums = shape[0], shape[1] if len(shape) > 1 else 0
         heads, ranks = rows // (together or 1), self.ranks
@@ -109,20 +109,22 @@ class TensorParallel:
                     f"of {ranks} ranks"
                 )
         if together is None:
-            return Cut(*vocabulary.share(rows, self.rank, ranks), rows)
+            return ShardSpec(*vocabulary.share(rows, self.rank, ranks), rows)
         if heads % ranks and not (keys and ranks % heads == 0):
             allowed = "a multiple or a divisor" if keys else "a multiple"
             raise ValueError(f"TensorParallel: {heads} {'key ' * keys}heads, expected {allowed} of {ranks} ranks")
         mine = own(rows // self.ranks, self.group)
-        return Cut(mine.start, mine.stop, rows)
+        return ShardSpec(mine.start, mine.stop, rows)
 
-    def share(self, weight: Tensor, together: int | None = 1, keys: bool = False) -> Shared:
+    def share(self, weight: Tensor, together: int | None = 1, keys: bool = False) -> ShardedParameter:
         """Returns this rank's rows of a weight or a bias; see `cut`."""
         if check_plain("TensorParallel", "weight", weight) or not weight.dim():
-            raise ValueError(f"TensorParallel: weight is {shown(weight)} of {weight.dim()} dimensions, expected rows")
+            raise ValueError(
+                f"TensorParallel: weight is {truncated_repr(weight)} of {weight.dim()} dimensions, expected rows"
+            )
         check_dtype("TensorParallel", "weight", weight)
         cut = self.cut(weight.shape, together, keys)
-        shared = Shared(weight[cut.first : cut.end].detach().clone())
+        shared = ShardedParameter(weight[cut.first : cut.end].detach().clone())
         shared.cut = cut
         return shared
 
@@ -141,35 +143,37 @@ class TensorParallel:
         """Returns the ops of keys, values and attention of so many key heads."""
         return self if heads >= self.ranks else _WholeKeys(self)
 
-    def rms_norm(self, x: Tensor | Own, weight: Tensor, eps: float = EPS) -> Tensor | Own:
+    def rms_norm(self, x: Tensor | LocalShard, weight: Tensor, eps: float = EPS) -> Tensor | LocalShard:
         """rms_norm, of this rank's tokens where it is given those."""
-        if not isinstance(x, Own):
+        if not isinstance(x, LocalShard):
             return norm.rms_norm(x, weight, eps)
         return normed("rms_norm", self.group, x, None, weight, eps)
 
-    def add_rms_norm(self, x: Tensor | Own, residual: Tensor | Own, weight: Tensor, eps: float = EPS) -> tuple:
+    def add_rms_norm(
+        self, x: Tensor | LocalShard, residual: Tensor | LocalShard, weight: Tensor, eps: float = EPS
+    ) -> tuple:
         """add_rms_norm, of this rank's tokens where it is given those."""
-        if not isinstance(x, Own):
+        if not isinstance(x, LocalShard):
             return norm.add_rms_norm(x, residual, weight, eps)
         return normed("add_rms_norm", self.group, x, residual, weight, eps)
 
-    def enter(self, x: Tensor | Own) -> Tensor | Entered:
+    def enter(self, x: Tensor | LocalShard) -> Tensor | ParallelInput:
         """Returns x as it is given to several products and to nothing else, so that their gradients are gathered once:
         one rank adds them in the same order."""
-        if isinstance(x, Own):
+        if isinstance(x, LocalShard):
             whole = all_tokens(x, self.group)
-            return Entered(whole, x.mine, x.plan.tokens) if x.mine.requires_grad else whole
+            return ParallelInput(whole, x.mine, x.plan.tokens) if x.mine.requires_grad else whole
         if self.ranks == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return Entered(x, *self._part(x))
+        return ParallelInput(x, *self._part(x))
 
-    def leave(self, x: Tensor | Own) -> Tensor:
+    def leave(self, x: Tensor | LocalShard) -> Tensor:
         """Returns x whole, as it leaves the layers."""
-        return all_tokens(x, self.group) if isinstance(x, Own) else x
+        return all_tokens(x, self.group) if isinstance(x, LocalShard) else x
 
     def _part(self, x: Tensor) -> tuple[Tensor, list[slice]]:
         flat = x.reshape(-1, x.shape[-1])
-        cuts = shares(len(flat), self.group)
+        cuts = shards(len(flat), self.group)
         return OwnTokens.apply(flat, cuts, self.group), cuts
 
     def _split(self) -> bool:
@@ -180,10 +184,10 @@ class TensorParallel:
         """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
         return heads // self.ranks if heads >= self.ranks else heads
 
-    def linear(self, x: Tensor | Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | ParallelInput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns this rank's columns of y where every rank has x (…, K) whole, and y whole where x has this rank's
         columns; of a weight that was not shared, what one rank does."""
-        part, cuts, x = (x.part, x.cuts, x.whole) if isinstance(x, Entered) else (None, None, x)
+        part, cuts, x = (x.part, x.cuts, x.whole) if isinstance(x, ParallelInput) else (None, None, x)
         if self.ranks == 1 or not hasattr(weight, "cut"):
             return linear(x, weight, bias)
         (rows, K), lead, given = weight.shape, x.shape[:-1], x.shape[-1]
@@ -195,15 +199,17 @@ class TensorParallel:
         if given == K:
             part, cuts = self._part(x) if part is None else (part, cuts)
             layout = layout_for("linear", lead, of_weight)
-            return OfWhole.apply(self.group, layout, cuts, part, flat.detach(), weight, bias).view(*lead, rows)
+            return ColumnParallelLinear.apply(self.group, layout, cuts, part, flat.detach(), weight, bias).view(
+                *lead, rows
+            )
         if self._split():
             plan = plan_of(layout_for("sequence parallelism", lead), self.group, x.device)
             layout = layout_for("linear", lead, of_weight)
-            return Own(OfParts.apply(self.group, layout, plan.tokens, flat, weight, bias), lead, plan)
+            return LocalShard(GatheredLinear.apply(self.group, layout, plan.tokens, flat, weight, bias), lead, plan)
         if not trains:
             return of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
         layout = layout_for("linear", lead, of_weight)
-        return OfParts.apply(self.group, layout, None, flat, weight, bias).view(*lead, rows * self.ranks)
+        return GatheredLinear.apply(self.group, layout, None, flat, weight, bias).view(*lead, rows * self.ranks)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
@@ -239,10 +245,10 @@ class TensorParallel:
         lse = None if lse is None else Part.apply(lse.flatten(0, -2), own_heads, self.group, ranks).view(q.shape[:-1])
         return mine.view(q.shape), lse
 
-    def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor | Own:
+    def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor | LocalShard:
         """embedding of a weight of which each rank has some blocks of the vocabulary."""
         found = vocabulary.embedding(self.group, ids, weight, padding_id)
-        return own_tokens(found, self.group) if self._split() else found
+        return local_shard(found, self.group) if self._split() else found
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """linear of an LM head of which each rank has some blocks of the vocabulary: all logits."""
@@ -269,7 +275,7 @@ class _WholeKeys:
     def __init__(self, parallel: TensorParallel):
         self.parallel = parallel
 
-    def linear(self, x: Tensor | Entered, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | ParallelInput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = self.parallel.linear(x, weight, bias)
         return Whole.apply(y.flatten(0, -2), self.parallel.group).view(*y.shape[:-1], -1)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bi_kernels.ops.square_sum import BLOCK
 from bi_kernels.parallel.exchange import all_gather
 from bi_kernels.parallel.peers import Move, peers_for
-from bi_kernels.scalars import shown
+from bi_kernels.scalars import truncated_repr
 
 BUCKET = 2**25  # fp32 numbers that are exchanged at a time
 Node = tuple[int, int]  # groups: the first, and the one after the last
@@ -68,7 +68,7 @@ class GroupTree:
         if group != self.next or group not in self.mine:
             due = f"group {self.next}" if self.next in self.mine else "none, for all are closed"
             mine = f"rank {self.rank} has {_said(self.mine)}"
-            raise ValueError(f"MainGrads: close was called for group {shown(group)}, expected {due}; {mine}")
+            raise ValueError(f"MainGrads: close was called for group {truncated_repr(group)}, expected {due}; {mine}")
         self.next += 1
         node, held = (group, group + 1), None
         while self.waiting and self._halves(self.waiting[-1][0], node):

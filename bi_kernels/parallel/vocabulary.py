@@ -19,7 +19,7 @@ from bi_kernels.ops.gemm.gemm import check_linear, product
 from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
-from bi_kernels.tokens import SLAB, TokenLayout, begins, layout_for, main_grad
+from bi_kernels.tokens import SLAB, TokenLayout, consume_zero_flag, layout_for, main_grad
 
 CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
 
@@ -203,7 +203,7 @@ def _gradients(
     hidden = layout.gather(hidden)
     buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
     dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
-    begun = buffer is not None and not begins(buffer)
+    begun = buffer is not None and not consume_zero_flag(buffer)
     dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     before, after = (dist.get_global_rank(group, r % head.ranks) for r in (head.rank - 1, head.rank + 1))
     last, sent = head.rank == head.ranks - 1, []

@@ -28,7 +28,7 @@ from bi_kernels.audit.static.source import source as findings
 from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.checks import integers_of
 from bi_kernels.contract import DTYPES
-from bi_kernels.scalars import shown
+from bi_kernels.scalars import truncated_repr
 from bi_kernels.workbench.source import line_in_cell, write_op
 
 
@@ -45,10 +45,12 @@ def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
         if op:
             for name, value in options.items():
                 if name not in ("dtype", "seed", "forward"):
-                    raise TypeError(f"audit: {name} is {shown(value)}, expected dtype, seed or forward beside op")
+                    raise TypeError(
+                        f"audit: {name} is {truncated_repr(value)}, expected dtype, seed or forward beside op"
+                    )
             for name, value, known in (("op", op, OPS), ("dtype", options.get("dtype", "bf16"), DTYPES)):
                 if value not in known:
-                    raise ValueError(f"audit: {name} is {shown(value)}, expected one of {', '.join(known)}")
+                    raise ValueError(f"audit: {name} is {truncated_repr(value)}, expected one of {', '.join(known)}")
             return _as_op(function, op, **options)
         with _importable(function) as (found, text), _one_sentence(function, text):
             report = audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)

@@ -22,7 +22,7 @@ from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
 from bi_kernels.audit.static.finding import CHOOSERS
 from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.launch import Launch
-from bi_kernels.scalars import check_type, shown
+from bi_kernels.scalars import check_type, truncated_repr
 from bi_kernels.workbench.source import line_in_cell, source
 
 OPTIONS = {f.name for f in fields(CUDAOptions)}  # num_warps and its like, which a launch takes beside the arguments
@@ -124,9 +124,13 @@ def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, opt
     given = dict(zip(parameters, args))
     for k, value in options.items():
         if k in given:
-            raise TypeError(f"{function}: {k} is given twice, expected once: {shown(given[k])} and {shown(value)}")
+            raise TypeError(
+                f"{function}: {k} is given twice, expected once: {truncated_repr(given[k])} and {truncated_repr(value)}"
+            )
         if k not in parameters and k not in OPTIONS:
-            raise TypeError(f"{function}: {k} is {shown(value)}, expected one of {takes}, or num_warps or its like")
+            raise TypeError(
+                f"{function}: {k} is {truncated_repr(value)}, expected one of {takes}, or num_warps or its like"
+            )
     given |= options
     for k, p in parameters.items():
         if k not in given and p.default is p.empty:
@@ -137,7 +141,7 @@ def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, opt
         grid = grid({k: p.default for k, p in parameters.items()} | given)
     size = integers_of(function, "grid", grid)
     if not (1 <= len(size) <= 3 and min(size) > 0):
-        raise ValueError(f"{function}: grid is {shown(grid)}, expected one to three positive integers")
+        raise ValueError(f"{function}: grid is {truncated_repr(grid)}, expected one to three positive integers")
     return tuple(size), given
 
 

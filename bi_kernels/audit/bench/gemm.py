@@ -13,7 +13,7 @@ from bi_kernels.audit import worker
 from bi_kernels.audit.bench import cases
 from bi_kernels.audit.bench.measure import OURS, Bench, Numbers
 from bi_kernels.audit.bench.timing import DeviceClock, Timing, turns
-from bi_kernels.ops.gemm.cost import Ring
+from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.gemm import cheapest, product
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
 
@@ -28,7 +28,7 @@ def path(x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None = None,
     if cut:
         parts = dict.fromkeys(path(x, part, out_dtype, continues) for part in (w[:cut], w[cut:]))
         return " and ".join(parts) + f", in two at {cut}"
-    kind = "Gluon " if isinstance(way, Ring) else "Triton "
+    kind = "Gluon " if isinstance(way, PipelineConfig) else "Triton "
     return way if way is LIBRARY else kind + "×".join(map(str, (*way.size, way.k)))
 
 

@@ -14,7 +14,7 @@ from bi_kernels.audit.broken.forward import Control, at_levels
 from bi_kernels.audit.broken.gradient import atomic_sum
 from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
 from bi_kernels.ops.attention.attention import arguments, attend
-from bi_kernels.ops.attention.schedule import SCHEDULE, Apart, Schedule, Tiling, most_tiles
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, SplitDecodeConfig, Tiling, max_tiles
 
 SLAB, SMS = 16, 132
 
@@ -45,7 +45,7 @@ def splits_by_batch(q, k, v, defect=True, **told):
 def splits_by_multiprocessors(q, k, v, defect=True, **told):
     """Makes as many splits as leave no multiprocessor idle."""
     heads = k.shape[-2]
-    tiles = most_tiles(q.shape[:-1].numel() // heads, _sequences(q, told), 64) * heads
+    tiles = max_tiles(q.shape[:-1].numel() // heads, _sequences(q, told), 64) * heads
     splits = max(1, min(8, SMS // tiles)) if defect else 4
     return changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper_prefill=None)(q, k, v, **told)
 
@@ -69,7 +69,9 @@ def sum_by_tile(q, k, v, lengths_k=None, defect=True, **told):
 
 def sum_across_warps(q, k, v, defect=True, **told):
     """Gives few queries a tile of 16, whose warps lie along the keys."""
-    return (changed(decode=Tiling(16, 64, 4, 4), apart=Apart(0)) if defect else bi_kernels.attention)(q, k, v, **told)
+    return (changed(decode=Tiling(16, 64, 4, 4), apart=SplitDecodeConfig(0)) if defect else bi_kernels.attention)(
+        q, k, v, **told
+    )
 
 
 def not_causal_for_one_query(q, k, v, defect=True, **told):

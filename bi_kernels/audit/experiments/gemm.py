@@ -20,7 +20,7 @@ from bi_kernels.audit.problem import products
 from bi_kernels.audit.problem.subject import SHARPEST, Subject
 from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
-from bi_kernels.ops.gemm.cost import RINGS, Ring, Tile
+from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig, Tile
 from bi_kernels.ops.gemm.gemm import cheapest
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
@@ -35,8 +35,8 @@ def _subject(session, case: str, dtype: str) -> Subject:
     return replace(session.subject("linear", dtype), problem=session.problem("linear", case, dtype))
 
 
-def _name(tile: Tile | Ring) -> str:
-    if isinstance(tile, Ring):
+def _name(tile: Tile | PipelineConfig) -> str:
+    if isinstance(tile, PipelineConfig):
         turns = ", in turns" * (tile.groups == 2)
         size = "×".join(map(str, (*tile.size, tile.k)))
         return f"ring of {size}, {tile.stages} stages, {tile.resident} a multiprocessor{turns}"
@@ -100,7 +100,7 @@ def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
     return ({LIBRARY: launch_library} if serves(device) and dtype != "fp32" else {}) | ways
 
 
-def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: Ring) -> Tensor | None:
+def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor | None:
     """Computes a product by sm_90's kernel; None where the ring takes no operand that is stored transposed."""
     from bi_kernels.ops.gemm.hopper import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
 

@@ -17,7 +17,7 @@ from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.step import Run, freeze, step
 from bi_kernels.checks import check_numbers
-from bi_kernels.scalars import check_flag, check_type, integer_of, shown, strings_of
+from bi_kernels.scalars import check_flag, check_type, integer_of, strings_of, truncated_repr
 
 ROUNDS = 6
 
@@ -91,7 +91,7 @@ def _checked(model, layouts: Sequence[str]) -> list[str]:
     if not callable(model):
         raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module or a function")
     if isinstance(layouts, str) or len(dict.fromkeys(strings_of("locate", "layouts", layouts))) < 2:
-        raise ValueError(f"layouts is {shown(layouts)}, expected two or more different layouts")
+        raise ValueError(f"layouts is {truncated_repr(layouts)}, expected two or more different layouts")
     one_device(model)
     return list(dict.fromkeys(layouts))
 

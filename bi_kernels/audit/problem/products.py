@@ -11,7 +11,7 @@ from torch import Tensor
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.problem.call_layouts import unaligned
 from bi_kernels.checks import is_hopper
-from bi_kernels.ops.gemm import again, gemm, kernel
+from bi_kernels.ops.gemm import gemm, kernel, launch_cache
 
 SIZES = {"cpu": [(48, 16, 32)], "cuda": [(48, 16, 32), (128, 512, 256), (512, 4096, 512)]}  # M, N, K
 FP32 = torch.float32
@@ -95,8 +95,8 @@ def _computed(key: Callable | None, given: tuple) -> list[Tensor]:
             found += [y.clone()] if out is None else [y.clone(), out.clone()]
             straight = kernel.tma_ready(rows) is rows and kernel.tma_ready(w) is w
             if looked_up and (key or x.device.type == "cpu") and straight:
-                again.remember((key or again.kind_of)(*kind), _straight(*kind))
-        y = again.again(*kind) if looked_up else None
+                launch_cache.remember((key or launch_cache.kind_of)(*kind), _straight(*kind))
+        y = launch_cache.cached_launch(*kind) if looked_up else None
     return found if y is None else [*found, y]
 
 
@@ -141,7 +141,7 @@ def _kept(device: torch.device) -> list:
 def confused(before: tuple, after: tuple) -> list[Tensor]:
     """Returns what a product is after one that a key takes for it."""
     *operands, told = after
-    return in_a_thread([before, after], lambda *_: again.kind_of(*operands, told.get("out_dtype")))[1]
+    return in_a_thread([before, after], lambda *_: launch_cache.kind_of(*operands, told.get("out_dtype")))[1]
 
 
 def names() -> list[str]:

@@ -18,7 +18,7 @@ from bi_kernels.audit.worlds.world import DTYPES, case
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed
 from bi_kernels.model.decoder import Layer
-from bi_kernels.parallel.exchange import exchanged, recutting
+from bi_kernels.parallel.exchange import exchange, reshard
 from bi_kernels.parallel.tensor import TensorParallel
 
 ROUNDS, WARM = 15, 4  # calls: what is exchanged is planned for each of three slots, and a hiccup lasts longer than one
@@ -77,7 +77,7 @@ def _stack(told: dict, device: torch.device, ops) -> nn.ModuleList:
     if isinstance(ops, AllReduce):
         for layer in layers:
             layer.o, layer.down = (
-                nn.Parameter(exchanged(ops.group, recutting(w.detach(), ops.group), kept=True).flatten(0, 1))
+                nn.Parameter(exchange(ops.group, reshard(w.detach(), ops.group), kept=True).flatten(0, 1))
                 for w in (layer.o, layer.down)
             )
     for p in layers.parameters():

@@ -8,8 +8,8 @@ import bi_kernels as bi
 from bi_kernels.audit.worlds.world import Way, World
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
-from bi_kernels.parallel.exchange import exchanged, gathering, joining, recutting
-from bi_kernels.parallel.sequence import Own
+from bi_kernels.parallel.exchange import all_gather_columns, all_gather_rows, exchange, reshard
+from bi_kernels.parallel.sequence import LocalShard
 from bi_kernels.parallel.tensor import TensorParallel
 from bi_kernels.parallel.vocabulary import Head
 
@@ -45,7 +45,7 @@ class FoldedApart(TensorParallel):
     """Each rank folds a norm's gradient over its own tokens, and an all-reduce adds the folds."""
 
     def rms_norm(self, x, weight: Tensor, eps: float):
-        if not isinstance(x, Own):
+        if not isinstance(x, LocalShard):
             return bi.rms_norm(x, weight, eps)
         count = len(x.mine)
         with bi.TokenLayout([0], [count], count):
@@ -58,7 +58,7 @@ class Reduced(TensorParallel):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
             return bi.linear(x, weight, bias)
-        y = bi.linear(x, exchanged(self.group, recutting(weight, self.group)).flatten(0, 1))
+        y = bi.linear(x, exchange(self.group, reshard(weight, self.group)).flatten(0, 1))
         dist.all_reduce(y, group=self.group)
         return y
 
@@ -69,9 +69,9 @@ class Exchanged(TensorParallel):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
             return bi.linear(x, weight, bias)
-        parts = exchanged(self.group, gathering(x.flatten(0, -2), self.group)).flip(0)
+        parts = exchange(self.group, all_gather_rows(x.flatten(0, -2), self.group)).flip(0)
         y = bi.linear(torch.cat([*parts], -1), weight, bias)
-        y = exchanged(self.group, joining(y, self.group), kept=True)
+        y = exchange(self.group, all_gather_columns(y, self.group), kept=True)
         return y.view(*x.shape[:-1], -1)
 
 

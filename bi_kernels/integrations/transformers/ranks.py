@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from bi_kernels.integrations.transformers import attention_modules, modules
 from bi_kernels.integrations.transformers.swap import OPS, causal_lm
-from bi_kernels.parallel.tensor import Cut, Shared, TensorParallel
+from bi_kernels.parallel.tensor import ShardedParameter, ShardSpec, TensorParallel
 
 
 class _Head:
@@ -17,7 +17,7 @@ class _Head:
         return self._logits(x, weight)
 
 
-def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, object], dict[nn.Parameter, Cut]]:
+def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, object], dict[nn.Parameter, ShardSpec]]:
     """Returns the ops of each module that has others than one rank's, and how parameters are cut. Raises ValueError."""
     owner, head = causal_lm(model)
     if head is None:
@@ -52,7 +52,7 @@ def share(model: nn.Module, parallel: TensorParallel) -> None:
     for module, its in ops.items():
         module.__dict__[OPS] = its
     for p, cut in cuts.items():
-        p.data, p.__class__, p.cut = p.data[cut.first : cut.end].clone(), Shared, cut
+        p.data, p.__class__, p.cut = p.data[cut.first : cut.end].clone(), ShardedParameter, cut
     model.__dict__[OPS] = parallel
 
 

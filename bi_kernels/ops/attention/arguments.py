@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bi_kernels.checks import can_wait, check, integers, once, seen, unseen, widened
+from bi_kernels.checks import can_wait, check, integers, mark_validated, needs_validation, once, widened
 from bi_kernels.ops.attention.forward import rows
 from bi_kernels.ops.attention.padded import check_values
 from bi_kernels.ops.attention.schedule import Batch, Sequences
-from bi_kernels.scalars import check_flag, check_fp32, check_integer, check_number, shown
+from bi_kernels.scalars import check_flag, check_fp32, check_integer, check_number, truncated_repr
 
 WIDEST = 2**30  # keys; a wider window is none
 MOST_HEADS = 128  # that models have; more of them are tokens, most likely
@@ -24,14 +24,14 @@ def _with_strides(t: Tensor) -> Tensor:
 
 def _ends(op: str, name: str, cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Returns (first rows, lengths) of packed sequences."""
-    if unseen(("ends", rows), cu_seqlens):
+    if needs_validation(("ends", rows), cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != rows or ends != sorted(ends):
             raise ValueError(
-                f"{op}: {name} is {shown(ends)}, expected it to start at 0, never decrease, and end at {rows}, "
-                "the number of rows"
+                f"{op}: {name} is {truncated_repr(ends)}, expected it to start at 0, never decrease, and end at "
+                f"{rows}, the number of rows"
             )
-        seen(("ends", rows), cu_seqlens)
+        mark_validated(("ends", rows), cu_seqlens)
     ends = cu_seqlens.to(torch.int32).clamp(0, rows).cummax(0).values.to(torch.int32)
     if can_wait(cu_seqlens):  # every row is somebody's, whatever was written behind the check
         ends = pad(pad(ends[1:-1], (1, 0)), (0, 1), value=rows)
@@ -93,7 +93,9 @@ def _checked(
     if not 1 <= width <= 256:
         raise ValueError(f"{op}: q has heads of width {width}, expected 1 to 256")
     if window is not None and (check_integer(op, "window", window) < 1 or not causal):
-        raise ValueError(f"{op}: window is {shown(window)} and causal is {causal}, expected at least 1, and causal")
+        raise ValueError(
+            f"{op}: window is {truncated_repr(window)} and causal is {causal}, expected at least 1, and causal"
+        )
     if scale is not None and not check_fp32(op, "scale", check_number(op, "scale", scale)) > 0:
         raise ValueError(f"{op}: scale is {scale}, expected a positive number")
     if packed and (lengths_q is not None or left_padded or lengths_k is not None and block_table is None):
@@ -139,14 +141,14 @@ def _checked(
 
 def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
     question = "pages", k.shape[:2]
-    if unseen(question, block_table, lengths):
+    if needs_validation(question, block_table, lengths):
         used = torch.arange(block_table.shape[1], device=k.device) * k.shape[1] < widened(lengths)[:, None]
         pages = widened(block_table)
         if bool((used & ((pages < 0) | (pages >= len(k)))).any()):
             raise ValueError(
                 f"attention: block_table holds {int(pages.min())} to {int(pages.max())}, expected 0 to {len(k) - 1}"
             )
-        seen(question, block_table, lengths)
+        mark_validated(question, block_table, lengths)
 
 
 def arguments(

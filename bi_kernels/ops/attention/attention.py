@@ -8,9 +8,9 @@ from bi_kernels.checks import aligned, apply
 from bi_kernels.ops.attention.arguments import Arguments, arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward, rows
-from bi_kernels.ops.attention.padded import located
+from bi_kernels.ops.attention.layout_warnings import warn_if_no_layout, warn_on_mismatch
+from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
-from bi_kernels.ops.attention.told import agree, remind
 
 
 class _Attention(torch.autograd.Function):
@@ -62,12 +62,12 @@ def _(q, k, v, *_):
 
 
 def _differentiable(q, k, v, sequences, *constants):
-    return _Attention.apply(rows(q), rows(k), rows(v), located(sequences, q.device), *constants)
+    return _Attention.apply(rows(q), rows(k), rows(v), materialize_offsets(sequences, q.device), *constants)
 
 
 def _compiled(q, k, v, sequences, causal, scale, window, schedule):
     """Calls the custom op, whose schema knows no tuples of tensors and numbers, and so the default schedule alone."""
-    where = located(sequences, q.device)[:-1]
+    where = materialize_offsets(sequences, q.device)[:-1]
     return _opaque(rows(q), rows(k), rows(v), *where, causal, scale, window)
 
 
@@ -137,10 +137,10 @@ def attention(
     )
     told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
     if told and torch.is_grad_enabled() and q.requires_grad:
-        remind("attention", len(cu_seqlens_q) - 1 if lengths_q is None else len(lengths_q))
+        warn_if_no_layout("attention", len(cu_seqlens_q) - 1 if lengths_q is None else len(lengths_q))
         if lengths_q is None:
-            agree("attention", "cu_seqlens_q", cu_seqlens_q, lambda: _packed(cu_seqlens_q.tolist()))
+            warn_on_mismatch("attention", "cu_seqlens_q", cu_seqlens_q, lambda: _packed(cu_seqlens_q.tolist()))
         else:
             spans = lambda: _padded(lengths_q.tolist(), q.shape[1], left_padded)
-            agree("attention", "lengths_q", lengths_q, spans, q.shape[1], left_padded)
+            warn_on_mismatch("attention", "lengths_q", lengths_q, spans, q.shape[1], left_padded)
     return attend(call)

@@ -14,8 +14,8 @@ from bi_kernels.ops.attention.schedule import (
     Schedule,
     Sequences,
     fits_hopper,
-    most_tiles,
-    room_for,
+    max_tiles,
+    round_up_sequences,
     shape_of,
 )
 
@@ -67,7 +67,7 @@ def attention_backward(
 
     def launch(kernel, tiling, rows, size, *grads) -> None:
         """Launches a kernel whose tiles hold `size` of so many rows."""
-        kernel[(most_tiles(rows, count, size), shape["HEADS"])](
+        kernel[(max_tiles(rows, count, size), shape["HEADS"])](
             *inputs,
             *grads,
             *where,
@@ -77,7 +77,7 @@ def attention_backward(
             window=window,
             CAUSAL=causal,
             WINDOW=window > 0,
-            COUNT=room_for(count),
+            COUNT=round_up_sequences(count),
             BLOCK_M=tiling.rows,
             BLOCK_N=tiling.columns,
             num_warps=tiling.warps,
@@ -90,13 +90,13 @@ def attention_backward(
     hopper = not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
     told = where, causal, log2_scale, scale
     if dk is not None and schedule.hopper_keys and hopper:
-        total = most_tiles(len(k), count, 128)
-        schedule.hopper_keys(*inputs, dk, dv, *told, total, room_for(count), schedule.pause)
+        total = max_tiles(len(k), count, 128)
+        schedule.hopper_keys(*inputs, dk, dv, *told, total, round_up_sequences(count), schedule.pause)
     elif dk is not None:
         launch(keys_backward_kernel, keys, len(k), keys.columns, dk, dv)
     if dq is not None and schedule.hopper_queries and hopper:
-        total = most_tiles(tokens * shape["GROUP"], count, 128)
-        schedule.hopper_queries(*inputs, dq, *told, total, room_for(count), schedule.pause)
+        total = max_tiles(tokens * shape["GROUP"], count, 128)
+        schedule.hopper_queries(*inputs, dq, *told, total, round_up_sequences(count), schedule.pause)
     elif dq is not None:
         launch(queries_backward_kernel, queries, tokens * shape["GROUP"], queries.rows, dq)
     return [dq, dk, dv]

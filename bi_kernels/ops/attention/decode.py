@@ -5,9 +5,9 @@ import triton
 from torch import Tensor
 
 from bi_kernels.checks import INTERPRETED, is_hopper
-from bi_kernels.launch import Launch, remembered, watched
+from bi_kernels.launch import Launch, cached, is_recorded
 from bi_kernels.ops.attention.decode_kernels import scores_kernel, values_kernel, weights_kernel
-from bi_kernels.ops.attention.schedule import Schedule, most_tiles
+from bi_kernels.ops.attention.schedule import Schedule, max_tiles
 
 
 def fits_apart(device: int, rows: int, count: int, heads: int, longest: int, schedule: Schedule) -> bool:
@@ -18,13 +18,13 @@ def fits_apart(device: int, rows: int, count: int, heads: int, longest: int, sch
     return few and (INTERPRETED or device >= 0 and is_hopper(torch.device("cuda", device)))
 
 
-@remembered
+@cached
 def _loaded(*kind) -> set[tuple[bool, ...]]:
     """Returns which pointers were aligned where launches of a kind ran, outside of captures."""
     return set()
 
 
-class Steps:
+class SplitDecode:
     """Decode in steps, planned for a shape. In eager mode, which waits for the CPU, three launches are slower than one:
     it is for the capture of CUDA graphs."""
 
@@ -42,7 +42,7 @@ class Steps:
         apart, count, heads, split = schedule.apart, told["sequences"], told["HEADS"], schedule.split
         self.rows, self.key_blocks = rows * heads, triton.cdiv(longest, schedule.block)
         self.room, splits = self.key_blocks * schedule.block, triton.cdiv(longest, split)
-        tiles, columns = most_tiles(rows, count, apart.scores.rows), min(apart.values.columns, told["D"])
+        tiles, columns = max_tiles(rows, count, apart.scores.rows), min(apart.values.columns, told["D"])
         told = told | {"TILE": apart.scores.rows, "room": self.room}
 
         def launch(kernel, grid: tuple[int, ...], warps: int, stages: int | None = None, **more) -> Launch:
@@ -63,14 +63,14 @@ class Steps:
         kind["padded"] = told["width_k"] is not None
         self._loaded = _loaded(device, dtype, integers, schedule, *kind.items())
 
-    def due(self, *given: Tensor | None) -> bool:
+    def should_use(self, *given: Tensor | None) -> bool:
         """Returns whether to compute in steps now: while a CUDA graph is captured; and once before, since a capture
         can load no kernel. No bit depends on it."""
         if INTERPRETED:
             return True
         if torch.cuda.is_current_stream_capturing():
             return _aligned(given) in self._loaded
-        return watched() or not self._loaded
+        return is_recorded() or not self._loaded
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class Steps:
         self._weights(scores, weights, factors, sums, parts, first_q, length_q, length_k)
         where = first_q, length_q, first_k, length_k, pages
         self._values(weights, factors, sums, v, out, lse, parts, *where)
-        if not (INTERPRETED or watched() or torch.cuda.is_current_stream_capturing()):
+        if not (INTERPRETED or is_recorded() or torch.cuda.is_current_stream_capturing()):
             self._loaded.add(_aligned(given))
 
 

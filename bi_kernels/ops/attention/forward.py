@@ -11,11 +11,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import described, is_hopper, multiprocessors
-from bi_kernels.launch import Launch, descriptor, remembered
-from bi_kernels.ops.attention.decode import Steps, fits_apart
+from bi_kernels.checks import ensure_cuda_context, is_hopper, multiprocessors
+from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.ops.attention.decode import SplitDecode, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
-from bi_kernels.ops.attention.padded import located
+from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
     SCHEDULE,
@@ -23,8 +23,8 @@ from bi_kernels.ops.attention.schedule import (
     Schedule,
     Sequences,
     fits_hopper,
-    most_tiles,
-    room_for,
+    max_tiles,
+    round_up_sequences,
     shape_of,
     tma_ready,
 )
@@ -39,7 +39,7 @@ def rows(t: Tensor) -> Tensor:
 def _descriptor(t: Tensor, block: int) -> TensorDescriptor:
     """Returns blocks of keys of one head, of (rows, heads, D)."""
     rows, heads, width = t.shape
-    return descriptor(described(t), (rows, heads * width), (t.stride(0), 1), (block, width))
+    return descriptor(ensure_cuda_context(t), (rows, heads * width), (t.stride(0), 1), (block, width))
 
 
 class _Plan(NamedTuple):
@@ -50,12 +50,12 @@ class _Plan(NamedTuple):
     many: bool  # a sequence may have several splits
     attention: Launch
     attention_tma: Launch  # of keys that descriptors name
-    steps: Steps | None  # the same, where that is the faster on a GPU
+    steps: SplitDecode | None  # the same, where that is the faster on a GPU
     partial: int  # queries of all heads and splits, where each split has a program of its own, or 0
     merge: Launch
 
 
-@remembered
+@cached
 def _plan(
     shape_q: torch.Size,
     shape_k: torch.Size,
@@ -80,7 +80,7 @@ def _plan(
     tokens, heads, narrow, scale = shape_q[:-2].numel(), shape["HEADS"], shape["D"] <= 128, scale * LOG2E
     total = tokens * shape["GROUP"]
     splits = max(1, triton.cdiv(longest, schedule.split))
-    tiles, many = most_tiles(total, count, schedule.prefill.rows) * heads, splits > 1
+    tiles, many = max_tiles(total, count, schedule.prefill.rows) * heads, splits > 1
     fp32 = dtype == torch.float32
     prefill = not fp32 and tiles >= schedule.few and total > schedule.decode.rows * count
     partial = not fp32 and many and tiles < schedule.few and tiles * splits <= schedule.most
@@ -99,7 +99,7 @@ def _plan(
         rows_total=total * heads,
         scale=scale,
         window=window,
-        COUNT=room_for(count),
+        COUNT=round_up_sequences(count),
         BLOCK=schedule.block,
         SPLIT=schedule.split,
         CAUSAL=causal,
@@ -111,7 +111,7 @@ def _plan(
     attention = lambda tiling: Launch(
         attention_kernel,
         device,
-        (most_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
+        (max_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
         BLOCK_M=tiling.rows,
         MANY=many,
         num_warps=tiling.warps,
@@ -120,7 +120,7 @@ def _plan(
     )
     steps = None
     if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
-        steps = Steps(device, dtype, integers, total, longest, schedule, told)
+        steps = SplitDecode(device, dtype, integers, total, longest, schedule, told)
     merge = Launch(
         merge_kernel,
         device,
@@ -198,7 +198,7 @@ def attention_forward(
     attention, k_tma, v_tma = plan.attention, None, None
     if plan.blocks and not (k.data_ptr() | v.data_ptr()) % 16:
         attention = plan.attention_tma
-        k_tma, v_tma = descriptor(described(k), *plan.blocks), descriptor(v, *plan.blocks)
+        k_tma, v_tma = descriptor(ensure_cuda_context(k), *plan.blocks), descriptor(v, *plan.blocks)
     elif plan.tma:
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
@@ -208,7 +208,7 @@ def attention_forward(
             attention = plan.attention_tma
             k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
     given = out, lse, parts, first_q, length_q, first_k, length_k, pages
-    if plan.steps is not None and plan.steps.due(q, k, v, *given):
+    if plan.steps is not None and plan.steps.should_use(q, k, v, *given):
         plan.steps(q, k, v, *given)
     else:
         attention(q, k, v, k_tma, v_tma, *given)
@@ -218,7 +218,7 @@ def attention_forward(
 
 
 def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule) -> None:
-    sequences = located(sequences, q.device)
+    sequences = materialize_offsets(sequences, q.device)
     count, total = len(sequences.length_q), len(q) * (q.shape[1] // k.shape[1])
-    told = causal, scale * LOG2E, schedule.split, many, most_tiles(total, count, 128), room_for(count)
+    told = causal, scale * LOG2E, schedule.split, many, max_tiles(total, count, 128), round_up_sequences(count)
     schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import torch
 
 from bi_kernels import checks
-from bi_kernels.tokens import TokenLayout, entered
+from bi_kernels.tokens import TokenLayout, current_layout
 
 
-def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
+def warn_on_mismatch(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
     """Warns where attention is told of other sequences than those of the layout that is entered. spans:
     where each starts, and its length, as `value` says and `how`; asked once for them and a layout."""
-    layout = entered(op)
-    if not isinstance(layout, TokenLayout) or not checks.unseen(question := ("layout", layout, *how), value):
+    layout = current_layout(op)
+    if not isinstance(layout, TokenLayout) or not checks.needs_validation(question := ("layout", layout, *how), value):
         return
     told = [span for span in spans() if span[1]]
     if told != layout.spans:
@@ -24,13 +24,13 @@ def agree(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tupl
             "which parameters' gradients are added; expected the layout of this very call",
             stacklevel=3,
         )
-    checks.seen(question, value)
+    checks.mark_validated(question, value)
 
 
-def remind(op: str, sequences: int) -> None:
+def warn_if_no_layout(op: str, sequences: int) -> None:
     """Warns of sequences that attention is told of, in a forward that trains, while other ops fold parameters'
     gradients by the shapes that they see."""
-    if not torch.compiler.is_compiling() and TokenLayout.assumed and entered(op) is None:
+    if not torch.compiler.is_compiling() and TokenLayout.assumed and current_layout(op) is None:
         warnings.warn(
             f"{op}: {sequences} packed or padded sequences, but no token layout is entered, so parameters' gradients "
             "depend on the batch; expected the forward inside `with TokenLayout.packed(...)` or `.padded(...)`",

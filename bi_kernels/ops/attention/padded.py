@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import apply, seen, unseen
+from bi_kernels.checks import apply, mark_validated, needs_validation
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.schedule import Sequences
-from bi_kernels.scalars import shown
+from bi_kernels.scalars import truncated_repr
 
 BLOCK = 256
 
@@ -67,14 +67,14 @@ _opaque = torch.library.custom_op("bi_kernels::padded_spans", _launch, mutates_a
 
 def check_values(op: str, name: str, lengths: Tensor | None, width: int) -> None:
     """Raises ValueError for lengths that rows of `width` have no room for."""
-    if lengths is not None and unseen(("lengths", width), lengths):
+    if lengths is not None and needs_validation(("lengths", width), lengths):
         counts = lengths.tolist()
         if not all(0 <= n <= width for n in counts):
-            raise ValueError(f"{op}: {name} is {shown(counts)}, expected 0 to {width}")
-        seen(("lengths", width), lengths)
+            raise ValueError(f"{op}: {name} is {truncated_repr(counts)}, expected 0 to {width}")
+        mark_validated(("lengths", width), lengths)
 
 
-def located(sequences: Sequences, device: torch.device) -> Sequences:
+def materialize_offsets(sequences: Sequences, device: torch.device) -> Sequences:
     """Returns the sequences of a batch with first rows and lengths, (count,) int32 each; others as they are."""
     if sequences.batch is None:
         return sequences

@@ -45,7 +45,7 @@ def hopper_queries(*given) -> None:
     queries_backward(*given)
 
 
-class Apart(NamedTuple):
+class SplitDecodeConfig(NamedTuple):
     """Says when decode's steps are computed apart (decode_kernels.py), and how: free of any bit."""
 
     programs: int = 64  # splits of sequences and key heads: where there are more, each is a program of its own
@@ -73,7 +73,7 @@ class Schedule:
     queries: Tiling = Tiling(128, 64, 8, 3)  # dQ
     wide_backward: Tiling = Tiling(64, 64, 8, 2)
     fp32: Tiling = Tiling(32, 32, 4, 2)
-    apart: Apart = Apart()
+    apart: SplitDecodeConfig = SplitDecodeConfig()
     merge_rows: int = 16
     few: int = 256  # tiles below which each split is a program of its own
     most: int = 4096  # programs of such a launch
@@ -159,12 +159,12 @@ def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constex
     return visible
 
 
-def room_for(sequences: int) -> int:
+def round_up_sequences(sequences: int) -> int:
     """Returns how many sequences a kernel looks through: a power of two, so that few variants of it are compiled."""
     return max(16, triton.next_power_of_2(sequences))
 
 
-def most_tiles(tokens: int, sequences: int, rows: int) -> int:
+def max_tiles(tokens: int, sequences: int, rows: int) -> int:
     """Returns at least as many tiles as there are, however `tokens` are spread over the sequences."""
     return tokens // rows + min(sequences, tokens)
 

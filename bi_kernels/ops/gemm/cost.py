@@ -15,10 +15,10 @@ from typing import NamedTuple
 FITTED: dict = tomllib.loads(files(__package__).joinpath("cost.toml").read_text(encoding="utf-8"))
 DEVICE: dict = FITTED["device"]
 WRITES = {"rows": 2, "columns": 4, "fold": 8}  # bytes of y an element, by how a product is used
-SURE = 1.05  # by how much a program must be the faster, to be preferred to the usual one
-WORTH = 50  # µs of a product that may be cut in two: a second launch costs the CPU, too
-LINE = 64  # 16-bit numbers: of the L2 cache
-SHARP = 6  # how abruptly the slower of two limits takes over
+MIN_SPEEDUP = 1.05  # by how much a program must be the faster, to be preferred to the usual one
+MIN_SPLIT_US = 50  # µs of a product that may be cut in two: a second launch costs the CPU, too
+CACHE_LINE_ELEMENTS = 64  # 16-bit numbers: of the L2 cache
+SOFTMAX_EXPONENT = 6  # how abruptly the slower of two limits takes over
 
 
 class Tile(NamedTuple):
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
         return self.persistent or max(1, min(230_000 // pipeline, 65536 // registers, 2048 // threads))
 
 
-class Ring(NamedTuple):
+class PipelineConfig(NamedTuple):
     """A configuration of sm_90's kernel in gemm/hopper.py."""
 
     rows: int  # of a tile: 64 or 128, or fewer of x that is stored by rows, beside which the tensor core adds nothing
@@ -91,7 +91,7 @@ def _read(kind: type, table: str) -> dict[str, dict]:
     return found
 
 
-TILES, RINGS = _read(Tile, "tile"), _read(Ring, "ring")
+TILES, RINGS = _read(Tile, "tile"), _read(PipelineConfig, "ring")
 LIBRARY = FITTED["library"]
 
 
@@ -101,11 +101,17 @@ def memory_us(M: int, N: int, K: int, use: str) -> float:
 
 
 def _slower(a: float, b: float) -> float:
-    return (a**SHARP + b**SHARP) ** (1 / SHARP)
+    return (a**SOFTMAX_EXPONENT + b**SOFTMAX_EXPONENT) ** (1 / SOFTMAX_EXPONENT)
 
 
 def predicted_us(
-    way: Tile | Ring, cost: Cost, M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | None = None
+    way: Tile | PipelineConfig,
+    cost: Cost,
+    M: int,
+    N: int,
+    K: int,
+    use: str,
+    transposed: tuple[bool, bool] | None = None,
 ) -> float:
     """Returns the microseconds that a product takes by the model, on the GPU that it was fitted on. transposed: of x
     and w, which ones are stored by columns; what `use` tells of both, unless given."""
@@ -114,12 +120,14 @@ def predicted_us(
     each, together = (m + n) * 32 / 1e6, min(way.resident, ceil(tiles / DEVICE["multiprocessors"]))
     read = max(min(tiles, room) * each / DEVICE["l2"], together * each / DEVICE["port"])  # 16 of k, by all that run
     x_t, w_t = transposed or (use != "rows",) * 2
-    crooked = m * bool((M if x_t else K) % LINE) + n * bool((N if w_t else K) % LINE)  # rows that begin within a line
-    slower = 1 + DEVICE["crooked_ring" if isinstance(way, Ring) else "crooked_tile"] * crooked / (m + n)
+    crooked = m * bool((M if x_t else K) % CACHE_LINE_ELEMENTS) + n * bool(
+        (N if w_t else K) % CACHE_LINE_ELEMENTS
+    )  # rows that begin within a line
+    slower = 1 + DEVICE["crooked_ring" if isinstance(way, PipelineConfig) else "crooked_tile"] * crooked / (m + n)
     fold = ceil(K / way.k) * way.k / 16 * max(cost.step / 1000, read * slower)
     leave = cost.leave * WRITES[use] / 8
     waves = ceil(tiles / room)
-    turns = isinstance(way, Ring) and way.groups == 2  # one result leaves while the other is added up
+    turns = isinstance(way, PipelineConfig) and way.groups == 2  # one result leaves while the other is added up
     busy = waves * max(fold, leave) + leave if turns else waves * (fold + leave)
     return cost.start + _slower(busy, memory_us(M, N, K, use))
 
@@ -132,13 +140,15 @@ def tile_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | N
 
 
 @lru_cache(maxsize=4096)
-def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) -> tuple[Ring, float] | None:
+def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) -> tuple[PipelineConfig, float] | None:
     """Returns the cheapest ring for a 16-bit product, and its microseconds; None where no ring is for it.
 
     A result that neither goes on nor fills one wave is left to what writes it in wider pieces; a fold of operands whose
     rows begin within a line, to what keeps more of them on their way.
     """
-    if use == "fold" and ((M if transposed[0] else K) % LINE or (N if transposed[1] else K) % LINE):
+    if use == "fold" and (
+        (M if transposed[0] else K) % CACHE_LINE_ELEMENTS or (N if transposed[1] else K) % CACHE_LINE_ELEMENTS
+    ):
         return None
     costs = RINGS[use]
     room = lambda way: DEVICE["multiprocessors"] * way.resident
@@ -171,27 +181,27 @@ def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: flo
 
 def way_for(
     M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], rings: bool, waves: float | None
-) -> tuple[float, Ring | None]:
+) -> tuple[float, PipelineConfig | None]:
     """Returns the microseconds of the cheapest of cuBLASLt's program, whose tiles fill so many waves (None: it has no
     program), and of the rings, if they are to be had; and the ring, if it is one. 0, where there is neither, or a fold
     is left to Triton's tiles."""
     ring = ring_for(M, N, K, use, transposed) if rings else None
     if ring and use == "fold":
         tile = tile_for(M, N, K, use, transposed)
-        left = predicted_us(tile, TILES[use][tile], M, N, K, use, transposed) * SURE < ring[1]
+        left = predicted_us(tile, TILES[use][tile], M, N, K, use, transposed) * MIN_SPEEDUP < ring[1]
         return (0, None) if left else ring[::-1]
     us = library_us(M, N, K, transposed, waves, use) if waves else 0
-    return (us, None) if ring is None or us and us < ring[1] * SURE else (ring[1], ring[0])
+    return (us, None) if ring is None or us and us < ring[1] * MIN_SPEEDUP else (ring[1], ring[0])
 
 
 def best_cut(N: int, us: Callable[[int], float]) -> int:
     """Returns the column at which a product of N columns is best cut in two, so that each part fills whole waves: 0 for
     nowhere. us: of a product of so many columns, 0 where there is no program for it."""
     whole = us(N)
-    if whole < WORTH:
+    if whole < MIN_SPLIT_US:
         return 0
     step = max(256, N // 8 // 256 * 256)
     parts = {cut: (us(cut), us(N - cut)) for cut in range(step * -(-N // 2 // step), N, step)}
     cuts = {cut: sum(both) for cut, both in parts.items() if all(both)}
     cut = min(cuts, key=cuts.get, default=0)
-    return cut if cut and cuts[cut] * SURE < whole else 0
+    return cut if cut and cuts[cut] * MIN_SPEEDUP < whole else 0

@@ -15,26 +15,26 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import apply, check, check_shape, is_hopper, once
-from bi_kernels.launch import remembered, watched
-from bi_kernels.ops.gemm.again import again
-from bi_kernels.ops.gemm.cost import Ring, Tile, best_cut, tile_for, way_for
+from bi_kernels.launch import cached, is_recorded
+from bi_kernels.ops.gemm.cost import PipelineConfig, Tile, best_cut, tile_for, way_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
-from bi_kernels.tokens import TokenLayout, begins, hint, layout_for, main_grad
+from bi_kernels.ops.gemm.launch_cache import cached_launch
+from bi_kernels.tokens import TokenLayout, consume_zero_flag, layout_for, main_grad, warn_unlaid_micro_batch
 
 # of the interpreter, where a program costs more than what it computes
 FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
 
 
-@remembered
+@cached
 def cheapest(
     sizes: tuple[int, int, int],
     strides: tuple[tuple[int, int], tuple[int, int]],
     continues: bool,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
-) -> tuple[Tile | Ring | str, int]:
+) -> tuple[Tile | PipelineConfig | str, int]:
     """Returns what computes a product x wᵀ of (M, N, K) with the strides of x and w, dtypes of x and y, and the column
     at which it is cut in two products (0: it is not); no choice changes a bit. Raises LookupError where the library
     cannot be asked now."""
@@ -44,7 +44,7 @@ def cheapest(
     use = "fold" if continues else "columns" if all(transposed) else "rows"
     rings, library = is_hopper(device), serves(device) and not continues
 
-    def way(columns: int) -> tuple[float, Ring | None]:
+    def way(columns: int) -> tuple[float, PipelineConfig | None]:
         filled = waves((M, columns, K), strides, dtypes, device, kept=columns == N) if library else None
         return way_for(M, columns, K, use, transposed, rings, filled)
 
@@ -66,7 +66,7 @@ def _launch(
 ) -> torch.Tensor:
     """Launches the program that is the cheapest for a product; see kernel.launch. x (…, K): of more than two
     dimensions only where it is contiguous, without `start` and `out`."""
-    if start is None and out is None and not watched() and (y := again(x, w, bias, out_dtype)) is not None:
+    if start is None and out is None and not is_recorded() and (y := cached_launch(x, w, bias, out_dtype)) is not None:
         return y
     (N, K), flat = w.shape, x.dim() == 2
     M, strides = (x.shape[0], x.stride()) if flat else (x.numel() // K, (K, 1))
@@ -76,20 +76,20 @@ def _launch(
     except LookupError:
         way, cut = tile_for(M, N, K, "rows"), 0
     if not flat:
-        y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not watched() else None
+        y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not is_recorded() else None
         return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
     if cut:
         return _in_two(x, w, bias, dtypes[1], start, out, cut)
     given = x, w, bias
     if way is LIBRARY:
         y = launch_library(*given, out_dtype, out)
-        if y is not None and not watched():  # the static audit reads no library, but ours
+        if y is not None and not is_recorded():  # the static audit reads no library, but ours
             return y
         way = tile_for(M, N, K, "rows")
         if y is not None:
             launch(*given, way, out_dtype)
             return y
-    if isinstance(way, Ring) and (start is None or out is None or out.stride() == start.stride()):
+    if isinstance(way, PipelineConfig) and (start is None or out is None or out.stride() == start.stride()):
         return _ring()(*given, way, out_dtype, start, out)
     return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
@@ -149,7 +149,7 @@ def _fold(
     if buffer is None:
         return product(dy.t(), x.t(), out_dtype=parameter.dtype)
     into = buffer.view(dy.shape[1], x.shape[1])
-    product(dy.t(), x.t(), None if begins(buffer) else into, into, torch.float32)
+    product(dy.t(), x.t(), None if consume_zero_flag(buffer) else into, into, torch.float32)
     return None
 
 
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, op, name, layout, across, x, weight, bias):
         for label, parameter in ((name, weight), ("bias", bias)):
             if parameter is not None and parameter.requires_grad:
-                hint(op, layout, main_grad(op, parameter, label))
+                warn_unlaid_micro_batch(op, layout, main_grad(op, parameter, label))
         ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
         ctx.parameters = weight, bias  # a saved tensor may come back without main_grad, as under checkpointing
         ctx.save_for_backward(x, weight)

@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from bi_kernels.checks import described, multiprocessors
-from bi_kernels.launch import Launch, descriptor, remembered
-from bi_kernels.ops.gemm.again import kind_of, remember
-from bi_kernels.ops.gemm.cost import Ring
+from bi_kernels.checks import ensure_cuda_context, multiprocessors
+from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.kernel import check_out, tma_ready
+from bi_kernels.ops.gemm.launch_cache import kind_of, remember
 
 COPIED = 256  # the most of k that TMA copies at once
 
@@ -208,19 +208,19 @@ def _descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, strides, block = t.shape, t.stride(), [rows, columns]
     if strides[1] != 1:
         shape, strides, block = shape[::-1], strides[::-1], block[::-1]
-    return descriptor(described(t), shape, strides, block, TensorDescriptor, _layout(*block, t.dtype))
+    return descriptor(ensure_cuda_context(t), shape, strides, block, TensorDescriptor, _layout(*block, t.dtype))
 
 
-@remembered
+@cached
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
-@remembered
+@cached
 def _launch_for(
     sizes: tuple[int, int, int],
     stride: int,
-    ring: Ring,
+    ring: PipelineConfig,
     device: torch.device,
     transposed: tuple[bool, bool],
     dtypes: tuple[torch.dtype | None, ...],
@@ -254,7 +254,7 @@ def launch(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    ring: Ring,
+    ring: PipelineConfig,
     out_dtype: torch.dtype | None = None,
     start: Tensor | None = None,
     out: Tensor | None = None,
@@ -274,7 +274,7 @@ def launch(
     return run(x, w, start, bias, y)
 
 
-def _run(launched: Launch, ring: Ring, x: Tensor, w: Tensor, start, bias, y: Tensor) -> Tensor:
+def _run(launched: Launch, ring: PipelineConfig, x: Tensor, w: Tensor, start, bias, y: Tensor) -> Tensor:
     k = min(ring.k, COPIED)
     launched(_descriptor(x, ring.rows, k), _descriptor(w, ring.columns, k), start, bias, y)
     return y

@@ -17,8 +17,8 @@ from functools import cache, partial
 import torch
 
 from bi_kernels.checks import aligned, is_hopper
-from bi_kernels.ops.gemm.again import kind_of, remember
 from bi_kernels.ops.gemm.kernel import finished, prepared
+from bi_kernels.ops.gemm.launch_cache import kind_of, remember
 
 LIBRARY = "cuBLASLt"
 VERSIONS = (130100,)  # cublasLtGetVersion() of what the audit has swept

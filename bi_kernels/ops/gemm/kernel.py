@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels.checks import described, multiprocessors
-from bi_kernels.launch import Launch, descriptor, jit, remembered
+from bi_kernels.checks import ensure_cuda_context, multiprocessors
+from bi_kernels.launch import Launch, cached, descriptor, jit
 from bi_kernels.ops.gemm.cost import TILES, Tile
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
@@ -130,7 +130,7 @@ def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False)
     shape, stride, block = t.shape, t.stride(), [rows, cols]
     if transposed:
         shape, stride, block = shape[::-1], stride[::-1], block[::-1]
-    return descriptor(described(t), shape, stride, block)
+    return descriptor(ensure_cuda_context(t), shape, stride, block)
 
 
 def tma_ready(t: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
     return y if y.shape[1] == N else y[:, :N].contiguous()
 
 
-@remembered
+@cached
 def _launch_for(
     sizes: tuple[int, int, int],
     tile: Tile,

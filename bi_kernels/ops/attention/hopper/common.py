@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from bi_kernels.checks import described
+from bi_kernels.checks import ensure_cuda_context
 
 BLOCK = 64  # rows that one copy brings
 STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
@@ -125,7 +125,7 @@ def descriptor(t: torch.Tensor) -> TensorDescriptor:
     rows, heads, width = t.shape
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(
-        described(t),
+        ensure_cuda_context(t),
         [rows, heads * width],
         [t.stride(0), 1],
         [BLOCK, width],
