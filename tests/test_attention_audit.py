@@ -19,7 +19,7 @@ from bi_kernels.audit.experiments.attention_edges import FAR, apart, packed_edge
 from bi_kernels.audit.experiments.attention_generation import SMALL
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
@@ -32,9 +32,9 @@ LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
 
 
-def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) -> judge.Subject:
-    problem = Problem(OPS[op], next(iter(OPS[op].cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
-    return judge.Subject(problem, function, "test", "interpreter", own_lengths=lengths)
+def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) -> judge.OpUnderTest:
+    problem = OpConfig(OPS[op], next(iter(OPS[op].cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
+    return judge.OpUnderTest(problem, function, "test", "interpreter", own_lengths=lengths)
 
 
 # What a call is given
@@ -117,7 +117,7 @@ def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
             }[control.relation](s)
             assert any(r.mismatches for r in found) == broken and all(r.mismatches is not None for r in found)
         elif control.relation == gradients.INVARIANCE:
-            step = Step(s, judge.SHARPEST)
+            step = Step(s, judge.CANCELLING)
             one, other = (step.gradients(step.layouts[name]) for name in ("packed", "singles"))
             assert bool(sum(compare(one[k], other[k]).mismatches for k in one)) == broken
         else:

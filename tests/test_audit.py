@@ -28,12 +28,12 @@ from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.operator import scripts
-from bi_kernels.audit.reproduce.script import settle
+from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.session import start
 from bi_kernels.contract import DTYPES, SHAPES, rows
@@ -51,9 +51,9 @@ def unbroken(op: str):
     return getattr(bi_kernels, OPS[op].function or op)
 
 
-def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judge.Subject:
-    problem = Problem(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    return judge.Subject(problem, function or unbroken(op), "test", "interpreter")
+def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judge.OpUnderTest:
+    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
+    return judge.OpUnderTest(problem, function or unbroken(op), "test", "interpreter")
 
 
 def report(found: list[judge.Row]) -> str:
@@ -395,7 +395,7 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     found = list(judge.by_row_count(s))
     drifts = [r for r in found if r.mismatches]
     assert {r.rows for r in drifts} == {m for m in rows(300) if m <= 16}, report(drifts)
-    path, *more = settle(scripts(s, candidate, found, tmp_path / "repro"))
+    path, *more = verify_scripts(scripts(s, candidate, found, tmp_path / "repro"))
     assert len(more) == script.MOST - 1 and {r.repro for r in drifts} >= {f"python {p}" for p in (path, *more)}
     assert f"from {file.stem} import linear" in path.read_text()
 
@@ -416,7 +416,7 @@ def test_the_script_of_a_users_own_kernel_runs_as_it_was_audited(tmp_path):
     file.write_text(OWN_KERNEL)
     candidate = resolve(f"{file}:linear", "gemm")
     s = subject("linear", candidate.functions["linear"], "fp32", case="o")
-    assert settle(scripts(s, candidate, judge.invariance(s, only=("singles",)), tmp_path / "repro"))
+    assert verify_scripts(scripts(s, candidate, judge.invariance(s, only=("singles",)), tmp_path / "repro"))
 
 
 TWICE_FOR_SMALL_M = """
@@ -568,7 +568,7 @@ def test_which_ops_a_candidate_stands_for(given, functions):
 
 
 def test_inputs_are_the_seeds_and_nothing_elses():
-    same, other = (Problem(OPS["linear"], "o", DTYPES["bf16"], "tiny", torch.device("cpu"), seed) for seed in (0, 1))
+    same, other = (OpConfig(OPS["linear"], "o", DTYPES["bf16"], "tiny", torch.device("cpu"), seed) for seed in (0, 1))
     for kind in KINDS[:-1]:
         a, b, c = (p.inputs(kind, 20)[0]["x"] for p in (same, replace(same), other))
         assert_same_bits(a, b, kind)

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
 from bi_kernels import MainGrads
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject, of_candidate, poisoned_memory
-from bi_kernels.audit.relations.one_call import LENGTHS, Made, OneCall
+from bi_kernels.audit.problem.subject import OpUnderTest, of_candidate, poisoned_memory
+from bi_kernels.audit.relations.one_call import LENGTHS, BaselineCall, Outputs
 from bi_kernels.audit.relations.step import token_layout
-from bi_kernels.audit.relations.uses import compared
+from bi_kernels.audit.relations.usage_modes import compared
 from bi_kernels.tokens import TokenLayout, layout_for
 
 pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either
@@ -32,7 +32,7 @@ REENTRANT = pytest.mark.parametrize("within", [False, True])
 REFUSED = "called inside a backward, as activation checkpointing does, without its token layout; checkpoint layout.w"
 
 
-class Call(OneCall):
+class Call(BaselineCall):
     """One packed call with the backward of `.backward()`, the only one that a reentrant checkpoint has."""
 
     def backward(self, outputs, leaves, upstream, left=0):
@@ -52,7 +52,7 @@ class Call(OneCall):
     def of_tokens(self) -> list[str]:
         return [k for k in self.floating if k in self.step.tokens]
 
-    def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Made:
+    def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Outputs:
         """Returns what the plain call gives."""
         made = self.folded if main_grad else self.base
         return self.results | {f"d{k}": made[f"d{k}"] for k in wanted}
@@ -83,8 +83,8 @@ class Call(OneCall):
 @cache
 def call_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> Call:
     op = OPS[name]
-    problem = Problem(op, next(iter(op.cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
-    return Call(Subject(problem, getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter"), lengths)
+    problem = OpConfig(op, next(iter(op.cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
+    return Call(OpUnderTest(problem, getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter"), lengths)
 
 
 def others() -> TokenLayout:
@@ -98,12 +98,12 @@ def stepped(u: Call) -> tuple[dict, MainGrads]:
     return given, MainGrads([given[k].requires_grad_() for k in u.parameters])
 
 
-def assert_same(found: Made, expected: Made, *what: object) -> None:
+def assert_same(found: Outputs, expected: Outputs, *what: object) -> None:
     drift, tensor = compared(found, expected)
     assert not drift.mismatches, (*what, tensor, str(drift))
 
 
-def differing(found: Made, expected: Made) -> set[str]:
+def differing(found: Outputs, expected: Outputs) -> set[str]:
     """Returns the names of what differs, by the same comparison."""
     return {k for k, t in expected.items() if compared({k: found[k]}, {k: t})[0].mismatches}
 

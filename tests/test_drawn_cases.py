@@ -16,11 +16,11 @@ from bi_kernels.audit.drawn.questions import ROLLOUT, judge
 from bi_kernels.audit.drawn.session import _parts, judge_cases
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.parameters import RandomParameters
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient, uses
-from bi_kernels.audit.relations.populations import ONE_TOKEN, populations
+from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.relations import forward, gradient, usage_modes
+from bi_kernels.audit.relations.edge_case_inputs import ONE_TOKEN, populations
 from bi_kernels.contract import DTYPES
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
@@ -38,7 +38,7 @@ def drawn(name, number, function=None, seed=0):
 
 def subject(name, function):
     op = OPS[name]
-    return Subject(Problem(op, next(iter(op.cases("tiny"))), BF16, "tiny", CPU), function, "test", "interpreter")
+    return OpUnderTest(OpConfig(op, next(iter(op.cases("tiny"))), BF16, "tiny", CPU), function, "test", "interpreter")
 
 
 @pytest.mark.parametrize("name", sorted({op.function or op.name for op in OPS.values()}))
@@ -117,15 +117,15 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
             raise ValueError("silu: called under autocast, expected full precision")
         return bi_kernels.silu(x)
 
-    rows = list(uses.by_use(subject("silu", refuses)))
-    wanted = {(r["relation"], r["layout"]) for r in uses.required(subject("silu", refuses))}
+    rows = list(usage_modes.by_use(subject("silu", refuses)))
+    wanted = {(r["relation"], r["layout"]) for r in usage_modes.required(subject("silu", refuses))}
     assert wanted <= {(r.relation, r.layout) for r in rows}
     assert {r.layout for r in rows if "refused: " in r.detail} == {"autocast"}
     assert not [r for r in rows if r.verdict != PASS]
 
 
 def test_the_tensor_that_differs_is_named():
-    found = list(uses.by_use(subject("swiglu", doubled_alone(bi_kernels.swiglu)), ["demand"]))
+    found = list(usage_modes.by_use(subject("swiglu", doubled_alone(bi_kernels.swiglu)), ["demand"]))
     assert {(r.layout, r.tensor) for r in found if r.mismatches} == {("dgate alone", "dgate"), ("dup alone", "dup")}
 
 
@@ -164,14 +164,18 @@ def refuses_a_vector(x, weight):
     ],
 )
 def test_what_one_way_alone_shows_is_seen(name, function, layout):
-    found = {r.layout for r in uses.by_use(subject(name, function), ["memory", "population"]) if r.verdict == NEEDS_FIX}
+    found = {
+        r.layout
+        for r in usage_modes.by_use(subject(name, function), ["memory", "population"])
+        if r.verdict == NEEDS_FIX
+    }
     assert found == {layout}
 
 
 def test_a_vector_may_be_refused_by_others_and_not_by_this_package():
     theirs = subject("linear", refuses_a_vector)
     for s, verdict in ((theirs, PASS), (replace(theirs, candidate="bi_kernels", memo={}), NEEDS_FIX)):
-        (row,) = (r for r in uses.by_use(s, ["population"]) if r.layout == ONE_TOKEN)
+        (row,) = (r for r in usage_modes.by_use(s, ["population"]) if r.layout == ONE_TOKEN)
         assert row.verdict == verdict, row.detail
 
 
@@ -179,8 +183,8 @@ def test_what_the_auditor_itself_raises_is_no_refusal(monkeypatch):
     def broken(s, exact, count):
         raise KeyError("out[1]")
 
-    monkeypatch.setattr("bi_kernels.audit.relations.populations._rounded", broken)
-    (row,) = (r for r in uses.by_use(subject("silu", bi_kernels.silu), ["population"]) if r.layout == "no mlp")
+    monkeypatch.setattr("bi_kernels.audit.relations.edge_case_inputs._rounded", broken)
+    (row,) = (r for r in usage_modes.by_use(subject("silu", bi_kernels.silu), ["population"]) if r.layout == "no mlp")
     assert row.verdict == NEEDS_FIX
 
 
@@ -196,7 +200,7 @@ def test_a_number_that_is_written_behind_fresh_memory_is_seen():
 
 @pytest.mark.parametrize("name", ["attention", "embedding", "linear_bias", "mask_fill", "rope", "token_logprob"])
 def test_samples_that_no_layout_holds_are_asked_of_every_kind_of_op(name):
-    found = list(uses.by_use(subject(name, public(OPS[name])), ["population"]))
+    found = list(usage_modes.by_use(subject(name, public(OPS[name])), ["population"]))
     assert [r.layout for r in found] == [*populations(OPS[name])] and not [r for r in found if r.verdict != PASS]
 
 
@@ -255,11 +259,11 @@ def deterministic_otherwise(x):
         ("silu", _Workspace.apply, "backward after a later call"),
         ("embedding", int64_alone, "ids in int32"),
         ("silu", scratch_in_inference_mode, "inference_mode"),
-        ("silu", deterministic_otherwise, uses.DETERMINISTIC),
+        ("silu", deterministic_otherwise, usage_modes.DETERMINISTIC),
     ],
 )
 def test_a_use_that_is_another_is_named(name, function, layout):
-    assert [r.layout for r in uses.by_use(subject(name, function)) if r.verdict == NEEDS_FIX] == [layout]
+    assert [r.layout for r in usage_modes.by_use(subject(name, function)) if r.verdict == NEEDS_FIX] == [layout]
 
 
 def test_a_view_that_is_refused_in_words_is_no_drift():

@@ -14,9 +14,9 @@ import triton.language as tl
 import bi_kernels as bi
 from bi_kernels.audit import audit
 from bi_kernels.audit.evidence.verdicts import needs_fix
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.contract import DTYPES, EPS
 
@@ -332,8 +332,8 @@ CANDIDATES = {
 def judged(op: str, dtype: str, function) -> list:
     """Returns the rows of every relation that a candidate is held to."""
     case = next(iter(OPS[op].cases("tiny")))
-    problem = Problem(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    subject = Subject(problem, function, "test", "interpreter")
+    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
+    subject = OpUnderTest(problem, function, "test", "interpreter")
     return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
 
 

@@ -21,12 +21,12 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations import forward, long_sequences, uses
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.relations import forward, long_sequences, usage_modes
 from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, UNTRAINED
+from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NO_GRAD_NEEDED
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
@@ -52,7 +52,7 @@ def nothing_is_recorded(monkeypatch):
 def fewer(monkeypatch):
     """The layouts and the row counts in which a control shows, and two runs: an audit's controls need no more."""
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "permuted", "micro_batches:ragged"))
-    monkeypatch.setattr(gradients, "BESIDE", ("neighbours",))
+    monkeypatch.setattr(gradients, "WITH_NEIGHBOURS", ("neighbours",))
     monkeypatch.setattr(gradients, "VIEWS", {})
     monkeypatch.setitem(SWEEP, RUNS, 2)
     monkeypatch.setitem(SWEEP, "rows", [1, 16, 17, 257, 300])
@@ -62,9 +62,9 @@ def unbroken(op: str):
     return getattr(bi_kernels, OPS[op].function or op)
 
 
-def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> Subject:
-    problem = Problem(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    return Subject(problem, function or unbroken(op), "test", "interpreter")
+def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> OpUnderTest:
+    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
+    return OpUnderTest(problem, function or unbroken(op), "test", "interpreter")
 
 
 def report(found: list[Row]) -> str:
@@ -90,7 +90,7 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
     assert [r.candidate for r in found] == [c.name for c in mine]
     for row, control in zip(found, mine):
         assert row.caught and row.control, report([row])
-        relation = {TRAINED: "invariance", **uses.RELATIONS}.get(control.relation, control.relation)
+        relation = {TRAINED: "invariance", **usage_modes.RELATIONS}.get(control.relation, control.relation)
         assert (row.relation, row.op, row.dtype) == (relation, control.op, control.dtype)
 
 
@@ -205,7 +205,7 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC, "invariance"}
     assert not gradients.missing(norm_rows, [subject("rms_norm")])
-    split = [r for r in norm_rows if r.relation == INVARIANCE and r.against != uses.ONCE]
+    split = [r for r in norm_rows if r.relation == INVARIANCE and r.against != usage_modes.SINGLE_CALL]
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in split}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     empty = [r.layout for r in norm_rows if r.relation != STATIC and not r.elements]
@@ -213,9 +213,9 @@ def test_an_op_of_this_package_passes_every_relation(norm_rows):
 
 
 def required(row: Row) -> tuple:
-    if row.against == uses.ONCE:  # of which each stands for all its tensors
-        return row.relation, row.layout, "", "", uses.ONCE
-    return row.relation, row.layout, row.tensor, row.inputs, row.against == UNTRAINED
+    if row.against == usage_modes.SINGLE_CALL:  # of which each stands for all its tensors
+        return row.relation, row.layout, "", "", usage_modes.SINGLE_CALL
+    return row.relation, row.layout, row.tensor, row.inputs, row.against == NO_GRAD_NEEDED
 
 
 def test_what_was_not_run_needs_a_fix(norm_rows):
@@ -253,7 +253,7 @@ def test_coverage_asks_for_every_gradient_of_every_op(op):
     s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
     floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
     missing = gradients.missing([], [s])
-    split = [r for r in missing if r.relation not in (STATIC, "invariance") and r.against != uses.ONCE]
+    split = [r for r in missing if r.relation not in (STATIC, "invariance") and r.against != usage_modes.SINGLE_CALL]
     found = {r.tensor.removesuffix(".grad") for r in split}
     assert found == {f"d{k}" for k in floating} != set()
 
@@ -334,7 +334,7 @@ def test_a_main_grad_that_backward_never_wrote_is_inaccurate():
     found = gradients.judge_gradient_accuracy(subject("rms_norm", rms_norm_without(1)))
     without, *others = in_need(found)
     assert without.inputs == "normal" and "left no gradient for weight" in without.detail, report(found)
-    assert {(r.tensor, r.inputs) for r in others} == {("dweight", "wide"), ("dweight", SHARPEST)}, report(found)
+    assert {(r.tensor, r.inputs) for r in others} == {("dweight", "wide"), ("dweight", CANCELLING)}, report(found)
 
 
 def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
@@ -349,7 +349,7 @@ def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
 )
 def test_an_error_in_one_layout_is_reported_there(layout, when, monkeypatch):
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "singles", "batch:16", "micro_batches:ragged", "neighbours"))
-    monkeypatch.setattr(gradients, "BESIDE", ())
+    monkeypatch.setattr(gradients, "WITH_NEIGHBOURS", ())
     monkeypatch.setitem(SWEEP, RUNS, 2)
     every = layouts(SHAPES["tiny"]["lengths"])
     elsewhere = {call.index.shape for name in gradients.LAYOUTS if name != layout for call in every[name]}
@@ -689,8 +689,8 @@ def test_each_layout_s_own_outputs_are_held_to_a_call_without_gradients():
             raise RuntimeError("no rollout")
         return bi_kernels.rms_norm(x, weight, eps)
 
-    rows = [r for r in gradients.judge_gradients(subject("rms_norm", packed_otherwise)) if r.against == UNTRAINED]
-    verdicts = {r.layout: r.verdict for r in rows if r.inputs == SHARPEST}
+    rows = [r for r in gradients.judge_gradients(subject("rms_norm", packed_otherwise)) if r.against == NO_GRAD_NEEDED]
+    verdicts = {r.layout: r.verdict for r in rows if r.inputs == CANCELLING}
     assert (verdicts["packed"], verdicts["singles"], verdicts["batch"]) == (NEEDS_FIX, PASS, PASS)
     (row,) = gradients.judge_gradients(subject("rms_norm", trains_only))
     assert row.verdict == NEEDS_FIX and "no rollout" in row.detail

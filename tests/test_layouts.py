@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import bi_kernels
 from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.contract import SHAPES, SWEEP
 
 LENGTHS = SHAPES["tiny"]["lengths"]
@@ -82,8 +82,8 @@ def test_the_layouts_of_the_contract_are_what_their_names_say(shapes):
     assert len({tuple(launched(calls)) for calls in every.values()}) >= len(every) - 2, "a chunk may hold every sample"
 
 
-def subject(op: str, function, dtype=torch.float32, case="") -> Subject:
-    return Subject(Problem(OPS[op], case, dtype, "tiny", torch.device("cpu")), function, "test", "interpreter")
+def subject(op: str, function, dtype=torch.float32, case="") -> OpUnderTest:
+    return OpUnderTest(OpConfig(OPS[op], case, dtype, "tiny", torch.device("cpu")), function, "test", "interpreter")
 
 
 @pytest.mark.parametrize("name", layouts(LENGTHS))

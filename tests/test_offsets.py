@@ -19,14 +19,14 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.problem.candidates import Candidate, resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, offsets
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
 
 SMALL, FEWER = 2**13, 2**11  # elements in place of 2**31, on the interpreter; of attention, which takes long there
-BEYOND = offsets.BEYOND
+BEYOND = offsets.OVER_INT32
 
 
 def subjects(shapes: str, device: str, dtypes: tuple[str, ...] = ("bf16",), candidate: str = "bi_kernels") -> list:
@@ -35,7 +35,7 @@ def subjects(shapes: str, device: str, dtypes: tuple[str, ...] = ("bf16",), cand
     for name in dict.fromkeys(op.audit for op in OPS.values()):
         functions = resolve(candidate, name).functions
         every = problems(name, list(dtypes), shapes, torch.device(device), 0, tuple(functions))
-        made += [Subject(p, functions[p.op.name], candidate, device) for p in every]
+        made += [OpUnderTest(p, functions[p.op.name], candidate, device) for p in every]
     return made
 
 

@@ -20,9 +20,9 @@ from bi_kernels.audit import audit
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence import escape, figures, tables
 from bi_kernels.audit.evidence.answer import answer, headline
-from bi_kernels.audit.evidence.condensed import LINES, WIDTH, condensed, terminal
+from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, terminal
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.kinds import UNTRAINED
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.experiments.backward import split_said
 from bi_kernels.audit.index.report import page
@@ -156,10 +156,10 @@ def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
 def test_the_headline_and_the_table_show_the_same_number(name, reports):
     """Each distance in the sentence stands in a line of the table that is of the same side."""
     report = reports[name]
-    cells = lambda side: {x[k] for x in condensed(report.rows) if side in x[""] for k in ("max abs", "max rel", "ULP")}
+    cells = lambda side: {x[k] for x in group_rows(report.rows) if side in x[""] for k in ("max abs", "max rel", "ULP")}
     lead, _, inputs = report.answer.partition(". Also,")[0].partition(", input gradients")
     said = lambda text: {n.rstrip(",.") for n in re.findall(r"by (?:at most|up to) (\S+)", text)}
-    first = next(iter(condensed(report.rows)), {"": ""})[""]
+    first = next(iter(group_rows(report.rows)), {"": ""})[""]
     assert said(lead) <= cells(first) and said(inputs) <= cells("input gradients"), repr(report)
 
 
@@ -179,7 +179,7 @@ def failed(**said) -> Row:
     return replace(ROW, **{"verdict": NEEDS_FIX, "mismatches": 3, "max_abs": 1.0, "max_rel": 0.5, "max_ulp": 3} | said)
 
 
-BOTH = [ROW, failed(layout="unaligned view", against=UNTRAINED)]
+BOTH = [ROW, failed(layout="unaligned view", against=NO_GRAD_NEEDED)]
 OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "gradient": "input gradients"}
 
 
@@ -199,12 +199,18 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
         ([ROW, failed(layout="batch:16", against="packed")], "the padding beside it"),
         ([ROW, failed(layout="compiled", against="one packed call", detail="mode; x")], "the mode of the call (compi"),
         ([ROW, failed(layout="unaligned view", against="aligned")], "where the inputs lie in memory (unaligned view)"),
-        ([ROW, failed(layout="unaligned view", against=UNTRAINED)], "where the inputs lie in memory (unaligned view)"),
-        ([ROW, failed(layout="packed", against=UNTRAINED)], "the mode of the call (packed)"),
-        ([failed(layout=x, against=UNTRAINED) for x in ("unaligned view", "packed")], "the mode of the call (unal"),
+        (
+            [ROW, failed(layout="unaligned view", against=NO_GRAD_NEEDED)],
+            "where the inputs lie in memory (unaligned view)",
+        ),
+        ([ROW, failed(layout="packed", against=NO_GRAD_NEEDED)], "the mode of the call (packed)"),
+        (
+            [failed(layout=x, against=NO_GRAD_NEEDED) for x in ("unaligned view", "packed")],
+            "the mode of the call (unal",
+        ),
         (
             [
-                *[failed(layout=x, against=UNTRAINED) for x in ("packed", "permuted")],
+                *[failed(layout=x, against=NO_GRAD_NEEDED) for x in ("packed", "permuted")],
                 failed(layout="singles", against="packed"),
                 *[replace(ROW, layout=x, against="packed") for x in ("rows", "permuted")],
             ],
@@ -316,9 +322,9 @@ def test_any_rows_have_a_sentence_and_a_report_of_few_plain_lines(rows, name):
     text, sentence = repr(report), report.answer
     lines = text.splitlines()
     assert sentence and "\n" not in sentence and all(len(line) <= WIDTH for line in lines), text
-    assert len(terminal(condensed(rows)).splitlines()) <= 2 * LINES + 1
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and not re.search(r"\d{7,}", terminal(condensed(rows)))
-    for count, of in re.findall(r"([\d,]+) of ([\d,]+)", terminal(condensed(rows))):
+    assert len(terminal(group_rows(rows)).splitlines()) <= 2 * LINES + 1
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and not re.search(r"\d{7,}", terminal(group_rows(rows)))
+    for count, of in re.findall(r"([\d,]+) of ([\d,]+)", terminal(group_rows(rows))):
         assert int(count.replace(",", "")) <= int(of.replace(",", ""))
     assert rendered(report.markdown()) is not None
 
@@ -418,7 +424,7 @@ def test_what_differs_most_stands_first_in_a_documents_drifts():
 def test_the_command_of_a_line_shows_the_row_of_its_numbers_or_says_what_it_shows():
     few = failed(rows=1, mismatches=1, repro="few", first_index=[1], max_ulp=2)
     most = failed(rows=7, mismatches=9, repro="most", first_index=[7])
-    (line,) = condensed([few, most, ROW])
+    (line,) = group_rows([few, most, ROW])
     assert (line["row"]["repro"], line["differ"], line["ULP"], line["shows"]) == ("most", "9 of 64", "3", "")
     assert "shows" not in tables.drifts([few, most]).data and "`most`" in tables.drifts([few, most]).data
     further = replace(few, max_ulp=5, max_rel=0.75)

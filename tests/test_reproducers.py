@@ -18,12 +18,13 @@ import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient, uses
+from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.relations import forward, gradient, usage_modes
 from bi_kernels.audit.relations.views import ADDRESSES, OFFSETS
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Judged
@@ -230,11 +231,11 @@ def test_scripts_of_a_gradient_print_what_was_reported(ops, tmp_path):
 def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
     candidate = resolve(f"{ops.__file__}:linear", "gemm")
     problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
-    s = Subject(problem, candidate.functions["linear"], candidate.spec, "interpreter")
+    s = OpUnderTest(problem, candidate.functions["linear"], candidate.spec, "interpreter")
     rows = [*forward.by_row_count(s), *forward.invariance(s, only=("singles", "decode")), *forward.by_view(s)]
-    rows += [r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE or r.against == gradient.UNTRAINED]
+    rows += [r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE or r.against == NO_GRAD_NEEDED]
     drifting = [r for r in rows if r.mismatches]
-    shown = script.settle(scripts(s, candidate, rows, tmp_path / "repro"))
+    shown = script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))
     assert len(shown) >= 2 and all(r.repro for r in drifting), [r for r in drifting if not r.repro]
     checked(drifting, tmp_path, every=len(drifting) - 1)
 
@@ -243,11 +244,11 @@ def test_scripts_of_a_registered_op_print_what_was_reported(ops, tmp_path):
 def test_scripts_of_a_way_of_use_print_what_was_reported(ops, tmp_path):
     candidate = resolve(f"{ops.__file__}:kept_once", "gemm")
     problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
-    s = Subject(problem, candidate.functions["linear"], candidate.spec, "interpreter")
-    rows = list(uses.by_use(s, ["mode", "demand"]))
+    s = OpUnderTest(problem, candidate.functions["linear"], candidate.spec, "interpreter")
+    rows = list(usage_modes.by_use(s, ["mode", "demand"]))
     drifting = [r for r in rows if r.mismatches]
     assert {r.layout for r in drifting} == {"second backward", "inference_mode"}, [(r.layout, r.detail) for r in rows]
-    assert len(script.settle(scripts(s, candidate, rows, tmp_path / "repro"))) == 2
+    assert len(script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))) == 2
     checked(drifting, tmp_path)
 
 
@@ -274,7 +275,7 @@ def test_what_ran_short_of_memory_beside_others_is_run_again_by_itself(tmp_path,
 
     monkeypatch.setattr(script.Script, "run", run)
     made = [script.Script(tmp_path / f"{n}.py", replace(row, op=n), [""]) for n in ("a", "b")]
-    assert script.settle(made) == [s.path for s in made]
+    assert script.verify_scripts(made) == [s.path for s in made]
     assert sorted(runs) == ["a", "a", "b"] and runs[-1] == "a"
 
 

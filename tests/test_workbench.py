@@ -421,7 +421,7 @@ def ours(x, weight, eps=1e-6):
 @pytest.mark.parametrize("op, caught", [(drifting, True), (ours, False)])
 def test_an_audit_of_the_cells_op_is_the_audit(op, caught, monkeypatch):
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "micro_batches:ragged"))
-    monkeypatch.setattr(gradients, "BESIDE", ())
+    monkeypatch.setattr(gradients, "WITH_NEIGHBOURS", ())
     monkeypatch.setitem(SWEEP, "interpreter_gradient_runs", 2)
     rows = wb.audit(op, op="rms_norm", dtype="fp32", forward=False).rows
     flagged = {(r.relation, r.layout, r.tensor) for r in rows if r.verdict == NEEDS_FIX}

@@ -16,9 +16,9 @@ from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, ve
 from bi_kernels.audit.parallel import Processes
 from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.problem.candidates import Candidate, resolve
-from bi_kernels.audit.problem.problem import Problem, problems
+from bi_kernels.audit.problem.problem import OpConfig, problems
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations.judge import judge
 from bi_kernels.audit.static import whole_run
 from bi_kernels.audit.static.launches import Variant
@@ -84,22 +84,24 @@ class Session:
             (self.out / "provenance.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
         return tables.facts({k: v if k == "command" else escape.text(v) for k, v in fields.items()})
 
-    def make(self) -> list[Subject]:
+    def make(self) -> list[OpUnderTest]:
         """Returns the subjects of this audit: the candidate's functions at every case and dtype."""
         p, functions = self.parameters, self.candidate.functions
         every = problems(self.audit, self.dtypes, p["shapes"], self.device, p["seed"], tuple(functions))
-        return [Subject(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command) for x in every]
+        return [
+            OpUnderTest(x, functions[x.op.name], self.candidate.spec, self.device_label, self.command) for x in every
+        ]
 
-    def problem(self, op: str, case: str, dtype: str) -> Problem:
+    def problem(self, op: str, case: str, dtype: str) -> OpConfig:
         p = self.parameters
-        return Problem(OPS[op], case, DTYPES[dtype], p["shapes"], self.device, p["seed"])
+        return OpConfig(OPS[op], case, DTYPES[dtype], p["shapes"], self.device, p["seed"])
 
     def subject(
         self, op: str, dtype: str = "bf16", function: Callable | None = None, candidate: str = "bi_kernels"
-    ) -> Subject:
+    ) -> OpUnderTest:
         """Returns one op at its first case: this package's, or another's function."""
         problem = self.problem(op, next(iter(OPS[op].cases(self.parameters["shapes"]))), dtype)
-        return Subject(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
+        return OpUnderTest(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
 
     def judge(
         self,

@@ -18,9 +18,9 @@ from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.problem.candidates import load, resolve
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import judge
 from bi_kernels.audit.static.launches import Launches, recorded
@@ -95,9 +95,9 @@ def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forw
     with tempfile.TemporaryDirectory() as folder:
         path = write_op(Path(folder, f"{function.__name__}.py"), function)
         loaded = resolve(f"{path}:{function.__name__}", OPS[op].audit, op).functions[op]
-        problem = Problem(OPS[op], "", DTYPES[dtype], "tiny", torch.device("cpu"), seed)
+        problem = OpConfig(OPS[op], "", DTYPES[dtype], "tiny", torch.device("cpu"), seed)
         command = f"bi-audit run {OPS[op].audit} --candidate {path.name}:{function.__name__} -p op {op}"
-        subject = Subject(problem, loaded, function.__name__, "interpreter", command)
+        subject = OpUnderTest(problem, loaded, function.__name__, "interpreter", command)
         rows = (judge(subject) if forward else []) + gradients.judge_gradients(subject)
         with recorded() as launches:
             rows += gradients.judge_gradient_accuracy(subject)

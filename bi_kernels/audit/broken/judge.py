@@ -12,11 +12,12 @@ from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.drawn import questions
 from bi_kernels.audit.drawn.cases import draw
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.inputs import INTEGERS
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, offsets, uses
+from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, offsets, usage_modes
 from bi_kernels.audit.relations.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
@@ -25,7 +26,7 @@ from bi_kernels.audit.static.verdict import STATIC, atomics_free
 EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS, *USE_CONTROLS)
 ACCURATE = ("normal", "wide")  # inputs on which some control shows
 DRAWS = 32  # cases in which a control shows
-TELLING = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
+CONTROL_LAYOUTS = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows
 
 
 def judge_controls(session) -> list[Row]:
@@ -48,7 +49,7 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
     controls = [EVERY[i] for i in numbers]
     first = controls[0]
     problem = session.problem(first.op, first.case, first.dtype)
-    s = Subject(problem, first.function, first.name, session.device_name)
+    s = OpUnderTest(problem, first.function, first.name, session.device_name)
     try:
         rows = patiently(lambda: _BY_RELATION[first.relation](s, controls))
     except Exception as error:
@@ -56,7 +57,7 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
     return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
 
 
-def _accurate(s: Subject) -> tuple[str, ...]:
+def _accurate(s: OpUnderTest) -> tuple[str, ...]:
     return (INTEGERS, *ACCURATE) if s.problem.op.integers else ACCURATE  # by those first whose bound is the tightest
 
 
@@ -65,23 +66,23 @@ def _first(found: list[Row]) -> list[Row]:
     return (needs_fix(found) or found)[:1]
 
 
-def _static(s: Subject, controls: list[Control]) -> list[Row]:
+def _static(s: OpUnderTest, controls: list[Control]) -> list[Row]:
     with recorded() as launches:
         step = Step(s, "normal", [5, 17])
         step.gradients(step.layouts["packed"])
     return atomics_free([(s, launches)], [c.level for c in controls])[0]
 
 
-def _invariance(s: Subject, _: list[Control]) -> list[Row]:
-    by = [forward.by_row_count(s), forward.by_layout(s, only=TELLING)]
+def _invariance(s: OpUnderTest, _: list[Control]) -> list[Row]:
+    by = [forward.by_row_count(s), forward.by_layout(s, only=CONTROL_LAYOUTS)]
     return _first(up_to_a_drift(chain(*(reversed(by) if s.problem.op.cache else by))))  # where it shows sooner
 
 
-def _used(axis: str, s: Subject, _: list[Control]) -> list[Row]:
-    return _first(up_to_a_drift(uses.by_use(s, [axis])))
+def _used(axis: str, s: OpUnderTest, _: list[Control]) -> list[Row]:
+    return _first(up_to_a_drift(usage_modes.by_use(s, [axis])))
 
 
-def _drawn(s: Subject, _: list[Control]) -> list[Row]:
+def _drawn(s: OpUnderTest, _: list[Control]) -> list[Row]:
     p = s.problem
     cases = (
         draw(p.op, s.function, number, p.dtype, p.device, p.seed, s.candidate, s.device) for number in range(DRAWS)
@@ -89,7 +90,7 @@ def _drawn(s: Subject, _: list[Control]) -> list[Row]:
     return _first(up_to_a_drift(row for case in cases for row in questions.judge(case)))
 
 
-_BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
+_BY_RELATION: dict[str, Callable[[OpUnderTest, list[Control]], list[Row]]] = {
     "invariance": _invariance,
     "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
     "determinism": lambda s, _: [forward.determinism(s)],
@@ -99,10 +100,10 @@ _BY_RELATION: dict[str, Callable[[Subject, list[Control]], list[Row]]] = {
     ),
     gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
     STATIC: _static,
-    **{axis: partial(_used, axis) for axis in uses.AXES},
+    **{axis: partial(_used, axis) for axis in usage_modes.AXES},
     DRAWN: _drawn,
     gradient_dtypes.RELATION: lambda s, _: _first(gradient_dtypes.judge(s)),
     offsets.OFFSETS: lambda s, _: _first(up_to_a_drift(offsets.by_call(s))),
     LONG_SEQUENCES: lambda s, _: _first(up_to_a_drift(by_layout(s, LONG["lengths"]))),
-    TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == gradient.UNTRAINED)),
+    TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == NO_GRAD_NEEDED)),
 }

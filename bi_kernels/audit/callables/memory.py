@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.relations.offsets import BEYOND, ELEMENTS, LAST
+from bi_kernels.audit.relations.offsets import ELEMENTS, LAST, OVER_INT32
 from bi_kernels.audit.reproduce.samples import in_larger, with_strides
 
 LOST = getattr(torch, "AcceleratorError", ())  # of an access to memory that is not there
@@ -125,9 +125,9 @@ def beyond(t: Target, elements: int = ELEMENTS, seconds: float = 120) -> list[Ro
     made = partial(in_turn, partial(_beyond, t, elements))
     t.deadline = time.monotonic() + seconds
     try:
-        return t.attempt("invariance", BEYOND, made, clear, against="two samples")
+        return t.attempt("invariance", OVER_INT32, made, clear, against="two samples")
     except OutOfTime:
-        return [t.row("invariance", BEYOND, verdict=UNSUPPORTED, detail=f"not made within {seconds:g} s")]
+        return [t.row("invariance", OVER_INT32, verdict=UNSUPPORTED, detail=f"not made within {seconds:g} s")]
     finally:
         t.deadline = math.inf
 
@@ -158,7 +158,7 @@ def _beyond(t: Target, elements: int) -> list[Row]:
         of_input = name not in output_names(t)
         told = said | ({"gradient": Side.INPUT} if of_input else {})
         relation = "gradient invariance" if of_input else "invariance"
-        rows.append(t.row(relation, BEYOND, joined(parts), tensor=name, **told))
+        rows.append(t.row(relation, OVER_INT32, joined(parts), tensor=name, **told))
     return rows
 
 
@@ -180,7 +180,7 @@ def _repeated(t: Target, a: int, b: int, upstream: list[torch.Tensor]) -> dict[s
         if not leaves or not trained:
             return found
         if not upstream:
-            g = generator(t.device, t.seed, BEYOND)
+            g = generator(t.device, t.seed, OVER_INT32)
             made = (by_sample(y, d, 2) for y, d in trained)
             upstream += [torch.randn(y.shape, generator=g, device=t.device).to(y.dtype) for y in made]
         given = [_spread(dy, 0, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]

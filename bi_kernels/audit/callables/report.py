@@ -7,7 +7,7 @@ from pathlib import Path
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.answer import answer
-from bi_kernels.audit.evidence.condensed import condensed, remaining, terminal, wrapped
+from bi_kernels.audit.evidence.condensed import group_rows, remaining, terminal, wrapped
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.reproduce.script import named
 
@@ -61,7 +61,7 @@ class Report:
         lines = [wrapped(escape.line(x), "    ") for x in said]
         if wrong := [r for r in self.rows if r.verdict == NEEDS_FIX]:
             lines += ["", f"{len(wrong)} of {len(self.rows)} checks need{'s' * (len(wrong) == 1)} a fix{remaining()}:"]
-            lines.append(terminal(condensed(self.rows), remaining()))
+            lines.append(terminal(group_rows(self.rows), remaining()))
         if self.repro:
             lines += ["", "Reproduce with", f"    {self.command}"]
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.parameters import device_name
-from bi_kernels.audit.problem.subject import Named, poisoned_memory
+from bi_kernels.audit.problem.subject import Labelled, poisoned_memory
 from bi_kernels.audit.reproduce.samples import in_order, take
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
@@ -79,7 +79,7 @@ def first_and_batch(values: dict, batch: int, shared: Iterable[str], outputs: Se
     return first, batch % x.dim()
 
 
-class Target(Named):
+class Target(Labelled):
     """A callable with its arguments, and which dimension of each output counts samples."""
 
     def __init__(

@@ -15,7 +15,7 @@ from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import LOCALISER, Row
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import Named
+from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT
 
 SETTINGS = {  # the layouts of each, the tokens of its sequences at tiny shapes and at real ones
@@ -101,7 +101,7 @@ def planted(session, name: str) -> tuple[Row, dict]:
     detail = f"{line['expected']}; named {line['named']}"
     relation = INVARIANCE if line["expected"].startswith("forward") else GRADIENT
     said = {"inputs": "", "rows": report.tokens if report else 0, "tensor": "", "detail": detail}
-    who = Named()
+    who = Labelled()
     who.whose = "chain", "a model of its own", "", "bi_kernels", "", session.device_label
     row = who.row(relation, "localiser", drift or Drift(1, 1), **said)
     row.candidate, row.control, row.caught = f"{name}, by name", True, line["right"]

@@ -16,13 +16,13 @@ from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row, grouped
 from bi_kernels.audit.problem.call_layouts import shapes_launched
-from bi_kernels.audit.problem.subject import Named
+from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT
 
 INVARIANCE, GRADIENT, PARITY, DETERMINISM = "invariance", "gradient invariance", "parity", "determinism"
 
 
-class Whole(Named):
+class Whole(Labelled):
     """A decoder whose rows are about its logprobs, and about its gradients, a part a parameter."""
 
     def __init__(self, layers: int, dtype: str, device: str, command: str):

@@ -21,7 +21,7 @@ from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
 from bi_kernels.audit.problem.inputs import generator, on
-from bi_kernels.audit.problem.subject import Named
+from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
@@ -158,7 +158,7 @@ def runs(session, dtype: str) -> list[Trained]:
 def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
     """Returns the rows: our weights' SHA-256 is that of the first split, our rollouts' logprobs are those of the step
     that follows, every tensor moved; and the first of the controls' rows by which each is flagged."""
-    who, rows = Named(), []
+    who, rows = Labelled(), []
     for run in found:
         steps = f"{len(run.losses)} AdamW steps, {run.split}"
         first = next(r for r in found if r.candidate == run.candidate)

@@ -15,7 +15,7 @@ from bi_kernels.audit.digests.golden import sha
 from bi_kernels.audit.evidence.provenance import architecture, provenance
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.parameters import OTHERS, accepted
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.session import start
 from bi_kernels.contract import dtype_name
 
@@ -34,13 +34,13 @@ def _code(function: Callable) -> str:
         return ""
 
 
-def _forward(s: Subject) -> list[torch.Tensor]:
+def _forward(s: OpUnderTest) -> list[torch.Tensor]:
     s.memo.clear()
     found = [s.layout("packed", kind) for kind in KINDS]
     return [t for y in found for t in (y if isinstance(y, tuple) else [y])]
 
 
-def _gradient(s: Subject) -> list[torch.Tensor]:
+def _gradient(s: OpUnderTest) -> list[torch.Tensor]:
     step = ExactStep(s, KINDS[-1], s.lengths)
     made = step.gradients(step.layouts["packed"])
     return [made[k] for k in sorted(made)]

@@ -9,7 +9,7 @@ import torch
 
 from bi_kernels.audit.digests.golden import draw_exact, rng
 from bi_kernels.audit.problem.inputs import cancel
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import evaluate
 
@@ -34,7 +34,7 @@ def draw(
 
 
 @dataclass(frozen=True)
-class ExactProblem(Problem):
+class ExactProblem(OpConfig):
     def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
         g = rng(self.op.name, self.case, self.dtype, kind, self.seed)
         integers = lambda top, shape: torch.from_numpy(g.integers(0, top, shape)).to(self.device)

@@ -15,9 +15,9 @@ import torch
 
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, pack, pad, spans
 from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import Op
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.contract import CONTRACT
 
 RANDOM: dict = CONTRACT["random"]
@@ -32,7 +32,7 @@ SHORT, FEW = 4, 24  # tokens of a short sample; samples of a call that is still 
 class Case:
     """One drawn case: a candidate at a problem, its samples, and how they are split into calls."""
 
-    subject: Subject
+    subject: OpUnderTest
     number: int
     kind: str  # of the inputs
     population: str
@@ -75,10 +75,10 @@ def draw(
     many = max(1, min(limits["many"], limits["elements"] // (SHORT * wide)))
     lengths = _lengths(population, _log_uniform(rng, 1, most), many, rng)
     case = next(iter(op.cases("tiny")))
-    problem = Problem(
+    problem = OpConfig(
         replace(op, constants=op.constants | arguments), case, dtype, "tiny", device, seed + number, sizes
     )
-    subject = Subject(
+    subject = OpUnderTest(
         problem, function, candidate, device_name, command, own_lengths=lengths, twins=population == "twins"
     )
     return Case(subject, number, kind, population, arguments, _groups(lengths, rng), _parts(lengths, rng))

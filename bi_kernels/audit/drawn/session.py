@@ -14,7 +14,7 @@ from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
 from bi_kernels.audit.evidence.coverage import missing
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import DTYPES, dtype_name
 
@@ -47,7 +47,7 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     return rows, seen
 
 
-def _parts(p: Problem, first: int, count: int) -> list[tuple[str, str, int, int]]:
+def _parts(p: OpConfig, first: int, count: int) -> list[tuple[str, str, int, int]]:
     """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
     fewer = max(math.ceil(count * RANDOM[p.device.type]["attention"]), min(count, len(FINITE)))  # each kind of inputs
     end = first + (fewer if p.op.cache else count)

@@ -53,7 +53,7 @@ def differ(rows: Sequence[dict]) -> str:
     return f"{r['mismatches']:,} of {r['elements']:,}" if r else ""
 
 
-def condensed(rows: Iterable[Row | dict]) -> list[dict]:
+def group_rows(rows: Iterable[Row | dict]) -> list[dict]:
     """Returns a line for each side and kind of what needs a fix, by op and dtype; under "row" is the one of which the
     largest share differs, of those that a command shows, and under "shows" its numbers where they are not the line's.
 

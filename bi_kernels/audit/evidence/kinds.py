@@ -42,10 +42,10 @@ class Kind(StrEnum):
 
 RANK, SIDES = list(Kind), list(Side)
 LAID_OUT = Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT  # kinds of the layout of a call's tokens
-WHOLE, AS_GIVEN, ONCE = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
-NO_GRAD, UNTRAINED = "no_grad", "no gradient wanted"
+WHOLE, AS_GIVEN, SINGLE_CALL = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
+NO_GRAD, NO_GRAD_NEEDED = "no_grad", "no gradient wanted"
 AFTER_OTHERS = "at the end", "after other products"
-AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of relations.uses
+AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of usage_modes
 LAYOUTS = {  # a pattern of names: the kind of what differs there, the first that fits
     r"rows(:\d+)?|singles|micro_batches.*|packed|beyond .*|.*, few samples": Kind.COUNT,
     r"permuted.*|.*, the batch in reverse": Kind.PLACE,
@@ -78,7 +78,7 @@ def side(r: dict) -> str:
     """Says whose bits a row compares: the forward's, those of gradients, of which where it is known, or weights."""
     if r["relation"] == Side.TRAINED:
         return Side.TRAINED
-    if r["against"] == ONCE:
+    if r["against"] == SINGLE_CALL:
         return r.get("gradient") or Side.CALL
     return r.get("gradient") or (Side.GRADIENT if r["relation"].startswith("gradient") else Side.FORWARD)
 
@@ -90,12 +90,12 @@ def kind(r: dict) -> str:
     if r["relation"] == Side.TRAINED:
         return Kind.LAYOUT
     if r["relation"] == "determinism":
-        return Kind.BEFORE if r["layout"] in AFTER_OTHERS or r["against"] == ONCE else Kind.RANDOM
+        return Kind.BEFORE if r["layout"] in AFTER_OTHERS or r["against"] == SINGLE_CALL else Kind.RANDOM
     if r["relation"] not in INVARIANCES:
         return RELATIONS.get(r["relation"], Kind.OTHER)
-    if r["against"] == ONCE:
+    if r["against"] == SINGLE_CALL:
         return AXES.get(r["detail"].partition(";")[0], Kind.LAYOUT)
-    if r["against"] == NO_GRAD or (r["against"], r["layout"]) == (UNTRAINED, "packed"):
+    if r["against"] == NO_GRAD or (r["against"], r["layout"]) == (NO_GRAD_NEEDED, "packed"):
         return Kind.MODE
     if r["layout"].startswith("neighbours"):
         return Kind.NEIGHBOURS if r["against"] == WHOLE else Kind.COUNT
@@ -155,7 +155,7 @@ def _aged(every: list[dict], kinds: list[str]) -> list[str]:
 def _trained(every: list[dict], kinds: list[str]) -> list[str]:
     """Says that it is the mode, of what a call that trains gives in any layout, where a packed one gives other bits
     than without gradients; else it is the layout."""
-    bad = [r["verdict"] == NEEDS_FIX and r["mismatches"] is not None and r["against"] == UNTRAINED for r in every]
+    bad = [r["verdict"] == NEEDS_FIX and r["mismatches"] is not None and r["against"] == NO_GRAD_NEEDED for r in every]
     if not any(b and r["layout"] == "packed" for b, r in zip(bad, every)):
         return kinds
     return [Kind.MODE if b else k for b, k in zip(bad, kinds)]

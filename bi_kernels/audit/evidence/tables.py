@@ -7,7 +7,7 @@ from IPython.display import Markdown
 
 from bi_kernels.audit.evidence import escape, markdown
 from bi_kernels.audit.evidence.answer import headline
-from bi_kernels.audit.evidence.condensed import condensed, remaining
+from bi_kernels.audit.evidence.condensed import group_rows, remaining
 from bi_kernels.audit.evidence.distance import share_of, steps
 from bi_kernels.audit.evidence.kinds import BITS, HASH, Side
 from bi_kernels.audit.evidence.verdicts import (
@@ -153,7 +153,7 @@ def drifts(rows: Sequence[Row]) -> Markdown:
             "reproduce": _command(x),
             "first at [row, …], or why": _first(x["row"], x["detail"]),
         }
-        for x in sorted(condensed(rows), key=lambda x: -x["harm"])
+        for x in sorted(group_rows(rows), key=lambda x: -x["harm"])
     ]
     count = f"{len(mine):,} of the checks above need a fix{remaining()}; what differs most stands first."
     return Markdown(f"{markdown.table(lines)}\n\n{count}")

@@ -62,7 +62,7 @@ class Row:
         return replace(self, control=True, caught=self.verdict == NEEDS_FIX and bool(self.mismatches))
 
 
-class Judged:
+class Auditable:
     """A candidate that rows are about: a subclass says by `row` whose they are."""
 
     def row(self, relation: str, layout: str, drift: "Drift | None" = None, **said) -> Row:

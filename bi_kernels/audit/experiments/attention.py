@@ -15,7 +15,7 @@ from bi_kernels.audit.experiments import attention_edges as edges
 from bi_kernels.audit.experiments import attention_generation as generation
 from bi_kernels.audit.experiments import attention_on_gpu as on_gpu
 from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
 
 
@@ -109,7 +109,7 @@ def missing(session) -> list[Row]:
     ]
 
 
-def _required(session, s: Subject, number: int) -> Iterator[dict]:
+def _required(session, s: OpUnderTest, number: int) -> Iterator[dict]:
     def rows(relation: str, layouts: Iterable[str], tensors: Sequence[str] = (), **more) -> Iterator[dict]:
         for layout in layouts:
             for tensor in tensors or [None]:
@@ -124,7 +124,7 @@ def _required(session, s: Subject, number: int) -> Iterator[dict]:
     yield from rows(gradients.INVARIANCE, places, ["dq"])
     yield from rows(gradients.ACCURACY, edges.TRAINED, trained)
     if number in _without_window(session):
-        for kind in (SHARPEST, "nonfinite"):
+        for kind in (CANCELLING, "nonfinite"):
             yield from rows("invariance", generation.uneven_layouts(session), inputs=kind)
     if number in _far(session):
         yield from rows("invariance", [edges.FAR])

@@ -21,7 +21,7 @@ from bi_kernels.audit.experiments.attention_generation import (
     scheduled,
 )
 from bi_kernels.audit.problem.call_layouts import Call, spans
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import forward as judge
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
@@ -82,11 +82,11 @@ def wrapped_heads(session, _) -> list[Row]:
     return [as_control(apart(s))]
 
 
-def apart(s: Subject, elements: int = APART) -> list[Row]:
+def apart(s: OpUnderTest, elements: int = APART) -> list[Row]:
     """Judges heads of k and v that begin so many elements one behind the other."""
     s = replace(s, problem=replace(s.problem, sizes=s.problem.sizes | {"heads": 5, "kv_heads": 5}), memo={})
     n, rows = min(600, s.largest), []
-    near = {name: t[None] for name, t in s.inputs(SHARPEST, n)[0].items()}
+    near = {name: t[None] for name, t in s.inputs(CANCELLING, n)[0].items()}
 
     def far(t: torch.Tensor) -> torch.Tensor:
         _, n, heads, width = t.shape
@@ -104,7 +104,7 @@ def apart(s: Subject, elements: int = APART) -> list[Row]:
 
     for queries, trains in ((n, True), (1, False)):
         detail = f"{queries} of {n} queries" + ", with gradients" * trains
-        said = {"against": "heads side by side", "inputs": SHARPEST, "rows": queries, "detail": detail}
+        said = {"against": "heads side by side", "inputs": CANCELLING, "rows": queries, "detail": detail}
         said |= {"gradient": Side.CALL} if trains else {}
         rows += s.attempt("invariance", FAR, partial(compared, queries, trains), **said)
     return rows
@@ -114,7 +114,7 @@ def _counts(lengths: Lengths) -> dict[str, tuple[int, ...]]:
     return dict(zip("qk", zip(*lengths)))
 
 
-def _edge_inputs(s: Subject, large: int = 1, of: Lengths = EDGES) -> tuple[dict, tuple]:
+def _edge_inputs(s: OpUnderTest, large: int = 1, of: Lengths = EDGES) -> tuple[dict, tuple]:
     """Returns q, k and v of the edges, and what fp64 makes of them."""
     key = "edges", large, tuple(of)
     if key not in s.memo:
@@ -125,7 +125,7 @@ def _edge_inputs(s: Subject, large: int = 1, of: Lengths = EDGES) -> tuple[dict,
     return s.memo[key]
 
 
-def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
+def packed_edges(s: OpUnderTest, layout: str = "edges", large: int = 1, backward: bool = True) -> list[Row]:
     """Judges the edges in one packed call, with their gradients; large: the factor of q and of k."""
     p, constants = s.problem, s.problem.op.constants
     ends = {
@@ -148,7 +148,7 @@ def packed_edges(s: Subject, layout: str = "edges", large: int = 1, backward: bo
     return s.attempt("accuracy", layout, judged, against="fp64")
 
 
-def padded_edges(s: Subject, layout: str, of: Lengths = EDGES) -> list[Row]:
+def padded_edges(s: OpUnderTest, layout: str, of: Lengths = EDGES) -> list[Row]:
     """Judges the edges in a batch, whose padding gives 0 and −inf, and whose lengths have another behind the last."""
     counts, device = _counts(of), s.problem.device
     lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=device)[:-1] for name, n in counts.items()}
@@ -184,10 +184,10 @@ def widths(session, case: str) -> list[Row]:
     calls = [*parts(n, 2, 1), *(Call(x[None]) for x in spans(s.lengths)[1:])]
     rows = judge.invariance(s, only=layouts)
     rows += against_one_call(s, decode, calls, lambda: s.layout("packed"))
-    step = Step(s, SHARPEST, s.lengths)
+    step = Step(s, CANCELLING, s.lengths)
     whole = cache(lambda: step.gradients(step.layouts["packed"]))
     for name in WIDE_GRADIENTS:
-        made, said = lambda: step.gradients(step.layouts[name]), {"inputs": SHARPEST, "rows": step.count}
+        made, said = lambda: step.gradients(step.layouts[name]), {"inputs": CANCELLING, "rows": step.count}
         rows += gradients.compared(s, gradients.INVARIANCE, name, made, whole, against="packed", **said)
     accuracies = ("accuracy", judge.accuracy), (gradients.ACCURACY, gradients.gradient_accuracy)
     for relation, measure in accuracies:

@@ -15,7 +15,7 @@ from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import is_ours
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, shapes_launched, spans
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.forward import against_bound
 from bi_kernels.audit.relations.step import Step
@@ -37,7 +37,7 @@ SMALL = replace(SCHEDULE, split=64, few=4, decode=Tiling(128, 64, 4, 4), merge_r
 SCHEDULES = {True: SCHEDULE, False: SMALL}
 
 
-def scheduled(session, s: Subject, **changed) -> Subject:
+def scheduled(session, s: OpUnderTest, **changed) -> OpUnderTest:
     """Returns the subject in another schedule, if it is this package's, on the interpreter one of small splits."""
     schedule = replace(SCHEDULES[session.on_gpu], **changed)
     return replace(s, function=controls.in_schedule(schedule)) if is_ours(session) else s
@@ -54,7 +54,7 @@ class Way(NamedTuple):
     changed: Mapping = {}  # of the schedule
 
 
-def ways(session, s: Subject) -> list[Way]:
+def ways(session, s: OpUnderTest) -> list[Way]:
     """Returns the ways to compute the long sequences; of the op with a window, at the first length, decode and the
     longest chunks alone."""
     found, windowed = [], bool(s.problem.op.constants)
@@ -104,7 +104,7 @@ def last_of(tokens: int, suffix: str) -> str:
     return f"last {LAST} of {tokens}{suffix}"
 
 
-def last_queries(s: Subject) -> list[Row]:
+def last_queries(s: OpUnderTest) -> list[Row]:
     """Judges the last queries of a long sequence, of several splits, in one call: against fp64, and ten times."""
     (n,), constants, rows = s.lengths, s.problem.op.constants, []
     q, k, v = s.inputs("normal", n)[0].values()
@@ -123,14 +123,14 @@ def last_queries(s: Subject) -> list[Row]:
     return rows
 
 
-def bounded_outputs(s: Subject, found: Iterable[torch.Tensor], exact: Iterable[tuple], layout: str) -> list[Row]:
+def bounded_outputs(s: OpUnderTest, found: Iterable[torch.Tensor], exact: Iterable[tuple], layout: str) -> list[Row]:
     """Returns a row for each output, held against its (y64, S)."""
     outputs = zip(s.problem.returned.items(), found, exact, strict=True)
     return [bounded(s, y, e, dtype, layout, name) for (name, dtype), y, e in outputs]
 
 
 def bounded(
-    s: Subject, y: torch.Tensor, exact: tuple, dtype: torch.dtype, layout: str, tensor: str, of: str | None = None
+    s: OpUnderTest, y: torch.Tensor, exact: tuple, dtype: torch.dtype, layout: str, tensor: str, of: str | None = None
 ) -> Row:
     """Returns the row that holds y against (y64, S), and the length of the sum where it is not the op's; of: the input
     whose gradient y is."""
@@ -155,7 +155,7 @@ def uneven(session, number: int) -> list[Row]:
     lengths, rows = UNEVEN[session.on_gpu], []
     s, samples = scheduled(session, replace(session.make()[number], own_lengths=lengths)), spans(lengths)
     every = pack(samples), pack(samples[::-1]), pad(samples), pad(samples, left=True)
-    for kind in (SHARPEST, "nonfinite"):
+    for kind in (CANCELLING, "nonfinite"):
         alone = cache(lambda: s.compute([Call(x[None]) for x in samples], kind))
         for name, call in zip(uneven_layouts(session), every):
             rows += against_one_call(s, name, [call], alone, kind)
@@ -163,7 +163,7 @@ def uneven(session, number: int) -> list[Row]:
 
 
 def against_one_call(
-    s: Subject, name: str, calls: list[Call], expected: Callable[[], Tensors], kind: str = SHARPEST, page: int = 0
+    s: OpUnderTest, name: str, calls: list[Call], expected: Callable[[], Tensors], kind: str = CANCELLING, page: int = 0
 ) -> list[Row]:
     """Compares what calls give with what is expected; page: of a cache in pages."""
     said = {"against": "one call", "inputs": kind, "rows": sum(s.lengths), "detail": shapes_launched(calls)}
@@ -182,7 +182,7 @@ def starts(session, number: int) -> list[Row]:
     at, name = STARTS[session.on_gpu], places(session)
     n = FROM[session.on_gpu] + at[-1]
     s = scheduled(session, replace(session.make()[number], own_lengths=(n,)), few=0)
-    step = Step(s, SHARPEST, (n,))
+    step = Step(s, CANCELLING, (n,))
     q, k, v = step.tokens.values()
 
     def run(start: int) -> tuple[tuple, torch.Tensor | None]:
@@ -197,13 +197,13 @@ def starts(session, number: int) -> list[Row]:
     def judged() -> list[Row]:
         whole, found = run(0), {i: run(i) for i in at}
         drift = _first_drift(compare(found[i][0], tuple(t[i:] for t in whole[0])) for i in at)
-        rows = [s.row("invariance", name, drift, "one call", SHARPEST, n, detail=f"{len(at)} places")]
+        rows = [s.row("invariance", name, drift, "one call", CANCELLING, n, detail=f"{len(at)} places")]
         if whole[1] is not None:
             drift = _first_drift(compare(found[i][1], whole[1][i:]) for i in at)
-            rows.append(s.row(gradients.INVARIANCE, name, drift, "one call", SHARPEST, n, tensor="dq"))
+            rows.append(s.row(gradients.INVARIANCE, name, drift, "one call", CANCELLING, n, tensor="dq"))
         return rows
 
-    return s.attempt("invariance", name, judged, against="one call", inputs=SHARPEST, rows=n)
+    return s.attempt("invariance", name, judged, against="one call", inputs=CANCELLING, rows=n)
 
 
 def _first_drift(drifts: Iterable[Drift]) -> Drift:

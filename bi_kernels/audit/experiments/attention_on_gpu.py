@@ -21,7 +21,7 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import replayed, sixteen_bits
 from bi_kernels.audit.problem.call_layouts import pack, spans, unaligned
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.ops.attention.schedule import is_hopper
@@ -54,12 +54,12 @@ def unwaited(session, _) -> list[Row]:
     return [_against_late(s, hopper_prefill=without_wait().prefill)[0].as_control()]
 
 
-def _against_late(s: Subject, **schedule) -> list[Row]:
-    calls, said = [pack(spans(LENGTHS))], {"against": "prompt copies", "inputs": SHARPEST, "rows": sum(LENGTHS)}
+def _against_late(s: OpUnderTest, **schedule) -> list[Row]:
+    calls, said = [pack(spans(LENGTHS))], {"against": "prompt copies", "inputs": CANCELLING, "rows": sum(LENGTHS)}
 
     def computed(**more) -> tuple:
         own = replace(s, function=changed(**schedule, **more), own_lengths=LENGTHS, memo={})
-        return own.compute(calls), Step(own, SHARPEST, LENGTHS).gradients(calls)
+        return own.compute(calls), Step(own, CANCELLING, LENGTHS).gradients(calls)
 
     def judged() -> list[Row]:
         (out, grads), (late_out, late_grads) = computed(), computed(pause=NANOSECONDS)
@@ -94,13 +94,13 @@ def captured(session, number: int) -> list[Row]:
     compiled = torch.compile(
         lambda q, k, v, n: bi_kernels.attention(q, k, v, lengths_k=n), fullgraph=True, dynamic=True
     )
-    q, k, v = s.inputs(SHARPEST, n)[0].values()
+    q, k, v = s.inputs(CANCELLING, n)[0].values()
     whole = bi_kernels.attention(q[None], k[None], v[None])
     for queries, length in ((1, n), (1, 4097), (1, 300), (100, 8200), (n, n)):
         at = slice(length - queries, length)
         values, expected = (q[at], k, v), tuple(t[:, at] for t in whole)
         detail = f"{queries} of {length} queries, in a cache of {n}"
-        said = {"against": "eager, one call", "inputs": SHARPEST, "rows": queries, "detail": detail}
+        said = {"against": "eager, one call", "inputs": CANCELLING, "rows": queries, "detail": detail}
 
         def replay(placed: Callable) -> Drift:
             lengths = torch.full((1,), queries, device=q.device, dtype=torch.int32)
@@ -153,12 +153,12 @@ def of_nobody(session, number: int) -> list[Row]:
     return [r.as_control() for name, (_, tensor) in broken.items() for r in made[name] if counts(r, tensor)]
 
 
-def nobodys(s: Subject, layout: str) -> list[Row]:
+def nobodys(s: OpUnderTest, layout: str) -> list[Row]:
     """Judges a step under a CUDA graph, gradients and all, whose ends leave the last rows to no sequence where it is
     replayed again: their outputs are 0 and −inf, their gradients 0, and the others those of a call without them."""
     ends, fewer = ENDS[layout]
     device, count = s.problem.device, {x: of[-1] for x, of in ends.items()}
-    q, k, v = (t.detach() for t in s.inputs(SHARPEST, max(count.values()))[0].values())
+    q, k, v = (t.detach() for t in s.inputs(CANCELLING, max(count.values()))[0].values())
     values, drawn = (q[: count["q"]], k, v), generator(device, s.problem.seed, NOBODYS)
     upstream = q.flip(0)[: count["q"]], torch.randn(q[: count["q"]].shape[:-1], generator=drawn, device=device)
     on_device = lambda of: [torch.tensor(e, device=device, dtype=torch.int32) for e in of.values()]
@@ -190,6 +190,6 @@ def nobodys(s: Subject, layout: str) -> list[Row]:
             rows.append(s.row(relation, layout, compare(y, wanted), tensor=tensor, **said))
         return rows
 
-    said = {"against": "eager, without these rows", "inputs": SHARPEST, "rows": count["q"]}
+    said = {"against": "eager, without these rows", "inputs": CANCELLING, "rows": count["q"]}
     said["detail"] = " and ".join(f"{fewer[x][-1]} of {n} rows of {x} are a sequence's" for x, n in count.items())
     return s.attempt("invariance", layout, judged, **said)

@@ -11,7 +11,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.subject import SHARPEST, poisoned_memory
+from bi_kernels.audit.problem.subject import CANCELLING, poisoned_memory
 
 
 def layout_map(session, rows: list[Row], dtype: str) -> Counts:
@@ -22,7 +22,7 @@ def layout_map(session, rows: list[Row], dtype: str) -> Counts:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:
             line = seen.setdefault(r.op, {})
             line[r.layout] = line.get(r.layout, 0) + differing(r)
-    for op, function, kind in (("rope", rope_by_row, SHARPEST), ("silu", leaks_nan_neighbour, "nonfinite")):
+    for op, function, kind in (("rope", rope_by_row, CANCELLING), ("silu", leaks_nan_neighbour, "nonfinite")):
         s = session.subject(op, dtype, function)
         seen[f"broken: {function.__name__}"] = {
             n: compare(s.layout(n, kind), s.layout("singles" if n == "packed" else "packed", kind)).mismatches

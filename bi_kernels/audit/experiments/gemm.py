@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, replayed
 from bi_kernels.audit.problem import products
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig, Tile
@@ -31,7 +31,7 @@ FIXED = Tile(128, 128, 64, 8, 3)  # what every tile is held against
 ORDERS = {"in order": 1, "backwards": -1}  # in which products are asked that are remembered
 
 
-def _subject(session, case: str, dtype: str) -> Subject:
+def _subject(session, case: str, dtype: str) -> OpUnderTest:
     return replace(session.subject("linear", dtype), problem=session.problem("linear", case, dtype))
 
 
@@ -59,7 +59,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
     rows, seen = [], {}
     for dtype in session.dtypes:
         subject = _subject(session, case, dtype)
-        x, w = subject.problem.arguments(*subject.inputs(SHARPEST, subject.largest))
+        x, w = subject.problem.arguments(*subject.inputs(CANCELLING, subject.largest))
         transposed = [t.t().contiguous().t() for t in (x, w)]
         bias = x[0, :1] * torch.ones_like(w[:, 0])
         variants = {"": (x, w, None), ", bias": (x, w, bias), ", bias, both operands transposed": (*transposed, bias)}
@@ -75,7 +75,7 @@ def tiles(session, case: str = "o") -> tuple[list[Row], Counts]:
                     if (y := computed(a[:m], v, b)) is None:  # not for such operands
                         continue
                     drift = compare(y, whole[name][:m])
-                    said = {"against": _name(fixed), "inputs": SHARPEST, "rows": m, "detail": way + name}
+                    said = {"against": _name(fixed), "inputs": CANCELLING, "rows": m, "detail": way + name}
                     found.append(subject.row("invariance", "tiles", drift, **said))
                 line[str(m)] = line.get(str(m), 0) + sum(r.mismatches for r in found)
                 rows += found
@@ -226,7 +226,7 @@ def captured(session) -> list[Row]:
     dynamic = torch.compile(lambda x, w: bi_kernels.linear(x, w), fullgraph=True, dynamic=True)
     for dtype, case in product(session.dtypes, linears(session.parameters["shapes"])):
         s = _subject(session, case, dtype)
-        x, w = s.problem.arguments(*s.inputs(SHARPEST, s.largest))
+        x, w = s.problem.arguments(*s.inputs(CANCELLING, s.largest))
         whole = bi_kernels.linear(x, w)
         for number, m in enumerate(contract.rows(s.largest)):
             part = torch.zeros_like(x[:m])
@@ -234,7 +234,7 @@ def captured(session) -> list[Row]:
             found = {"cuda_graph": out, "torch.compile": dynamic(part, w)}
             if number % 8 == 0:
                 found["torch.compile:static"] = static(part, w)
-            said = {"against": f"{s.largest} rows, eager", "inputs": SHARPEST, "rows": m}
+            said = {"against": f"{s.largest} rows, eager", "inputs": CANCELLING, "rows": m}
             said["detail"] = _taken(m, *w.shape, x.dtype, x.device)
             rows += [s.row("invariance", name, compare(y, whole[:m]), **said) for name, y in found.items()]
     return rows
@@ -246,11 +246,11 @@ def larger(session) -> list[Row]:
     rows = []
     for dtype, case, m in product(session.dtypes, linears(session.parameters["shapes"]), _larger(session)):
         s = _subject(session, case, dtype)
-        x, w = s.problem.arguments(*s.inputs(SHARPEST, m))
+        x, w = s.problem.arguments(*s.inputs(CANCELLING, m))
         whole = bi_kernels.linear(x, w)
         for name, part in (("the first", slice(s.largest)), ("the last", slice(m - s.largest, m))):
             drift = compare(whole[part], bi_kernels.linear(x[part], w))
-            said = {"against": f"{name} {s.largest} rows", "inputs": SHARPEST, "rows": m}
+            said = {"against": f"{name} {s.largest} rows", "inputs": CANCELLING, "rows": m}
             rows.append(s.row("invariance", "rows", drift, **said, detail=_taken(m, *w.shape, x.dtype, x.device)))
         del whole, s
     return rows
@@ -275,7 +275,7 @@ def missing(session) -> list[Row]:
             taken = lambda m: _taken(m, *shape, DTYPES[dtype], session.device)
             required += [(layout, m, taken(m)) for m in contract.rows(s.largest)]
         required += [("rows", m, _taken(m, *shape, DTYPES[dtype], session.device)) for m in _larger(session)]
-        said = {"relation": "invariance", "inputs": SHARPEST}
+        said = {"relation": "invariance", "inputs": CANCELLING}
         wanted = [said | {"layout": layout, "rows": m, "detail": way} for layout, m, way in required]
         sizes = products.SIZES[session.device.type] if case == "o" else ()
         wanted += [_after(*told) for told in product(products.names(), ORDERS, sizes)]

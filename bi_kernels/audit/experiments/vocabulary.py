@@ -11,7 +11,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Found, size
 from bi_kernels.audit.problem.inputs import generator, on
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
@@ -53,12 +53,12 @@ def frequent(session, dtype: str) -> Found:
     return rows, [line for _, line in found]
 
 
-def _frequent(s: Subject) -> tuple[Row, dict]:
-    step = Step(s, SHARPEST, OFTEN)
+def _frequent(s: OpUnderTest) -> tuple[Row, dict]:
+    step = Step(s, CANCELLING, OFTEN)
     often = torch.arange(step.count, device=s.problem.device) % 50 != 9
     step.tokens["ids"] = step.tokens["ids"].masked_fill(often, 5)
     drift = compare(step.gradients()["weight"], step.gradients("micro_batches:each")["weight"])
-    row = s.row(INVARIANCE, FREQUENT, drift, "micro_batches:each", SHARPEST, step.count, tensor="dweight")
+    row = s.row(INVARIANCE, FREQUENT, drift, "micro_batches:each", CANCELLING, step.count, tensor="dweight")
     line = {"candidate": s.candidate, "dtype": row.dtype, "tokens": step.count, "of one id": int(often.sum())}
     return row, line | {"dweight, one call against a call a sample": str(drift)}
 

@@ -15,7 +15,7 @@ from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Found, is_ours
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.forward import supported
 from bi_kernels.audit.relations.gradient import INVARIANCE, LEFT
 from bi_kernels.audit.relations.step import Step
@@ -59,10 +59,10 @@ def _of(session, item: tuple[int, str]) -> Found:
     return rows, lines or [said | {"tokens": "–", "gradient": "–", "elements that differ": NOT_ADDED}]
 
 
-def of(s: Subject) -> list[Row]:
+def of(s: OpUnderTest) -> list[Row]:
     """Judges one op in its dtype; no rows where it adds to no main_grad, for then either step leaves the same."""
-    step = Step(s, SHARPEST)
-    said = {"against": "main_grad, rounded", "inputs": SHARPEST, "rows": step.count}
+    step = Step(s, CANCELLING)
+    said = {"against": "main_grad, rounded", "inputs": CANCELLING, "rows": step.count}
 
     def rows() -> list[Row]:
         whole = step.gradients()

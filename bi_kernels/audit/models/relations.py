@@ -14,7 +14,7 @@ from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
 from bi_kernels.audit.models.cases import CONFIGS, OURS, Step, built, case, quiet
 from bi_kernels.audit.problem.call_layouts import shapes_launched
-from bi_kernels.audit.problem.subject import Named
+from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT, DTYPES, evaluate, rounding
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.report import Report
@@ -23,7 +23,7 @@ INVARIANCE, GRADIENT, PARITY = "invariance", "gradient invariance", "parity"
 DETERMINISM, ACCURACY, CONTRACTED = "determinism", "accuracy", "contract"
 
 
-class Model(Named):
+class Model(Labelled):
     """A model of an architecture, whose rows are about its logprobs, its logits or its gradients."""
 
     def __init__(self, session, name: str, dtype: str):

@@ -15,8 +15,8 @@ from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.experiments import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets, uses
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets, usage_modes
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
@@ -56,7 +56,7 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
     yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
 
 
-def _beyond(subjects: list[Subject]) -> Iterator[Row]:
+def _beyond(subjects: list[OpUnderTest]) -> Iterator[Row]:
     for s in subjects:
         yield from offsets.judge(s, backward=True)
         s.forget()
@@ -64,7 +64,7 @@ def _beyond(subjects: list[Subject]) -> Iterator[Row]:
         yield from in_turn(partial(attention_edges.apart, subjects[0]))
 
 
-def _large(subjects: list[Subject], op: str) -> Iterator[Row]:
+def _large(subjects: list[OpUnderTest], op: str) -> Iterator[Row]:
     sizes, held_to_fp64 = LARGE[op]
     cases = {s.problem.dims.get("N"): s for s in subjects}  # of linear the widest and the narrowest
     for n in {min(cases), max(cases)} if op == "linear" else [next(iter(cases))]:
@@ -75,26 +75,26 @@ def _large(subjects: list[Subject], op: str) -> Iterator[Row]:
             s.forget()
 
 
-def _values(s: Subject) -> Iterator[Row]:
+def _values(s: OpUnderTest) -> Iterator[Row]:
     yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, "normal"))
     yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, "normal"))
 
 
-def _quick(s: Subject) -> Iterator[Row]:
+def _quick(s: OpUnderTest) -> Iterator[Row]:
     yield from forward.by_layout(s, QUICK)
 
 
-def _drawn(s: Subject) -> Iterator[Row]:
+def _drawn(s: OpUnderTest) -> Iterator[Row]:
     p = s.problem
     for number in range(DRAWN):
         yield from drawn.judge(drawn_cases.draw(p.op, s.function, number, p.dtype, p.device, p.seed))
 
 
-def _used(s: Subject) -> Iterator[Row]:
-    yield from uses.by_use(s)
+def _used(s: OpUnderTest) -> Iterator[Row]:
+    yield from usage_modes.by_use(s)
 
 
-def _rest(s: Subject) -> Iterator[Row]:
+def _rest(s: OpUnderTest) -> Iterator[Row]:
     yield from gradient.by_split(s)
     yield from without_main_grad.of(s) if s.problem.op.shared else ()
     yield from forward.by_layout(s)
@@ -104,7 +104,7 @@ def _rest(s: Subject) -> Iterator[Row]:
         yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, kind))
     yield from forward.by_view(s)
     yield from forward.parity(s)
-    yield from s.attempt("determinism", "packed", lambda: forward.determinism(s, SHARPEST))
+    yield from s.attempt("determinism", "packed", lambda: forward.determinism(s, CANCELLING))
     yield forward.random_layouts(s)
     yield from forward.by_row_count(s)
 

@@ -14,7 +14,7 @@ from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate
 
 
 @dataclass(frozen=True)
-class Problem:
+class OpConfig:
     """An op at one shape, dtype and device, with the inputs it is judged on."""
 
     op: Op
@@ -120,12 +120,12 @@ def joined(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
 
 def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
-) -> list[Problem]:
+) -> list[OpConfig]:
     """Returns every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of
     the backward audit and one attention stand for the others."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     return [
-        Problem(op, case, DTYPES[d], shapes, device, seed)
+        OpConfig(op, case, DTYPES[d], shapes, device, seed)
         for op in audited(audit)
         if not ops or op.name in ops
         for case in op.cases(shapes)

@@ -12,19 +12,19 @@ import torch
 
 from bi_kernels.audit.evidence.drift import Drift, Tensors
 from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Auditable, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, spans
 from bi_kernels.audit.problem.inputs import on
-from bi_kernels.audit.problem.problem import Problem, joined
+from bi_kernels.audit.problem.problem import OpConfig, joined
 from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
 
 FENCE, FENCED = 8192, 0xA5  # bytes behind fresh memory, and what they hold
 POISONED = 3  # sample that holds NaN and Inf, of inputs that are not finite
-SHARPEST = "cancelling"  # the inputs under which another order of a sum shows most
+CANCELLING = "cancelling"  # the inputs under which another order of a sum shows most
 
 
-class Named(Judged):
+class Labelled(Auditable):
     """A candidate whose rows begin with whose they are."""
 
     whose: tuple[str, ...]  # audit, op, case, candidate, dtype and device
@@ -58,10 +58,10 @@ class Named(Judged):
 
 
 @dataclass
-class Subject(Named):
+class OpUnderTest(Labelled):
     """A candidate's function for one problem, with what was computed of it."""
 
-    problem: Problem
+    problem: OpConfig
     function: Callable
     candidate: str
     device: str
@@ -189,7 +189,7 @@ class Subject(Named):
         with poisoned_memory(self.calls), of_candidate():
             return self.function(*tensors, **told)
 
-    def compute(self, calls: Sequence[Call], kind: str = SHARPEST, poisoned_sample=POISONED, page=0) -> Tensors:
+    def compute(self, calls: Sequence[Call], kind: str = CANCELLING, poisoned_sample=POISONED, page=0) -> Tensors:
         """Computes every logical token's result under a layout, gathered back to logical order; page: of a cache in
         pages."""
         device, lengths = self.problem.device, self.lengths
@@ -208,7 +208,7 @@ class Subject(Named):
             each(lambda into, y: fill(into, to, y, taken), result, out)
         return result
 
-    def layout(self, name: str, kind: str = SHARPEST) -> Tensors:
+    def layout(self, name: str, kind: str = CANCELLING) -> Tensors:
         calls = layouts(self.lengths, self.problem.seed)[name]
         return self.once(("layout", name, kind), lambda: self.compute(calls, kind))
 
@@ -290,7 +290,7 @@ def poisoned_memory(call: int) -> Iterator[None]:
             raise RuntimeError(f"the candidate wrote behind the {size} bytes of memory that it asked for")
 
 
-def refusal(subject: Subject, error: Exception) -> str:
+def refusal(subject: OpUnderTest, error: Exception) -> str:
     """Returns the verdict on a candidate that raised: `unsupported` for a TypeError, ValueError or NotImplementedError
     that names the dtype, where the contract does not demand it; else it needs a fix."""
     name = dtype_name(subject.problem.dtype)

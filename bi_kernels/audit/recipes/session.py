@@ -17,7 +17,7 @@ from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import SHARPEST, Named
+from bi_kernels.audit.problem.subject import CANCELLING, Labelled
 from bi_kernels.audit.recipes import said, script
 from bi_kernels.audit.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
 from bi_kernels.audit.session import Session
@@ -34,7 +34,7 @@ def start(audit: str, given: dict) -> "RecipesSession":
     return RecipesSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
 
 
-class Linear(Named):
+class Linear(Labelled):
     """A linear layer of one shape, whose rows are about `bi_kernels`, or about a control."""
 
     sides = {Side.INPUT: ("x",)}
@@ -104,7 +104,7 @@ class RecipesSession(Session):
                 for m in self.told["rows"]:
                     drift = drifts.get((case, direction, m))
                     about = {"tensor": TENSOR[direction], "detail": "" if drift else why}
-                    said = {"against": f"{self.told['largest']} rows", "inputs": SHARPEST, "rows": m} | about
+                    said = {"against": f"{self.told['largest']} rows", "inputs": CANCELLING, "rows": m} | about
                     yield self._who(case).row(RELATION[direction], "rows", drift, **said)
 
     def _unmeasured(self) -> Iterator[Row]:
@@ -149,7 +149,7 @@ class RecipesSession(Session):
                 name = f"{path.parent.name}/{path.name}"
                 self.scripts[recipe.name] = {"script": name, "shown": last}
                 row = self._who(worst["case"]).row(REPRODUCER, recipe.name, None, verdict=PASS if shows else NEEDS_FIX)
-                more = {"rows": worst["M"], "inputs": SHARPEST, "detail": last, "repro": f"python {name}"}
+                more = {"rows": worst["M"], "inputs": CANCELLING, "detail": last, "repro": f"python {name}"}
                 rows.append(replace(row, **more))
         self.add(rows)
         return rows

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bi_kernels.audit.relations.one_call import Made, OneCall
+from bi_kernels.audit.relations.one_call import BaselineCall, Outputs
 from bi_kernels.audit.relations.step import token_layout
 from bi_kernels.tokens import TokenLayout
 
@@ -15,13 +15,13 @@ FROZEN = "frozen parameters"
 FROZEN_CHECKPOINTED = f"{FROZEN}, {CHECKPOINTED}"
 
 
-def _again(u: OneCall, layout: TokenLayout | None = None) -> Callable:
+def _again(u: BaselineCall, layout: TokenLayout | None = None) -> Callable:
     """Returns the candidate in a checkpoint, under a layout both times where there is one."""
     call = layout.within(u.subject.called) if layout else u.subject.called
     return partial(checkpoint, call, use_reentrant=False)
 
 
-def checkpointed(u: OneCall) -> tuple[Made, Made]:
+def checkpointed(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well."""
     function = _again(u, token_layout(u.call, u.step.lengths))
     found, expected = u.made(function=function), dict(u.base)
@@ -33,12 +33,12 @@ def checkpointed(u: OneCall) -> tuple[Made, Made]:
     return found, expected
 
 
-def trained_and_frozen(u: OneCall) -> tuple[list[str], list[str]]:
+def trained_and_frozen(u: BaselineCall) -> tuple[list[str], list[str]]:
     """Returns the names of the floating inputs, of tokens and of parameters."""
     return [k for k in u.floating if k in u.step.tokens], [k for k in u.floating if k in u.step.shared]
 
 
-def frozen(u: OneCall, again: bool = False) -> tuple[Made, Made]:
+def frozen(u: BaselineCall, again: bool = False) -> tuple[Outputs, Outputs]:
     """Compares what the call gives where no parameter trains, and what their main_grad holds then; again: in a
     checkpoint. Whoever trains no parameter folds nothing, and so needs no layout."""
     tokens, parameters = trained_and_frozen(u)

@@ -10,11 +10,11 @@ from hypothesis import seed as hypothesis_seed
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Judged, Row
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Auditable, Row
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import INTEGERS, KINDS
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, each, refusal
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, each, refusal
 from bi_kernels.audit.relations.views import VIEWED, by_view
 from bi_kernels.contract import SWEEP
 
@@ -23,7 +23,7 @@ ACCURATE_ROWS = 512  # tokens that are held against fp64
 PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
 
 
-def supported(subject: Subject) -> Row | None:
+def supported(subject: OpUnderTest) -> Row | None:
     """Returns None if the candidate computes at all; else the one row that says what it raised."""
     _, raised = subject.computed(
         "invariance", "packed", lambda: subject.layout("packed"), lambda error: refusal(subject, error)
@@ -31,18 +31,18 @@ def supported(subject: Subject) -> Row | None:
     return raised[0] if raised else None
 
 
-def invariance(subject: Subject, only: Sequence[str] = ()) -> list[Row]:
+def invariance(subject: OpUnderTest, only: Sequence[str] = ()) -> list[Row]:
     """Judges every layout, or those named in `only`; see `by_layout`."""
     return list(by_layout(subject, only))
 
 
-def by_layout(subject: Subject, only: Sequence[str] = ()) -> Iterator[Row]:
+def by_layout(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
     """Compares every layout's bits with those of `packed`, and those of `packed` with each sample alone.
 
     Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and
     where a call holds more than one sample, one that is not finite beside the others.
     """
-    finite = [SHARPEST] if subject.problem.reduction > 1 else [k for k in KINDS if k != "nonfinite"]
+    finite = [CANCELLING] if subject.problem.reduction > 1 else [k for k in KINDS if k != "nonfinite"]
     for number, (name, calls) in enumerate(layouts(subject.lengths, subject.problem.seed).items()):
         if only and name not in only:
             continue
@@ -63,7 +63,7 @@ def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
     return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
 
 
-def by_row_count(subject: Subject) -> Iterator[Row]:
+def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
     """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's
     sweep.
 
@@ -72,7 +72,7 @@ def by_row_count(subject: Subject) -> Iterator[Row]:
     """
     n = subject.largest
     at = torch.arange(n, device=subject.problem.device)
-    always = {SHARPEST} if subject.problem.reduction > 1 else set()
+    always = {CANCELLING} if subject.problem.reduction > 1 else set()
 
     def drift(m: int, kind: str) -> Drift:
         leaky = kind == "nonfinite"
@@ -94,7 +94,7 @@ class _Drifted(Exception):
     """Raised by a random layout; an error of the candidate's own is something else."""
 
 
-def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -> Row:
+def random_layouts(subject: OpUnderTest, examples: int = 10, kind: str = CANCELLING) -> Row:
     """Judges layouts that hypothesis draws, in inference mode; on a drift, the smallest that it finds is the
     evidence."""
     worst: dict = {}
@@ -133,7 +133,7 @@ def random_layouts(subject: Subject, examples: int = 10, kind: str = SHARPEST) -
     return subject.attempt("invariance", "random", drawn, **said)[0]
 
 
-def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
+def determinism(subject: OpUnderTest, kind: str = CANCELLING) -> Row:
     """Repeats a call ten times, over memory filled with ones and with zeros by turns: an unwritten element differs."""
 
     def drift() -> Drift:
@@ -149,7 +149,7 @@ def determinism(subject: Subject, kind: str = SHARPEST) -> Row:
     return subject.attempt("determinism", "packed", drift, against="itself", **said)[0]
 
 
-def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
+def accuracy(subject: OpUnderTest, kind: str = "normal", tokens: int = 0) -> Row:
     """Measures the error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a
     fix. Of several outputs, the one with the larger share."""
     p = subject.problem
@@ -162,7 +162,7 @@ def accuracy(subject: Subject, kind: str = "normal", tokens: int = 0) -> Row:
 
 
 def against_fp64(
-    subject: Subject, y: Tensors, inputs: dict, shared: dict, at: torch.Tensor, lengths: list[int], kind: str
+    subject: OpUnderTest, y: Tensors, inputs: dict, shared: dict, at: torch.Tensor, lengths: list[int], kind: str
 ) -> Row:
     """Measures the error of y, the outputs of one packed call; at: the position of each of its tokens."""
     p, n = subject.problem, len(at)
@@ -178,7 +178,7 @@ def against_fp64(
 
 
 def against_bound(
-    subject: Judged,
+    subject: Auditable,
     relation: str,
     y: torch.Tensor,
     exact: torch.Tensor,
@@ -221,9 +221,9 @@ def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
     return int(wrong.sum()), first, most(share), most(gap[finite]), most(relative[finite])
 
 
-def parity(subject: Subject) -> list[Row]:
+def parity(subject: OpUnderTest) -> list[Row]:
     """Compares layout with layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
-    said = {"inputs": SHARPEST, "rows": sum(subject.lengths)}
+    said = {"inputs": CANCELLING, "rows": sum(subject.lengths)}
     return [
         row
         for a, b in PARITIES
@@ -233,7 +233,7 @@ def parity(subject: Subject) -> list[Row]:
     ]
 
 
-def judge(subject: Subject, examples: int = 5) -> list[Row]:
+def judge(subject: OpUnderTest, examples: int = 5) -> list[Row]:
     """Judges every relation that a forward op is held to."""
     if refused := supported(subject):
         return [refused]
@@ -248,7 +248,7 @@ def judge(subject: Subject, examples: int = 5) -> list[Row]:
     return rows
 
 
-def _required(s: Subject) -> Iterator[dict]:
+def _required(s: OpUnderTest) -> Iterator[dict]:
     names = layouts(s.lengths, s.problem.seed)
     assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
     row = lambda relation, layout, **more: {"relation": relation, "layout": layout, **more}
@@ -261,7 +261,7 @@ def _required(s: Subject) -> Iterator[dict]:
 
 
 def missing(
-    rows: Sequence[Row], subjects: Sequence[Subject], required: Callable[[Subject], Iterable[dict]] = _required
+    rows: Sequence[Row], subjects: Sequence[OpUnderTest], required: Callable[[OpUnderTest], Iterable[dict]] = _required
 ) -> list[Row]:
     """Returns a row that needs a fix for everything that the contract requires of a forward op and that was not run."""
     whose = lambda row: (row.op, row.case, row.dtype)

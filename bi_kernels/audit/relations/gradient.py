@@ -8,11 +8,11 @@ import torch
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import UNTRAINED
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, refusal
-from bi_kernels.audit.relations import forward, uses, views
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, refusal
+from bi_kernels.audit.relations import forward, usage_modes, views
 from bi_kernels.audit.relations.step import NAN_PADDING, Step, gradient_lengths
 from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import SWEEP, dtype_name
@@ -21,9 +21,9 @@ from bi_kernels.reference_gradients import gradient
 LAYOUTS = tuple(SWEEP["gradient_layouts"])
 ALONE = ("batch", "left_padded:16", "permuted")  # where parameters without main_grad are asked, too
 UNALIGNED, unaligned = next(iter(VIEWS.items()))
-BESIDE = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
+WITH_NEIGHBOURS = ("batch", "left_padded:16", "permuted", "neighbours")  # where a sample that is not finite has company
 PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach no gradient of a parameter
-ACCURATE = ("normal", "wide", SHARPEST)  # inputs on which gradients are held against fp64
+ACCURATE = ("normal", "wide", CANCELLING)  # inputs on which gradients are held against fp64
 ACCURATE_TOKENS = 300
 LEFT = ".grad"  # where a parameter without main_grad has its gradient
 INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"
@@ -31,17 +31,19 @@ INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", 
 Gradients = dict  # {input: its gradient}
 
 
-def judge_gradients(subject: Subject) -> list[Row]:
+def judge_gradients(subject: OpUnderTest) -> list[Row]:
     """Judges invariance and determinism of every gradient, and how the op is used; see `by_split` and
     `uses`."""
     rows = list(by_split(subject))
     computes = rows[0].mismatches is not None  # else that row says what it raised
-    return [*rows, *uses.by_use(subject)] if computes else rows
+    return [*rows, *usage_modes.by_use(subject)] if computes else rows
 
 
-def by_split(subject: Subject) -> Iterator[Row]:
+def by_split(subject: OpUnderTest) -> Iterator[Row]:
     """Judges invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
-    kinds = {SHARPEST: LAYOUTS, "nonfinite": BESIDE} | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})
+    kinds = {CANCELLING: LAYOUTS, "nonfinite": WITH_NEIGHBOURS} | (
+        {NAN_PADDING: PADDED} if subject.problem.op.shared else {}
+    )
     for kind, names in kinds.items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
@@ -62,20 +64,23 @@ def by_split(subject: Subject) -> Iterator[Row]:
                 return found
 
             def asked() -> list[Row]:
-                if name in VIEWS and (why := views.unplaced(subject, making)):
+                if name in VIEWS and (why := views.layout_refusal(subject, making)):
                     refused = told | {"against": "packed", "detail": why}
                     rows = [
                         subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left_in}", **refused) for k in base
                     ]
-                    return [*rows, subject.row("invariance", name, Drift(0, 0), **refused | {"against": UNTRAINED})]
+                    return [
+                        *rows,
+                        subject.row("invariance", name, Drift(0, 0), **refused | {"against": NO_GRAD_NEEDED}),
+                    ]
                 trained.clear()
                 return _drifts(subject, INVARIANCE, name, making(), expected(), left_in, **told)
 
             yield from subject.attempt(INVARIANCE, name, asked, **told)
             if not left_in and trained:  # else it raised, or was refused, as a row says
-                untrained = told | {"against": UNTRAINED}
+                untrained = told | {"against": NO_GRAD_NEEDED}
                 yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **untrained)
-        if kind == SHARPEST:
+        if kind == CANCELLING:
             yield from _again(step, base, said)
 
 
@@ -87,7 +92,7 @@ def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[
         made = lambda: _judged(step, step.gradients(name))
         expected = lambda: _judged(step, base if against == "packed" else step.gradients(against))
         yield name, made, expected, "", {"against": against, "detail": shapes_launched(step.layouts[name])}
-    if step.kind != SHARPEST:
+    if step.kind != CANCELLING:
         return
     for name, view in VIEWS.items():
         said = {"against": "packed", "detail": "tokens and upstream gradient"}
@@ -119,7 +124,7 @@ def _again(step: Step, base: Gradients, said: dict) -> list[Row]:
 
 
 def compared(
-    subject: Subject,
+    subject: OpUnderTest,
     relation: str,
     layout: str,
     make: Callable[[], Gradients],
@@ -132,13 +137,13 @@ def compared(
 
 
 def _drifts(
-    subject: Subject, relation: str, layout: str, found: Gradients, wanted: Gradients, left_in: str = "", **said
+    subject: OpUnderTest, relation: str, layout: str, found: Gradients, wanted: Gradients, left_in: str = "", **said
 ) -> list[Row]:
     drift = lambda k: compare(found[k], wanted[k])
     return [subject.row(relation, layout, drift(k), tensor=f"d{k}{left_in}", **said) for k in wanted]
 
 
-def judge_gradient_accuracy(subject: Subject) -> list[Row]:
+def judge_gradient_accuracy(subject: OpUnderTest) -> list[Row]:
     """Judges every gradient against fp64, on each family of inputs."""
     return [
         row
@@ -149,7 +154,7 @@ def judge_gradient_accuracy(subject: Subject) -> list[Row]:
     ]
 
 
-def gradient_accuracy(subject: Subject, kind: str) -> list[Row]:
+def gradient_accuracy(subject: OpUnderTest, kind: str) -> list[Row]:
     """Measures every gradient's error against fp64 as a share of the contract's bound: of tokens in their dtype, of
     parameters in fp32; of `normal` inputs also what a parameter without main_grad has in `.grad`."""
     ends = np.minimum(np.cumsum([0, *gradient_lengths(subject)]), ACCURATE_TOKENS)
@@ -176,30 +181,30 @@ def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list
     return rows
 
 
-def missing(rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Row]:
+def missing(rows: Sequence[Row], subjects: Sequence[OpUnderTest]) -> list[Row]:
     """Returns a row that needs a fix for every gradient, layout and relation that is required and was not run."""
     return forward.missing(rows, subjects, _required)
 
 
-def _required(s: Subject) -> Iterator[dict]:
+def _required(s: OpUnderTest) -> Iterator[dict]:
     row = lambda *values: dict(zip(("relation", "layout", "tensor", "inputs"), values))
     op = s.problem.op
     yield row(STATIC, LEVELS, "out", "")
-    yield from uses.required(s)
+    yield from usage_modes.required(s)
     padded = {NAN_PADDING: PADDED} if op.shared else {}
-    for kind, names in ({SHARPEST: (*LAYOUTS, *VIEWS), "nonfinite": BESIDE} | padded).items():
-        trained = {"relation": "invariance", "against": UNTRAINED, "inputs": kind}
+    for kind, names in ({CANCELLING: (*LAYOUTS, *VIEWS), "nonfinite": WITH_NEIGHBOURS} | padded).items():
+        trained = {"relation": "invariance", "against": NO_GRAD_NEEDED, "inputs": kind}
         yield from (trained | {"layout": layout} for layout in names)
     for k, dims in (op.tokens | op.shared).items():
         if dims.endswith((":id", ":bool")):
             continue
-        yield from (row(INVARIANCE, layout, f"d{k}", SHARPEST) for layout in (*LAYOUTS, *VIEWS))
-        yield row(DETERMINISM, "packed", f"d{k}", SHARPEST)
+        yield from (row(INVARIANCE, layout, f"d{k}", CANCELLING) for layout in (*LAYOUTS, *VIEWS))
+        yield row(DETERMINISM, "packed", f"d{k}", CANCELLING)
         yield from (row(ACCURACY, "rows", f"d{k}", kind) for kind in ACCURATE)
         if k in op.tokens:
-            yield from (row(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in BESIDE)
+            yield from (row(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in WITH_NEIGHBOURS)
         if op.shared:
-            yield from (row(INVARIANCE, layout, f"d{k}.grad", SHARPEST) for layout in (*ALONE, UNALIGNED))
+            yield from (row(INVARIANCE, layout, f"d{k}.grad", CANCELLING) for layout in (*ALONE, UNALIGNED))
             yield from (row(INVARIANCE, layout, f"d{k}", NAN_PADDING) for layout in PADDED)
         if k in op.shared:
             yield row(ACCURACY, "rows", f"d{k}.grad", "normal")

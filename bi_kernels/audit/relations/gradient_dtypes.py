@@ -4,7 +4,7 @@ import torch
 
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.subject import Subject
+from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import dtype_name
 
@@ -12,14 +12,14 @@ RELATION = "contract"
 IN_GRAD, BUFFERED = WAYS = "gradients, in .grad", "gradients, with main_grad"
 
 
-def judge(subject: Subject) -> list[Row]:
+def judge(subject: OpUnderTest) -> list[Row]:
     """Judges a token's gradient to be of the token's dtype, a parameter's of its own in `.grad`, or, where it has a
     `main_grad`, in that fp32 buffer alone."""
     ways = WAYS if subject.problem.op.shared else WAYS[:1]
     return [row for way in ways for row in subject.attempt(RELATION, way, lambda: _left(subject, way))]
 
 
-def _left(subject: Subject, way: str) -> list[Row]:
+def _left(subject: OpUnderTest, way: str) -> list[Row]:
     p, rows, step = subject.problem, [], Step(subject, "normal", [5, 3])
     for k, y in step.gradients(main_grad=way == BUFFERED).items():
         buffered = way == BUFFERED and k in p.op.shared

@@ -8,7 +8,7 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
 from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets
 from bi_kernels.audit.reproduce.operator import scripts
-from bi_kernels.audit.reproduce.script import settle
+from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.static.binary import examined
 from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.verdict import atomics_free
@@ -56,7 +56,7 @@ def judge(
         subject.forget()
         session.add(rows)
         added += rows
-    settle(made)
+    verify_scripts(made)
     rest: list[Row] = []
     if wants_backward:
         rest, session.variants = atomics_free(launched)

@@ -7,7 +7,7 @@ from functools import cache
 
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import shapes_launched
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import SWEEP
@@ -17,34 +17,34 @@ LONG = SWEEP["long"]
 LONG_SEQUENCES = "gradients of long sequences"  # what flags a control that only they show
 
 
-def applies(subject: Subject) -> bool:
+def applies(subject: OpUnderTest) -> bool:
     """Tells whether a subject is asked: the first case of its op, on a GPU and not at tiny shapes."""
     p = subject.problem
     return p.device.type == "cuda" and p.shapes != "tiny" and p.case == next(iter(p.op.cases(p.shapes)))
 
 
-def judge(subject: Subject) -> list[Row]:
+def judge(subject: OpUnderTest) -> list[Row]:
     """Judges a step's gradients by layout, and those of a shorter one against fp64."""
     return [*by_layout(subject, LONG["lengths"]), *accurate(subject, LONG["accurate"])] if applies(subject) else []
 
 
-def _alike(subject: Subject, lengths: list[int]) -> Subject:
+def _alike(subject: OpUnderTest, lengths: list[int]) -> OpUnderTest:
     """Returns the subject with samples of these lengths, in the sizes whose fp64 reference fits beside them."""
     problem = replace(subject.problem, sizes=subject.problem.sizes | LONG["sizes"])
     return replace(subject, problem=problem, memo={}, own_lengths=tuple(lengths))
 
 
-def by_layout(subject: Subject, lengths: list[int]) -> Iterator[Row]:
+def by_layout(subject: OpUnderTest, lengths: list[int]) -> Iterator[Row]:
     """Compares the gradients of every layout with those of one packed call."""
-    step = Step(_alike(subject, lengths), SHARPEST, lengths)
+    step = Step(_alike(subject, lengths), CANCELLING, lengths)
     packed = cache(step.gradients)
     for name in LAYOUTS:
-        said = {"against": "packed", "inputs": SHARPEST, "rows": step.count}
+        said = {"against": "packed", "inputs": CANCELLING, "rows": step.count}
         said["detail"] = shapes_launched(step.layouts[name])
         yield from gradient.compared(subject, gradient.INVARIANCE, name, lambda: step.gradients(name), packed, **said)
 
 
-def accurate(subject: Subject, lengths: list[int]) -> list[Row]:
+def accurate(subject: OpUnderTest, lengths: list[int]) -> list[Row]:
     """Measures every gradient of a packed call against fp64, as a share of the contract's bound."""
 
     def rows() -> list[Row]:
@@ -54,7 +54,7 @@ def accurate(subject: Subject, lengths: list[int]) -> list[Row]:
     return subject.attempt(gradient.ACCURACY, "rows", rows, against="fp64", inputs="normal", rows=sum(lengths))
 
 
-def required(subject: Subject) -> Iterator[dict]:
+def required(subject: OpUnderTest) -> Iterator[dict]:
     """Yields what `judge` has rows of."""
     if not applies(subject):
         return

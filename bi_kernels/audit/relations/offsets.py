@@ -19,13 +19,13 @@ from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.memory import in_turn
-from bi_kernels.audit.problem.problem import Problem
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, of_candidate, poisoned_memory
+from bi_kernels.audit.problem.problem import OpConfig
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, of_candidate, poisoned_memory
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import evaluate
 from bi_kernels.tokens import SLAB, TokenLayout
 
-BEYOND, LOGITS_KEPT = "beyond 2**31 elements", "beyond 2**31 elements, logits kept"
+OVER_INT32, LOGITS_KEPT = "beyond 2**31 elements", "beyond 2**31 elements, logits kept"
 OFFSETS = "offsets"  # what flags a control that only they show
 ELEMENTS = 2**31
 LONGEST, FEWEST = 4090, 8  # tokens of a sequence at most; sequences with A at least
@@ -40,7 +40,7 @@ class Call:
     """One call of an op, and its widest tensor."""
 
     layout: str
-    problem: Problem
+    problem: OpConfig
     tensor: str
     width: int  # its elements of a token
     told: dict = field(default_factory=dict)  # further arguments, by which the tensor is one inside the op
@@ -52,7 +52,7 @@ class Call:
         return length, -(-elements // (length * self.width)) + LAST
 
 
-def applies(subject: Subject) -> bool:
+def applies(subject: OpUnderTest) -> bool:
     """Tells whether a subject is asked: in bf16, at the first case of its op or those of CASES, on a GPU and not at
     tiny shapes. torch's own ops are not: in so large a call they allocate many times what these do."""
     p = subject.problem
@@ -60,7 +60,7 @@ def applies(subject: Subject) -> bool:
     return full and p.dtype == torch.bfloat16 and p.case in CASES.get(p.op.name, list(p.op.cases(p.shapes))[:1])
 
 
-def calls(subject: Subject) -> list[Call]:
+def calls(subject: OpUnderTest) -> list[Call]:
     """Returns the calls that a subject is asked."""
     p = subject.problem
     if p.op.cache:  # keys as wide as queries
@@ -69,28 +69,28 @@ def calls(subject: Subject) -> list[Call]:
     widths = {k: elements(dims.partition(":")[0]) for k, dims in p.op.tokens.items() if not dims.endswith(":id")}
     widths |= {"out": elements(OUTPUTS[p.op.name])} if p.op.name in OUTPUTS else {}
     widest = max(widths, key=widths.get)
-    found = [Call(BEYOND, p, widest, widths[widest])]
+    found = [Call(OVER_INT32, p, widest, widths[widest])]
     if KEEP in subject.free:
         found.append(Call(LOGITS_KEPT, p, "logits", p.dims["vocab"], {KEEP: max(subject.free[KEEP])}))
     return found
 
 
-def judge(subject: Subject, backward: bool) -> list[Row]:
+def judge(subject: OpUnderTest, backward: bool) -> list[Row]:
     """Judges a subject that is asked; backward: whether gradients are, of another candidate than this package."""
     return [*by_call(subject, backward or subject.candidate == "bi_kernels")] if applies(subject) else []
 
 
-def by_call(subject: Subject, backward: bool = True, elements: int = ELEMENTS) -> Iterator[Row]:
+def by_call(subject: OpUnderTest, backward: bool = True, elements: int = ELEMENTS) -> Iterator[Row]:
     """Yields the row of every call, of all outputs and gradients together; takes its turn for the memory."""
     for call in calls(subject):
         length, count = call.sizes(elements)
         detail = f"{call.tensor} of {length * count * call.width} elements"
-        said = {"against": "singles", "inputs": SHARPEST, "rows": length * count, "detail": detail}
+        said = {"against": "singles", "inputs": CANCELLING, "rows": length * count, "detail": detail}
         made = partial(_row, subject, call, backward, elements, said)
         yield from subject.attempt("invariance", call.layout, partial(in_turn, made), **said)
 
 
-def _row(subject: Subject, call: Call, backward: bool, elements: int, said: dict) -> Row:
+def _row(subject: OpUnderTest, call: Call, backward: bool, elements: int, said: dict) -> Row:
     found = drifts(subject, call, backward, elements)
     drift, names = joined([*found.values()]), list(found)
     if wrong := [f"{k}: {d.mismatches}, first at {d.first_index}" for k, d in found.items() if d.mismatches]:
@@ -99,11 +99,11 @@ def _row(subject: Subject, call: Call, backward: bool, elements: int, said: dict
     return subject.row("invariance", call.layout, replace(drift, part=0), tensor=names[drift.part], **said | side)
 
 
-def drifts(subject: Subject, call: Call, backward: bool = True, elements: int = ELEMENTS) -> dict[str, Drift]:
+def drifts(subject: OpUnderTest, call: Call, backward: bool = True, elements: int = ELEMENTS) -> dict[str, Drift]:
     """Returns the drift of every output and gradient of one call from the sequences' own calls."""
     length, count = call.sizes(elements)
     s = replace(subject, problem=call.problem, memo={}, own_lengths=(length, length))
-    step = Step(s, SHARPEST, (length, length))
+    step = Step(s, CANCELLING, (length, length))
     shared = _parameters(step)
     whole = _computed(step, shared, call.told, count - LAST, LAST, backward)
     folded, shared, alone = _folded(shared) if backward else {}, _parameters(step), {}
@@ -172,7 +172,7 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     return s.named(outputs) | {f"d{k}": t.grad for k, t in trained.items()}
 
 
-def required(subject: Subject) -> Iterator[dict]:
+def required(subject: OpUnderTest) -> Iterator[dict]:
     """Yields what `judge` has rows of."""
     if applies(subject):
         yield from ({"relation": "invariance", "layout": call.layout} for call in calls(subject))

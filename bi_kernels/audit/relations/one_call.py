@@ -5,38 +5,38 @@ from functools import cached_property
 
 import torch
 
-from bi_kernels.audit.problem.subject import SHARPEST, Subject, of_candidate, poisoned_memory
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, of_candidate, poisoned_memory
 from bi_kernels.audit.relations.step import Step
 
 LENGTHS = (5, 1, 17, 40)
 ALIKE = 19  # tokens of samples of one length
 
-Made = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
-Asked = Callable[[], tuple[Made, Made]]  # returns what a way gives, and what it is to give
+Outputs = dict  # {output, or d and an input: its bits}; None for a gradient that is not there
+Variant = Callable[[], tuple[Outputs, Outputs]]  # returns what a way gives, and what it is to give
 
 
-def gradients(step: Step, layout: str = "packed") -> Made:
+def gradients(step: Step, layout: str = "packed") -> Outputs:
     """Returns the gradients of a step under a layout, by the names that they have here."""
     return {f"d{k}": t for k, t in step.gradients(layout).items()}
 
 
-class OneCall:
+class BaselineCall:
     """One packed call of a subject with its backward, and the same made in other ways."""
 
-    def __init__(self, subject: Subject, lengths: Sequence[int] = LENGTHS):
+    def __init__(self, subject: OpUnderTest, lengths: Sequence[int] = LENGTHS):
         self.subject = subject
-        self.step = Step(subject, SHARPEST, lengths)
+        self.step = Step(subject, CANCELLING, lengths)
         (self.call,) = self.step.layouts["packed"]
         self.floating = [k for k, t in self.inputs().items() if t.is_floating_point()]
         self.base = self.made()
 
     @cached_property
-    def folded(self) -> Made:
+    def folded(self) -> Outputs:
         """Returns what the call gives with parameters that have a main_grad."""
         return self.made(main_grad=True)
 
     @property
-    def results(self) -> Made:
+    def results(self) -> Outputs:
         """Returns what the outputs of the call are."""
         return {k: t for k, t in self.base.items() if k not in [f"d{k}" for k in self.floating]}
 
@@ -56,7 +56,7 @@ class OneCall:
     def parts(self, given: dict) -> list[dict]:
         return [{k: given[k] for k in held} for held in (self.step.tokens, self.step.shared)]
 
-    def named(self, outputs: Sequence[torch.Tensor]) -> Made:
+    def named(self, outputs: Sequence[torch.Tensor]) -> Outputs:
         return self.subject.named(outputs)
 
     def made(
@@ -69,7 +69,7 @@ class OneCall:
         function: Callable | None = None,
         main_grad: bool = False,
         between: Callable[[], object] = lambda: None,
-    ) -> Made:
+    ) -> Outputs:
         """Returns the outputs, and the gradients of the inputs `wanted` as `torch.autograd.grad` has them.
 
         used: numbers of the outputs that have a gradient upstream; upstream: changes that of an output's number; given:
@@ -100,17 +100,17 @@ class OneCall:
         with poisoned_memory(self.subject.calls + left), of_candidate():
             return torch.autograd.grad(outputs, leaves, upstream, retain_graph=left > 0, allow_unused=True)
 
-    def rolled(self, given: dict | None = None, function: Callable | None = None) -> Made:
+    def rolled(self, given: dict | None = None, function: Callable | None = None) -> Outputs:
         """Returns the outputs of a call without gradients."""
         with torch.no_grad():
             return self.named([t.clone() for t in self.outputs(given or self.inputs(), function)])
 
     @staticmethod
-    def untrained(made: Made) -> Made:
+    def untrained(made: Outputs) -> Outputs:
         """Returns the same under names that say so."""
         return {f"{k}, no gradient wanted": t for k, t in made.items()}
 
-    def one_token(self, lead: tuple[int, ...]) -> Made:
+    def one_token(self, lead: tuple[int, ...]) -> Outputs:
         """Returns what is made of the first token, given with the leading shape `lead`."""
         given = {k: t[:1] if k in self.step.tokens else t for k, t in self.inputs().items()}
         leaves = {k: t.clone().requires_grad_(k in self.floating) for k, t in given.items()}

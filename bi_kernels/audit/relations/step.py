@@ -16,9 +16,9 @@ from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token
 from bi_kernels.audit.problem.inputs import draw, generator, on, powers
 from bi_kernels.audit.problem.subject import (
+    CANCELLING,
     POISONED,
-    SHARPEST,
-    Subject,
+    OpUnderTest,
     fill,
     gather,
     of_candidate,
@@ -46,7 +46,7 @@ def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
     return TokenLayout(starts, counts, flat.size, samples)
 
 
-def gradient_lengths(subject: Subject) -> list[int]:
+def gradient_lengths(subject: OpUnderTest) -> list[int]:
     """Returns the samples of a step: long ones where the tensor core does the work, the forward audits' for fp32."""
     shape = SHAPES[subject.problem.shapes]
     return shape.get("gradient_lengths", shape["lengths"]) if subject.problem.dtype.itemsize == 2 else shape["lengths"]
@@ -56,7 +56,7 @@ class Step:
     """One training step of a subject: its inputs, parameters and upstream gradient, and its gradients under a
     layout."""
 
-    def __init__(self, subject: Subject, kind: str, lengths: Sequence[int] = ()):
+    def __init__(self, subject: OpUnderTest, kind: str, lengths: Sequence[int] = ()):
         self.subject, self.kind = subject, kind
         self.lengths = list(lengths) or gradient_lengths(subject)
         self.count = sum(self.lengths)
@@ -86,7 +86,7 @@ class Step:
         kind, drawn = "normal" if self.kind == "nonfinite" else self.kind, []
         for y in outputs:
             dy = draw(kind if y.dim() > lead else "normal", (self.count, *y.shape[lead:]), y.dtype, g)
-            if self.kind == SHARPEST:  # else the sum of a few bf16 numbers is exact in fp32, in any order
+            if self.kind == CANCELLING:  # else the sum of a few bf16 numbers is exact in fp32, in any order
                 most, shape = 6 if y.dtype == torch.float16 else 12, (self.count, *[1] * (dy.dim() - 1))
                 dy *= powers(shape, -most, most + 1, g).to(dy.dtype)
             dy[self.poisoned] = 0

@@ -25,7 +25,7 @@ from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.reproduce.gradient_programs import Backward
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal
-from bi_kernels.audit.reproduce.script import Script, in_turn, render, settle, unscripted
+from bi_kernels.audit.reproduce.script import Script, in_turn, render, unscripted, verify_scripts
 
 MEMORIES = "", "00", "10", "01", "11"  # what fresh memory may hold in the first call of both results
 
@@ -205,7 +205,7 @@ def export(
             path.unlink(missing_ok=True)
         return None
     unscripted(rows[2 * script.MOST :], f"{script.MOST} of this audit are shown, the most")
-    shown = settle(scripts, server)
+    shown = verify_scripts(scripts, server)
     if not shown:
         judged.pickled.unlink(missing_ok=True)
     return next(iter(shown), None)

@@ -10,11 +10,11 @@ from bi_kernels import checks
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import VIEWS
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import Subject
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, UNTRAINED
+from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, NO_GRAD_NEEDED
 from bi_kernels.audit.relations.long_sequences import LONG
-from bi_kernels.audit.relations.offsets import BEYOND
-from bi_kernels.audit.relations.uses import ONCE
+from bi_kernels.audit.relations.offsets import OVER_INT32
+from bi_kernels.audit.relations.usage_modes import SINGLE_CALL
 from bi_kernels.audit.relations.views import ALIGNED
 from bi_kernels.audit.reproduce.imports import import_of
 from bi_kernels.audit.reproduce.script import Script, render, unscripted
@@ -26,7 +26,7 @@ OWN = "op", "call", "made", "computed", "gradient", "parts", "whole", "other", "
 FLAT = "whole, other = (torch.cat([y.double().flatten() for y in made]) for made in (whole, other))"
 
 
-def scripts(s: Subject, candidate: Candidate, rows: list[Row], folder: Path) -> list[Script]:
+def scripts(s: OpUnderTest, candidate: Candidate, rows: list[Row], folder: Path) -> list[Script]:
     """Returns a script for each row of one subject that drifts; says in a row why it has none."""
     found, names = [], set()
     function, imports = import_of(candidate, s.problem.op, folder)
@@ -51,12 +51,12 @@ def reason(r: Row) -> str:
         return "hypothesis drew its layouts; the audit draws them again"
     if r.relation == INVARIANCE and r.rows == sum(LONG["lengths"]):
         return "none replays the step of long sequences; the audit does"
-    return "none makes a call of so many elements; the audit does" if r.layout.startswith(BEYOND) else ""
+    return "none makes a call of so many elements; the audit does" if r.layout.startswith(OVER_INT32) else ""
 
 
-def slug(s: Subject, r: Row) -> str:
+def slug(s: OpUnderTest, r: Row) -> str:
     """Names the script of a row by what it shows."""
-    p, gradient = s.problem, r.tensor if r.relation == INVARIANCE and r.against != ONCE else ""
+    p, gradient = s.problem, r.tensor if r.relation == INVARIANCE and r.against != SINGLE_CALL else ""
     layout = f"{r.layout}-{r.rows}" if r.layout == "rows" else r.layout
     parts = p.op.name, p.case, dtype_name(p.dtype), gradient, layout, r.inputs
     return "-".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in parts if part)
@@ -66,7 +66,7 @@ class Writer:
     """Writes the script of one row. memory: what torch.empty holds in the first call of both results, "0" ones and "1"
     zeros, and then by turns; "" leaves memory alone."""
 
-    def __init__(self, s: Subject, r: Row, function: str, imports: str, memory: str, several: bool):
+    def __init__(self, s: OpUnderTest, r: Row, function: str, imports: str, memory: str, several: bool):
         self.s, self.r, self.op, self.memory, self.imports = s, r, s.problem.op, memory, imports
         self.tensors = list(self.op.order or [*self.op.tokens, *self.op.shared])
         self.function = function
@@ -99,10 +99,10 @@ class Writer:
     def program(self) -> tuple[str, list[str], str]:
         """Returns in words what is compared, the lines that compute `whole` and `other`, and the integers as which."""
         r = self.r
-        if r.against == ONCE:
+        if r.against == SINGLE_CALL:
             axis = r.detail.partition(";")[0]  # it stands first
             return self._helper(f"used({self.function}, {axis!r}, {r.layout!r})", f"a call as usual and {r.layout}")
-        if r.against == UNTRAINED:
+        if r.against == NO_GRAD_NEEDED:
             called = f"trained_and_not({self.function}, {r.layout!r})"
             return self._helper(called, f"a call without gradients and one that trains ({r.layout})", trained=True)
         if r.relation == INVARIANCE or r.relation == DETERMINISM and r.detail.startswith("backward"):

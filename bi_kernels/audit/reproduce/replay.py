@@ -12,10 +12,10 @@ from bi_kernels.audit.problem import call_layouts
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import VIEWS
 from bi_kernels.audit.problem.inputs import on
-from bi_kernels.audit.problem.problem import Problem
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import POISONED, Subject, fill, gather, places
-from bi_kernels.audit.relations import uses, views
+from bi_kernels.audit.problem.subject import POISONED, OpUnderTest, fill, gather, places
+from bi_kernels.audit.relations import usage_modes, views
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 
@@ -45,8 +45,8 @@ class Operator:
         count: int | None = None, finite: int | None = None, trained: bool = False, threads: int = 1,
     ):  # fmt: skip
         torch.set_num_threads(threads)
-        self.problem = Problem(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed)
-        self.subject, self.kind, self.trained = Subject(self.problem, lambda *_: None, "", ""), inputs, trained
+        self.problem = OpConfig(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed)
+        self.subject, self.kind, self.trained = OpUnderTest(self.problem, lambda *_: None, "", ""), inputs, trained
         count, device = count or sum(self.subject.lengths), self.problem.device
         self.at = torch.arange(count, device=device)
         if trained:
@@ -137,7 +137,7 @@ class Operator:
         """Calls fn on the inputs in one piece, and lying otherwise in memory."""
         s = self._subject(fn)
         with torch.no_grad():
-            return tuple(_listed(made(s, view, self.kind)) for made in (views.in_place, views.placed))
+            return tuple(_listed(made(s, view, self.kind)) for made in (views.run_contiguous, views.run_on_view))
 
     def gradients_viewed(self, fn: Callable, view: str, tensor: str) -> tuple[Parts, Parts]:
         """Runs forward and backward on the inputs in one piece, and lying otherwise in memory, upstream too."""
@@ -155,12 +155,12 @@ class Operator:
         return plain, [y.clone() for y in step.outputs]
 
     def used(self, fn: Callable, axis: str, way: str) -> tuple[Parts, Parts]:
-        """Calls fn as usual, and in another way of use, with what it gives there: see `relations.uses`."""
+        """Calls fn as usual, and in another way of use, with what it gives there: see `relations.usage_modes`."""
         s = self._subject(fn)
-        return tuple(uses.again(s, axis, way, once) for once in (True, False))
+        return tuple(usage_modes.again(s, axis, way, once) for once in (True, False))
 
-    def _subject(self, fn: Callable) -> Subject:
-        return Subject(self.problem, fn, "", "")
+    def _subject(self, fn: Callable) -> OpUnderTest:
+        return OpUnderTest(self.problem, fn, "", "")
 
 
 def _listed(made) -> Parts:

@@ -62,7 +62,7 @@ class Script:
                 late = f"it took over {LONGEST} s"
                 self.why = late if done.late else f"it raised, in a fresh process: {last}"
 
-    def settle(self) -> bool:
+    def verify(self) -> bool:
         """Names it in its row if it shows that, and otherwise says there why not, and leaves no script."""
         if self.shown:
             self.row.repro = shlex.join(["python", named(self.path)])
@@ -108,7 +108,7 @@ def in_turn(rows: Sequence[Row]) -> list[Row]:
     return [r for r in chain(*turns) if r is not None]
 
 
-def settle(scripts: Sequence[Script], server: ForkServer | None = None) -> list[Path]:
+def verify_scripts(scripts: Sequence[Script], server: ForkServer | None = None) -> list[Path]:
     """Runs scripts until MOST show their rows, a few at a time, and names those that do. Returns their paths."""
     of_row = {id(s.row): s for s in scripts}
     left, tried = [of_row[id(r)] for r in in_turn([s.row for s in scripts])], []
@@ -122,7 +122,7 @@ def settle(scripts: Sequence[Script], server: ForkServer | None = None) -> list[
             if not s.shown and SHORT in s.why:  # of memory, beside the others
                 s.run(run_by)
     unscripted([s.row for s in left], f"{MOST} of this audit are shown, the most")
-    shown = [s for s in tried if s.settle()]
+    shown = [s for s in tried if s.verify()]
     held = {s.beside for s in shown}
     for path in {s.beside for s in scripts if s.beside} - held:
         path.unlink(missing_ok=True)

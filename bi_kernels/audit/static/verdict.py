@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Judged, Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Auditable, Row
 from bi_kernels.audit.static.binary import distinct, examined
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import Launches, Variant
@@ -14,7 +14,7 @@ STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
 
 
 def atomics_free(
-    judged: Sequence[tuple[Judged, Launches]], levels: Sequence[str] = ("",), required: bool = True
+    judged: Sequence[tuple[Auditable, Launches]], levels: Sequence[str] = ("",), required: bool = True
 ) -> tuple[list[Row], list[Variant]]:
     """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants,
     each of them once. levels: a row for each instead, of what is found at that level alone. required: False makes

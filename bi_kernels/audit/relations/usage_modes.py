@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row, sentence
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.checkpoints import (
     CHECKPOINTED,
     FROZEN,
@@ -24,13 +24,13 @@ from bi_kernels.audit.relations.checkpoints import (
     frozen,
     trained_and_frozen,
 )
-from bi_kernels.audit.relations.one_call import ALIKE, Asked, Made, OneCall, gradients
-from bi_kernels.audit.relations.populations import NO_COLUMNS, ONE_TOKEN, no_rows, populations
+from bi_kernels.audit.relations.edge_case_inputs import NO_COLUMNS, ONE_TOKEN, no_rows, populations
+from bi_kernels.audit.relations.one_call import ALIKE, BaselineCall, Outputs, Variant, gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
 
-ONCE = "one packed call"  # what the same call made in another way is compared with
+SINGLE_CALL = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
 RELATIONS |= {"population": "gradient invariance"}
 NO_ROWS, DETERMINISTIC, DEFAULT = "no rows", "deterministic algorithms", "bf16 as torch's default dtype"
@@ -40,7 +40,7 @@ REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
 
 
-def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> Row:
+def judged(subject: OpUnderTest, relation: str, name: str, asked: Variant, **said) -> Row:
     """Returns the row of one way. Refused in a sentence that names it, or the shape without rows, it passes, and says
     so: nobody is given other bits."""
     try:
@@ -53,7 +53,7 @@ def judged(subject: Subject, relation: str, name: str, asked: Asked, **said) -> 
     return subject.row(relation, name, drift, tensor=tensor, **said)
 
 
-def _refuses(subject: Subject, name: str, error: Exception) -> bool:
+def _refuses(subject: OpUnderTest, name: str, error: Exception) -> bool:
     """Tells whether what was raised is a refusal of a way. A candidate's may say what it likes where a token has no
     batch, or there are no rows or columns."""
     if name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
@@ -62,7 +62,7 @@ def _refuses(subject: Subject, name: str, error: Exception) -> bool:
     return any(word in str(error) for word in REFUSALS.get(name, [name] * clear))
 
 
-def compared(found: Made, expected: Made) -> tuple[Drift, str]:
+def compared(found: Outputs, expected: Outputs) -> tuple[Drift, str]:
     """Returns the drift of all tensors together and the first that differs. Raises ValueError where one is missing."""
     for k, t in expected.items():
         if (found.get(k) is None) != (t is None):
@@ -72,7 +72,7 @@ def compared(found: Made, expected: Made) -> tuple[Drift, str]:
     return replace(drift, part=0), names[drift.part]
 
 
-def modes(u: OneCall) -> dict[str, Asked]:
+def modes(u: BaselineCall) -> dict[str, Variant]:
     """Asks the call in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be elsewhere; in a
     checkpoint.
 
@@ -80,14 +80,14 @@ def modes(u: OneCall) -> dict[str, Asked]:
     """
     device = u.subject.problem.device.type
 
-    def inference() -> tuple[Made, Made]:
+    def inference() -> tuple[Outputs, Outputs]:
         given, before = u.inputs(), u.inputs()
         with torch.inference_mode():
             found = {k: t.clone() for k, t in u.named(u.outputs(given)).items()}
         held = lambda tensors: {f"{k} as given": t.detach() for k, t in tensors.items()}
         return found | held(given), u.results | held(before)
 
-    def deterministic() -> Made:
+    def deterministic() -> Outputs:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,7 +96,7 @@ def modes(u: OneCall) -> dict[str, Asked]:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
-    def other_default() -> Made:
+    def other_default() -> Outputs:
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.bfloat16)
@@ -104,11 +104,11 @@ def modes(u: OneCall) -> dict[str, Asked]:
         finally:
             torch.set_default_dtype(before)
 
-    def autocast() -> Made:
+    def autocast() -> Outputs:
         with torch.autocast(device, torch.bfloat16):
             return u.made()
 
-    def compiled() -> Made:
+    def compiled() -> Outputs:
         torch.compiler.reset()  # what was compiled for other ops counts against the limit of recompilations
         backend = "inductor" if device == "cuda" else "aot_eager"
         function = torch.compile(u.subject.function, backend=backend)
@@ -120,7 +120,7 @@ def modes(u: OneCall) -> dict[str, Asked]:
                 raise
             raise NotImplementedError(f"compiled, a bare kernel is traced into Triton's interpreter: {error}") from None
 
-    def captured() -> Made:
+    def captured() -> Outputs:
         tensors, told = u.step.arguments(u.call, *u.parts(u.others()))
         values, _ = u.step.arguments(u.call, *u.parts(u.inputs()))
         with torch.no_grad():
@@ -145,16 +145,16 @@ def modes(u: OneCall) -> dict[str, Asked]:
     return found | ({"captured": lambda: (captured(), u.results)} if device == "cuda" else {})
 
 
-def demands(u: OneCall) -> dict[str, Asked]:
+def demands(u: BaselineCall) -> dict[str, Variant]:
     """Asks for some of the gradients, with some of the outputs in use, and with what may come upstream."""
     few = [[k] for k in u.floating] if len(u.floating) > 1 else []
     most = [[k for k in u.floating if k != frozen] for frozen in u.floating] if len(u.floating) > 2 else []
     some = lambda wanted: (u.made(wanted, main_grad=True), u.results | {f"d{k}": u.folded[f"d{k}"] for k in wanted})
-    found: dict[str, Asked] = {
+    found: dict[str, Variant] = {
         f"{', '.join(f'd{k}' for k in wanted)} alone": partial(some, wanted) for wanted in few + most
     }
 
-    def used(number: int) -> tuple[Made, Made]:
+    def used(number: int) -> tuple[Outputs, Outputs]:
         zeros = lambda i, dy: dy if i == number else torch.zeros_like(dy)
         expected = u.made(upstream=zeros)
         found = u.made(used=[number])  # an output may be made without some of the inputs: no gradient is zeros
@@ -164,7 +164,7 @@ def demands(u: OneCall) -> dict[str, Asked]:
     if len(u.step.dy) > 1:
         found |= {f"{name} alone in use": partial(used, i) for i, name in enumerate(u.results)}
 
-    def expanded() -> tuple[Made, Made]:
+    def expanded() -> tuple[Outputs, Outputs]:
         one = lambda i, dy: dy.flatten()[:1].view([1] * dy.dim()).expand(dy.shape)  # as of a sum
         return u.made(upstream=one), u.made(upstream=lambda i, dy: one(i, dy).contiguous())
 
@@ -182,10 +182,10 @@ def demands(u: OneCall) -> dict[str, Asked]:
     return found
 
 
-def memories(u: OneCall) -> dict[str, Asked]:
+def memories(u: BaselineCall) -> dict[str, Variant]:
     """Asks what is written where: inputs, what comes upstream, outputs that a caller keeps, and no rows at all."""
 
-    def untouched() -> tuple[Made, Made]:
+    def untouched() -> tuple[Outputs, Outputs]:
         given, seen = u.inputs(), {}
 
         def upstream(number: int, dy: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def memories(u: OneCall) -> dict[str, Asked]:
         held = {k: t.detach() for k, t in given.items()} | seen
         return held | u.untrained(rolled), {k: expected[k] for k in held} | u.untrained(u.inputs())
 
-    def kept() -> tuple[Made, Made]:
+    def kept() -> tuple[Outputs, Outputs]:
         with torch.no_grad():
             rolled = u.named(u.outputs(u.inputs()))
         made = u.made()
@@ -208,9 +208,9 @@ def memories(u: OneCall) -> dict[str, Asked]:
         u.rolled(u.others())
         return made | u.untrained(rolled), u.base | u.untrained(u.results)
 
-    def shapes_alone() -> tuple[Made, Made]:
+    def shapes_alone() -> tuple[Outputs, Outputs]:
         """Compares gradients of samples of one length where a token layout says so and where shapes do."""
-        step = Step(u.subject, SHARPEST, [ALIKE] * 3)
+        step = Step(u.subject, CANCELLING, [ALIKE] * 3)
         told = gradients(step, "batch")
         with TokenLayout([0], [step.count], step.count):
             pass  # what was left again must not count
@@ -226,16 +226,16 @@ def memories(u: OneCall) -> dict[str, Asked]:
     }
 
 
-def histories(u: OneCall) -> dict[str, Asked]:
+def histories(u: BaselineCall) -> dict[str, Variant]:
     """Asks for the call after others: in other shapes and dtypes, and on the same tensors when they held others."""
 
-    def after_others() -> tuple[Made, Made]:
+    def after_others() -> tuple[Outputs, Outputs]:
         for dtype in DTYPES.values():
             with contextlib.suppress(Exception):  # what the candidate refuses; in its own dtype it is judged
                 u.first(dtype)
         return u.made(), u.base
 
-    def refilled() -> tuple[Made, Made]:
+    def refilled() -> tuple[Outputs, Outputs]:
         given = u.inputs()
         u.rolled(given)
         for k, t in u.others().items():
@@ -248,32 +248,35 @@ def histories(u: OneCall) -> dict[str, Asked]:
     return {"after other calls": after_others, "tensors written to": refilled}
 
 
-def _populations(u: OneCall) -> dict[str, Asked]:
+def _populations(u: BaselineCall) -> dict[str, Variant]:
     return {name: partial(way, u) for name, way in populations(u.subject.problem.op).items()}
 
 
 AXES = {"mode": modes, "demand": demands, "memory": memories, "history": histories, "population": _populations}
 
 
-def by_use(subject: Subject, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
+def by_use(subject: OpUnderTest, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
-    u, raised = subject.computed("invariance", ONCE, lambda: OneCall(subject))
+    u, raised = subject.computed("invariance", SINGLE_CALL, lambda: BaselineCall(subject))
     if raised:
         yield from raised
         return
     for axis in only:
-        relation, said = RELATIONS[axis], {"against": ONCE, "inputs": SHARPEST, "rows": u.step.count, "detail": axis}
+        relation, said = (
+            RELATIONS[axis],
+            {"against": SINGLE_CALL, "inputs": CANCELLING, "rows": u.step.count, "detail": axis},
+        )
         for name, asked in AXES[axis](u).items():
             yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)
 
 
-def again(subject: Subject, axis: str, name: str, once: bool) -> list[torch.Tensor]:
+def again(subject: OpUnderTest, axis: str, name: str, once: bool) -> list[torch.Tensor]:
     """Returns what a way of an axis gives, or, once, what it is compared with, without what is rightly not there."""
-    found, expected = AXES[axis](OneCall(subject))[name]()
+    found, expected = AXES[axis](BaselineCall(subject))[name]()
     return [(expected if once else found)[k] for k, t in expected.items() if t is not None]
 
 
-def required(subject: Subject) -> Iterator[dict]:
+def required(subject: OpUnderTest) -> Iterator[dict]:
     """Yields what every op is asked."""
     op, device = subject.problem.op, subject.problem.device.type
     floating = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
@@ -290,4 +293,4 @@ def required(subject: Subject) -> Iterator[dict]:
     }
     names["mode"] += ["captured"] * (device == "cuda")
     for axis, ways in names.items():
-        yield from ({"relation": RELATIONS[axis], "layout": name, "against": ONCE} for name in ways)
+        yield from ({"relation": RELATIONS[axis], "layout": name, "against": SINGLE_CALL} for name in ways)

@@ -10,8 +10,8 @@ import torch
 from bi_kernels import RopeTable
 from bi_kernels.audit.evidence.drift import Tensors
 from bi_kernels.audit.problem.registry import Op
-from bi_kernels.audit.problem.subject import SHARPEST, Subject
-from bi_kernels.audit.relations.one_call import ALIKE, Made, OneCall, gradients
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.relations.one_call import ALIKE, BaselineCall, Outputs, gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT
 from bi_kernels.reference_gradients import gradient
@@ -24,7 +24,7 @@ KEYS = (5, 12), (33, 66), (2, 65), (1, 4)  # queries of samples, and their keys
 NO_COLUMNS = {k: f"no {k}" for k in ("hidden", "mlp", "N", "K")}  # dimensions of which there may be none
 
 
-def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
+def populations(op: Op) -> dict[str, Callable[[BaselineCall], tuple[Outputs, Outputs]]]:
     """Returns what an op is asked on samples that no layout holds: a token without a batch, one id in most positions,
     what is masked, no columns."""
     found: dict = {}
@@ -49,10 +49,10 @@ def populations(op: Op) -> dict[str, Callable[[OneCall], tuple[Made, Made]]]:
     return found | {way: partial(_no_columns, name=k) for k, way in none.items()}
 
 
-def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
+def _positions_for_all(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Gives a batch of samples of one length the positions of one of them, and a table of which every other number
     counts."""
-    step = Step(u.subject, SHARPEST, [ALIKE] * 3)
+    step = Step(u.subject, CANCELLING, [ALIKE] * 3)
     (call,) = step.layouts["batch"]
     tokens = {k: t.view(3, ALIKE, *t.shape[1:]) for k, t in step.tokens.items()}
     tensors, told = step.arguments(call, tokens, step.shared)
@@ -60,7 +60,7 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
     one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
     apart = RopeTable(*(torch.stack((t, t), -1)[..., 0] for t in told["table"]))
 
-    def made(**more) -> Made:
+    def made(**more) -> Outputs:
         x = tensors[0].clone().requires_grad_()
         (y,) = u.subject.outputs(u.subject.called(x, *tensors[1:], **told | more))
         return u.named([y]) | {"dx": u.backward([y], [x], [tensors[0].flip(0).contiguous()])[0]}
@@ -68,12 +68,12 @@ def _positions_for_all(u: OneCall) -> tuple[Made, Made]:
     return made(positions=one, table=apart), made()
 
 
-def _more_keys(u: OneCall) -> tuple[Made, Made]:
+def _more_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares samples that have more keys than queries, as behind a prefix: packed, each alone, and, but for dk and
     dv, with queries for all keys, of which those before have no gradient upstream."""
     counts = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*KEYS)]
 
-    def made(samples: Sequence[int], full: bool = False) -> Made:
+    def made(samples: Sequence[int], full: bool = False) -> Outputs:
         rows = [[range(of[i], of[i + 1]) for i in samples] for of in counts]
         before = [[-1] * (len(k) - len(q)) * full for q, k in zip(*rows)]
         q_rows = torch.tensor([r for some, q in zip(before, rows[0]) for r in (*some, *q)], device=u.step.at.device)
@@ -99,41 +99,41 @@ def _more_keys(u: OneCall) -> tuple[Made, Made]:
     }
 
 
-def _own_keys(u: OneCall) -> tuple[Made, Made]:
+def _own_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares them where each head of queries has keys of its own, whatever the case has."""
     p = u.subject.problem
     sizes = p.sizes | {"kv_heads": p.dims["heads"]}
-    return _more_keys(OneCall(replace(u.subject, problem=replace(p, sizes=sizes), memo={})))
+    return _more_keys(BaselineCall(replace(u.subject, problem=replace(p, sizes=sizes), memo={})))
 
 
-def _one_id(u: OneCall) -> tuple[Made, Made]:
+def _one_id(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares gradients of one call and of a call a sample, where two ids in a hundred are others."""
-    step = Step(u.subject, SHARPEST, USED)
+    step = Step(u.subject, CANCELLING, USED)
     for k, dims in u.subject.problem.op.tokens.items():
         if dims.endswith(":id"):
             step.tokens[k] = torch.where(torch.arange(step.count, device=step.at.device) % 50 == 9, step.tokens[k], 5)
     return gradients(step), gradients(step, "micro_batches:each")
 
 
-def _int32(u: OneCall) -> tuple[Made, Made]:
+def _int32(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares ids in int32 with the same in int64."""
     ids = [k for k, dims in u.subject.problem.op.tokens.items() if dims.endswith(":id")]
     return u.made(given=u.inputs() | {k: t.int() for k, t in u.inputs().items() if k in ids}), u.base
 
 
-def _masked(u: OneCall, mask: str) -> dict:
+def _masked(u: BaselineCall, mask: str) -> dict:
     given = u.inputs()
     return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
 
 
-def _rounded(s: Subject, exact: Tensors, count: int) -> Made:
+def _rounded(s: OpUnderTest, exact: Tensors, count: int) -> Outputs:
     """Returns the `count` outputs of a reference by name, in the dtypes that the contract promises."""
     outputs = exact if isinstance(exact, tuple) else exact.unbind(-1) if count > 1 else (exact,)
     dtypes = list(s.problem.returned.values())
     return s.named([t.to(dtype) for t, dtype in zip(outputs, dtypes * (count // len(dtypes)), strict=True)])
 
 
-def _signed_zeros(u: OneCall) -> tuple[Made, Made]:
+def _signed_zeros(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares zeros of either sign with fp64, whose arithmetic has the same zeros."""
     step, s = u.step, u.subject
     zero = lambda t: torch.zeros_like(t).copysign(t) if t.is_floating_point() else t
@@ -143,13 +143,13 @@ def _signed_zeros(u: OneCall) -> tuple[Made, Made]:
     return found, _rounded(s, exact, len(found))
 
 
-def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
+def _block_of_nothing(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Compares logits of −inf in the first 4096 places, or behind them, with logits of which exp is 0 as well."""
     p, block = u.subject.problem, CONTRACT["arithmetic"]["vocabulary_block"]
     wide = replace(u.subject, problem=replace(p, sizes=p.sizes | {"vocab": block + 70}), memo={})
 
-    def made(nothing: float) -> Made:
-        other = OneCall(wide, [3, 2])
+    def made(nothing: float) -> Outputs:
+        other = BaselineCall(wide, [3, 2])
         given = other.inputs()
         given["logits"][:3, :block], given["logits"][3:, block:] = nothing, nothing
         if "targets" in given:
@@ -159,7 +159,7 @@ def _block_of_nothing(u: OneCall) -> tuple[Made, Made]:
     return made(-float("inf")), made(-LEAST)
 
 
-def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
+def _no_columns(u: BaselineCall, name: str) -> tuple[Outputs, Outputs]:
     """Compares calls in which a dimension is 0 with fp64: sums of nothing are zeros."""
     p = u.subject.problem
     s = replace(u.subject, problem=replace(p, sizes=p.sizes | {name: 0}), memo={})
@@ -179,7 +179,7 @@ def _no_columns(u: OneCall, name: str) -> tuple[Made, Made]:
     return found, expected
 
 
-def no_rows(u: OneCall) -> tuple[Made, Made]:
+def no_rows(u: BaselineCall) -> tuple[Outputs, Outputs]:
     """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
     found, expected = {}, {}
     for way in ("grad", "main_grad"):
