@@ -65,28 +65,47 @@ def ratios(records: Sequence[dict], what: str, goals: dict[str, float], column: 
     return _finish(figure, ax, 3, loc="upper left", bbox_to_anchor=(0, -0.14))
 
 
+def everybody(records: Sequence[dict], values: Sequence[dict], what: str, title: str, goals: Sequence) -> plt.Figure:
+    """Draws a line a measurement: a value of ours and of every peer, and the goal, or None. values: by name."""
+    found = pd.DataFrame(values)
+    figure, ax = plt.subplots(figsize=(8.5, 1.2 + 0.36 * len(records)))
+    for j, name in enumerate(found):
+        ax.scatter(found[name], found.index, color=COLORS[j], marker="osD^v"[j % 5], s=26, label=name)
+    for i, goal in enumerate(goals):
+        ax.vlines(np.nan if goal is None else goal, i - 0.42, i + 0.42, **GOAL)
+    ax.set_yticks(found.index, [", ".join((r["op"], r["case"], r["direction"])) for r in records], fontsize=7.5)
+    ax.invert_yaxis()
+    ax.set(xlabel=f"{what}; red: the goal", title=title)
+    return _finish(figure, ax, 5, loc="upper left", bbox_to_anchor=(0, -1.3 / len(records)))
+
+
 def attention(records: Sequence[dict], goals: dict[tuple[str, str], float]) -> plt.Figure:
     """Draws TFLOP/s of everybody, forward and backward. goals: shares of the peer, by direction and case."""
-    directions = grouped(records, lambda r: r["direction"])
-    figure, axes = plt.subplots(1, len(directions), figsize=(10, 3.8), squeeze=False)
-    names = list(dict.fromkeys(name for r in records for name in r["ms"]))
-    for ax, (direction, mine) in zip(axes[0], directions.items()):
-        rates = pd.DataFrame([_rates(r, "TFLOP/s") for r in mine]).reindex(columns=names)
-        for j, name in enumerate(names):
-            if rates[name].any():
-                at = np.arange(len(mine)) + 0.8 * (j / len(names) - 0.5)
-                ax.bar(at, rates[name], 0.75 / len(names), color=COLORS[j], label=name, align="edge")
-        for i, r in enumerate(mine):
-            if (direction, r["case"]) in goals and "ratio" in r:
-                ax.hlines(goals[direction, r["case"]] * r["TFLOP/s"] / r["ratio"], i - 0.4, i + 0.4, **GOAL)
-        found = [r["ratio"] for r in mine if "ratio" in r]
-        said = f"{number(min(found))} to {number(max(found))} of {mine[0].get('against')}" if found else ""
-        ax.set_xticks(range(len(mine)), [r["case"] for r in mine])
-        ax.set(title=f"{direction}: {said}", ylabel="TFLOP/s", xlabel="sequences × tokens; dashed: the goal")
-    handles = {label: h for ax in axes[0] for h, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), edgecolor="none", fontsize=8, ncols=6, loc="lower left")
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    return figure
+    said = []
+    for direction, mine in grouped((r for r in records if "ratio" in r), lambda r: r["direction"]).items():
+        ratios = [r["ratio"] for r in mine]
+        said.append(f"{direction} {number(min(ratios))} to {number(max(ratios))} of {mine[0]['against']}")
+    share = lambda r: goals.get((r["direction"], r["case"]), np.nan) / r.get("ratio", np.nan)
+    every = [r["TFLOP/s"] * share(r) for r in records]
+    return everybody(records, [_rates(r, "TFLOP/s") for r in records], "TFLOP/s", ", ".join(said), every)
+
+
+def shares(records: Sequence[dict], goal: float) -> plt.Figure:
+    """Draws everybody's share of a copy's bandwidth."""
+    mine = [r for r in records if "of limit" in r]
+    reached = sum(r["of limit"] >= goal for r in mine)
+    title = f"{reached} of {len(mine)} of ours reach {goal:g} of a copy's bandwidth"
+    values = [_rates(r, "of limit") for r in mine]
+    return everybody(mine, values, "share of a copy's bandwidth", title, [goal] * len(mine))
+
+
+def calls(records: Sequence[dict], goals: dict[str, float]) -> plt.Figure:
+    """Draws what each eager call costs the CPU, ours and stock's."""
+    mine = [r for r in records if "cpu_us" in r and r["op"] != "decode step"]
+    met = [r["cpu_us"] <= goals[r["op"]] for r in mine if r["op"] in goals]
+    title = f"{sum(met)} of {len(met)} eager calls cost no more than their goal"
+    values = [{name: times[0] for name, times in r["CPU µs"].items()} for r in mine]
+    return everybody(mine, values, "µs of the CPU", title, [goals.get(r["op"]) for r in mine])
 
 
 def roofline(records: Sequence[dict], limits: dict[str, float]) -> plt.Figure:
@@ -104,38 +123,3 @@ def roofline(records: Sequence[dict], limits: dict[str, float]) -> plt.Figure:
     title = f"{limits['TB/s']:.2f} TB/s, {limits['TFLOP/s']:.0f} TFLOP/s: {said}"
     ax.set(xscale="log", yscale="log", xlabel="flops a byte that has to be moved", ylabel="TFLOP/s", title=title)
     return _finish(figure, ax, loc="lower right")
-
-
-def shares(records: Sequence[dict], goal: float) -> plt.Figure:
-    """Draws everybody's share of a copy's bandwidth."""
-    mine = [r for r in records if "of limit" in r]
-    rates = pd.DataFrame([_rates(r, "of limit") for r in mine])
-    figure, ax = plt.subplots(figsize=(8.5, 1 + 0.36 * len(mine)))
-    for j, name in enumerate(rates):
-        ax.scatter(rates[name], rates.index, color=COLORS[j], marker="osD^v"[j % 5], s=26, label=name)
-    ax.axvline(goal, **GOAL)
-    ax.set_yticks(range(len(mine)), [f"{r['op']}, {r['case']}, {r['direction']}" for r in mine], fontsize=7.5)
-    ax.invert_yaxis()
-    reached = sum(r["of limit"] >= goal for r in mine)
-    title = f"{reached} of {len(mine)} of ours reach {goal:g} of a copy's bandwidth"
-    ax.set(xlabel="share of a copy's bandwidth", title=title)
-    return _finish(figure, ax, 4, loc="upper left", bbox_to_anchor=(0, -1.3 / len(mine)))
-
-
-def calls(records: Sequence[dict], goals: dict[str, float]) -> plt.Figure:
-    """Draws what each eager call costs the CPU, ours and stock's, with the goals."""
-    mine = [r for r in records if "cpu_us" in r and r["op"] != "decode step"]
-    figure, ax = plt.subplots(figsize=(8.5, 0.9 + 0.42 * len(mine)))
-    at = np.arange(len(mine))
-    for shift, key, color, label in ((-0.2, "cpu_us", BLUE, "bi_kernels"), (0.2, "stock_us", ORANGE, "stock PyTorch")):
-        bars = ax.barh(at + shift, [r[key] for r in mine], 0.38, color=color, label=label)
-        ax.bar_label(bars, fmt=" %.1f", fontsize=7)
-    judged = [(i, r["cpu_us"], goals[r["op"]]) for i, r in enumerate(mine) if r["op"] in goals]
-    for i, _, goal in judged:
-        ax.vlines(goal, i - 0.42, i + 0.42, color=RED, linewidth=1.4)
-    met = sum(us <= goal for _, us, goal in judged)
-    ax.set_yticks(at, [r["op"] for r in mine])
-    ax.invert_yaxis()
-    title = f"{met} of {len(judged)} eager calls cost no more than their goal"
-    ax.set(xlabel="µs of the CPU; red: the goal", title=title)
-    return _finish(figure, ax)

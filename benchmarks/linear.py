@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -49,30 +49,30 @@ def _forward(bench: Bench, group: str, case: str, weights: list[torch.Tensor], m
     bench.add(group, "linear", (timings, errors), CUBLAS, line, flops=2 * m * n * k, size=size)
 
 
-def _weights(bench: Bench, n: int, k: int) -> list[torch.Tensor]:
-    return [bench.numbers.take(n, k) for _ in range(bench.sets(_bytes((n, k))))]
+def _products(bench: Bench, group: str, case: str, n: int, k: int, rows: Sequence[int], starved: dict, **more) -> None:
+    """Measures products of one weight's shape at some numbers of rows."""
+    weights = [bench.numbers.take(n, k) for _ in range(bench.sets(_bytes((n, k))))]
+    for m in rows:
+        bench.cell(group, f"{case}, M {m}", _forward, group, case, weights, m, starved, more)
 
 
 @torch.no_grad()
 def gemm(bench: Bench) -> None:
     """Measures every layer of the families, and of their shards, at every number of rows."""
     table = bench.settings["gemm"]
-    layers = cases.layers(table)
+    layers, rows = cases.layers(table), table["rows"]
     own = [layer for layer in layers if table["starved"] in layer.families]
-    starved = _starved(bench, [(m, layer.n, layer.k) for layer in own for m in table["rows"]])
+    starved = _starved(bench, [(m, layer.n, layer.k) for layer in own for m in rows])
     for layer in layers:
-        weights = _weights(bench, layer.n, layer.k)
         more = {"families": layer.families, "shards": sorted({shard for *_, shard in layer.names})}
-        for m in table["rows"]:
-            bench.cell("gemm", f"{layer.name}, M {m}", _forward, "gemm", layer.name, weights, m, starved, more)
+        _products(bench, "gemm", layer.name, layer.n, layer.k, rows, starved, **more)
 
 
 @torch.no_grad()
 def drawn(bench: Bench) -> None:
     """Measures the shapes that the run's seed draws."""
     for m, n, k in cases.drawn(bench.settings["drawn"], bench.seed):
-        case = f"{m}×{n}×{k}"
-        bench.cell("drawn", case, _forward, "drawn", case, _weights(bench, n, k), m, {}, {})
+        _products(bench, "drawn", f"{m}×{n}×{k}", n, k, [m], {})
 
 
 @cache

@@ -12,8 +12,8 @@ MARKS = {"Triton": "ᵗ", "Gluon": "ᵍ"}  # of a cell, by what computed it
 SLOWEST = 12  # cells listed
 
 
-def _ms(spread: Sequence[float]) -> str:
-    """Returns a median, in milliseconds, and half the distance of its quartiles; benchmark.jsonl has all three."""
+def _spread(spread: Sequence[float]) -> str:
+    """Returns a median and half the distance of its quartiles; benchmark.jsonl has all three."""
     median, low, high = spread
     return f"{median:.3g} ±{(high - low) / 2 / median:.0%}"
 
@@ -67,14 +67,18 @@ def against(records: Sequence[dict], peer: str) -> list[dict]:
 
 
 def everybody(records: Sequence[dict]) -> list[dict]:
-    """Returns a line a measurement: everybody's milliseconds on the device, our wall time, and our rates."""
+    """Returns a line a measurement: everybody's time on the device, or on the CPU of an eager call; the wall time of
+    ours and of the peer; our ratio and rates."""
     found = []
     for r in records:
         line = {"what": label(r), "direction": r["direction"]} | {k: r[k] for k in ("N", "K", "path") if k in r}
-        line |= {("ours" if name == r["who"] else name): _ms(times) for name, times in r["ms"].items()}
-        if "wall µs" in r:
-            line["ours, wall µs"] = f"{r['wall µs'][r['who']][0]:.0f}"
-        line |= {"ratio": f"{number(r['ratio'])} of {r['against']}"} if "ratio" in r else {}
+        unit, walls = next(k for k in ("ms", "CPU µs") if k in r), r.get("wall µs", {})
+        line |= {f"{'ours' if name == r['who'] else name}, {unit}": _spread(times) for name, times in r[unit].items()}
+        line["wall µs, the peer's"] = ", ".join(
+            f"{walls[k][0]:.0f}" for k in (r["who"], r.get("against")) if k in walls
+        )
+        if "against" in r:
+            line["ratio"] = f"{number(1 / r['times'])} of {r['against']}"
         rates = ("TFLOP/s",) if "path" in r else ("TB/s", "of limit", "TFLOP/s")
         found.append(line | {k: number(r[k]) for k in rates if r.get(k) is not None})
     return pd.DataFrame(found).fillna(UNKNOWN).to_dict("records")
@@ -93,17 +97,6 @@ def decode(records: Sequence[dict], value: str) -> dict[str, dict[str, float]]:
         line = f"{r['grouping']}, D {r['head_dim']}, {r['direction']}"
         found.setdefault(line, {})[f"{r['batch']} × {short(r['keys'])}"] = r.get(value, float("nan"))
     return dict(sorted(found.items()))
-
-
-def calls(records: Sequence[dict]) -> list[dict]:
-    """Returns what eager calls cost the CPU, ours and stock's, until they return and until the device has ended."""
-    return [
-        {"op": r["op"], "of": r["case"], "µs of the CPU": number(r["cpu_us"]), "stock": number(r["stock_us"])}
-        | {"times": number(r["times"]), "quartiles": "{1:.1f}–{2:.1f}".format(*r["CPU µs"][r["who"]])}
-        | {k: number(r["wall µs"][r[w]][0]) for k, w in (("wall µs", "who"), ("stock, wall µs", "against"))}
-        for r in records
-        if "cpu_us" in r
-    ]
 
 
 def counts(records: Sequence[dict], whole: Callable[[str], int]) -> list[dict]:
