@@ -75,13 +75,9 @@ class BenchSession(Session):
         """Returns how many measurements a group has where the shapes are not tiny."""
         return cases.expected(group, "", self.parameters["seed"])
 
-    def of(self, group: str) -> list[dict]:
-        """Returns the measurements of a group."""
-        return [r for r in self.bench.records if r["group"] == group and "op" in r]
-
     def timed(self, group: str) -> list[dict]:
         """Returns the measurements of a group where they are times; none without a GPU."""
-        return self.of(group) if self.bench.times else []
+        return [r for r in self.bench.records if r["group"] == group and "op" in r] if self.bench.times else []
 
     def goals(self) -> list[dict]:
         """Compares the measurements with the contract's goals, and writes goals.json. No goal is for tiny shapes."""
@@ -125,8 +121,10 @@ class BenchSession(Session):
 
     def _complete(self, group: str) -> Row:
         expected = cases.expected(group, self.parameters["shapes"], self.parameters["seed"])
-        failed = [f"{r['case']}: {r['error']}" for r in self.bench.records if r["group"] == group and "error" in r]
-        return self._row(group, "every cell is measured", expected - len(self.of(group)), expected, "".join(failed[:1]))
+        mine = [r for r in self.bench.records if r["group"] == group]
+        failed = [f"{r['case']}: {r['error']}" for r in mine if "error" in r]
+        missing = expected - sum("op" in r for r in mine)
+        return self._row(group, "every cell is measured", missing, expected, "".join(failed[:1]))
 
     @torch.no_grad()
     def _stopwatch(self, repeated: int) -> float:

@@ -74,9 +74,8 @@ def everybody(records: Sequence[dict]) -> list[dict]:
         line = {"what": label(r), "direction": r["direction"]} | {k: r[k] for k in ("N", "K", "path") if k in r}
         unit, walls = next(k for k in ("ms", "CPU µs") if k in r), r.get("wall µs", {})
         line |= {f"{'ours' if name == r['who'] else name}, {unit}": _spread(times) for name, times in r[unit].items()}
-        line["wall µs, the peer's"] = ", ".join(
-            f"{walls[k][0]:.0f}" for k in (r["who"], r.get("against")) if k in walls
-        )
+        both = [f"{walls[name][0]:.0f}" for name in (r["who"], r.get("against")) if name in walls]
+        line["wall µs, ours and the peer's"] = ", ".join(both)
         if "against" in r:
             line["ratio"] = f"{number(1 / r['times'])} of {r['against']}"
         rates = ("TFLOP/s",) if "path" in r else ("TB/s", "of limit", "TFLOP/s")
