@@ -18,7 +18,6 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
-from bi_kernels.audit.bench.timing import Turns
 from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.digests import golden
@@ -36,6 +35,7 @@ from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.session import start
+from bi_kernels.audit.timing import GpuLock
 from bi_kernels.contract import DTYPES, SHAPES, rows
 from bi_kernels.ops.gemm.kernel import tiles
 
@@ -588,7 +588,7 @@ def test_audits_that_share_a_gpu_take_turns_in_the_order_of_asking(tmp_path, mon
     """One that times waits for those that run, and one that begins later for it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="of a test"))
-    order, runs, times, later = [], Turns(), Turns(), Turns()
+    order, runs, times, later = [], GpuLock(), GpuLock(), GpuLock()
 
     def time_alone():
         with times.alone():

@@ -15,10 +15,12 @@ import pytest
 import torch
 from IPython.display import Markdown
 
-from bi_kernels.audit import profiler, start, worker
-from bi_kernels.audit.bench import attention, cases, gemm, goals, measure, rows, tables, timing
-from bi_kernels.audit.bench.session import MEASURES
+from benchmarks import attention, cases, linear, measure, rows, tables
+from benchmarks.session import MEASURES
+from bi_kernels.audit import parameters, start, timing, worker
+from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
+from bi_kernels.audit.static import profiler
 from bi_kernels.contract import CONTRACT
 
 BENCH = CONTRACT["benchmark"]
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "audits/nvidia-h200-qwen3-8b/bench"
 
 
-class Clock(measure.Counter):
+class Clock(timing.OperatorCounter):
     """Gives each call the milliseconds that `ms` says, and notes who was timed with which inputs."""
 
     unit = "ms"
@@ -106,7 +108,7 @@ def test_decode_has_the_whole_grid_but_for_caches_that_are_too_large():
     largest = max(every, key=lambda cell: cell.bytes)
     assert (largest.batch, largest.keys, largest.grouping, largest.head_dim) == (64, 65536, "MHA", 128)
     assert largest.bytes == 64 * 65536 * 32 * 128 * 2 * 2 > BENCH["decode"]["largest"]
-    assert cases.counted("decode", "", 0) == 2 * sum(cell.bytes <= BENCH["decode"]["largest"] for cell in every)
+    assert cases.expected("decode", "", 0) == 2 * sum(cell.bytes <= BENCH["decode"]["largest"] for cell in every)
     assert all(cell.keys % BENCH["decode"]["page"] == 0 for cell in every)
 
 
@@ -118,7 +120,7 @@ def test_every_goal_is_of_something_that_is_measured():
     for group in MEASURES.values():
         group(made)
     assert not [r for r in made.records if "error" in r]
-    found = goals.judged(made.records, BENCH["goals"])
+    found = goals.evaluate(made.records, BENCH["goals"])
     unknown = [f["what"] for f in found if f["met"] is None]
     sizes = {f"{batch} × {length}" for batch, length in BENCH["attention"]["sizes"]}
     assert all(
@@ -131,7 +133,7 @@ def test_every_goal_is_of_something_that_is_measured():
 def test_a_group_measures_as_many_cells_as_it_is_to_have(group):
     made = bench()
     MEASURES[group](made)
-    assert len([r for r in made.records if "op" in r]) == len(made.records) == cases.counted(group, "tiny", 0)
+    assert len([r for r in made.records if "op" in r]) == len(made.records) == cases.expected(group, "tiny", 0)
 
 
 # How it times
@@ -148,7 +150,7 @@ HOW = {"rounds": 5, "round_ms": 3.0, "most_calls": 24}
 def test_calls_take_turns_and_never_meet_the_inputs_of_the_one_before():
     first, second = (lambda i: None), (lambda i: None)
     clock = Clock(lambda call: 0.5)
-    timing.turns({"a": first, "b": second}, clock, **HOW, walls=0)
+    timing.time_in_turns({"a": first, "b": second}, clock, **HOW, walls=0)
     order = [call for call, _, count in clock.seen if count == 6]  # 3 ms of half a millisecond each
     assert order == [first, second] * 5
     given = [set(range(at, at + count)) for _, at, count in clock.seen if count == 6]
@@ -157,14 +159,14 @@ def test_calls_take_turns_and_never_meet_the_inputs_of_the_one_before():
 
 def test_medians_forget_a_round_that_was_disturbed():
     taken = iter([1.0, 1.0, 1.0, 1.0, 99.0, 1.2, 1.1])
-    found = timing.turns({"a": lambda i: None}, Clock(lambda call: next(taken)), **HOW, walls=0)["a"]
+    found = timing.time_in_turns({"a": lambda i: None}, Clock(lambda call: next(taken)), **HOW, walls=0)["a"]
     assert found.device == (1.1, 1.0, 1.2) and found.wall is None
 
 
 @pytest.mark.parametrize("ms, count", [(100.0, 1), (1.0, 3), (0.001, 24), (0.0, 24)])
 def test_a_short_call_is_repeated_and_a_long_one_is_not(ms, count):
     clock = Clock(lambda call: ms)
-    timing.turns({"a": lambda i: None}, clock, **HOW)
+    timing.time_in_turns({"a": lambda i: None}, clock, **HOW)
     assert {c for _, _, c in clock.seen[2:]} == {count}
 
 
@@ -176,7 +178,7 @@ def test_a_graph_holds_every_set_of_inputs_and_its_time_is_divided_by_its_calls(
 
     clock = Graphs(lambda call: 8.0)
     clock.replays = []
-    found = timing.turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
+    found = timing.time_in_turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
     assert clock.replays == [16] * 5 and found.device.median == 0.5
 
 
@@ -216,7 +218,7 @@ def test_a_peer_that_cannot_is_said_and_ours_that_cannot_is_a_cell_without_a_mea
     made = bench()
     found, errors = made.timed({"bi_kernels": lambda i: None, "peer": cannot})
     assert list(found) == ["bi_kernels"] and errors == {"peer": "RuntimeError: no kernel"}
-    made.cell("gemm", "a case", lambda: made.timed({"bi_kernels": cannot}))
+    made.cell("gemm", "a case", measure.Bench.timed, {"bi_kernels": cannot})
     assert made.records == [{"group": "gemm", "case": "a case", "error": "RuntimeError: no kernel"}]
     session = start("bench", groups="lm_head")
     session.bench.records = made.records
@@ -229,7 +231,8 @@ def test_ratios_are_the_peers_time_over_ours_and_rates_are_of_ours():
     made.clock, made.limits = Clock(), {"TB/s": 4.0}
     of = lambda ms: timing.Timing(timing.spread([ms]), None)
     found = {"bi_kernels": of(2.0), "slow": of(5.0), "fast": of(1.0)}, {}
-    said = made.add("decode", "attention", "paged", "c", found, measure.FASTEST, flops=4e9, size=6e9)
+    made.add("decode", "attention", found, measure.FASTEST, {"direction": "paged"}, flops=4e9, size=6e9)
+    (said,) = made.records
     assert (said["against"], said["ratio"], said["times"]) == ("fast", 0.5, 2.0)
     assert (said["TFLOP/s"], said["TB/s"], said["of limit"]) == (2.0, 3.0, 0.75)
 
@@ -240,7 +243,7 @@ def test_no_number_of_a_cell_lies_in_two_of_its_tensors():
     numbers.reserve(1024)
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (numbers.take(500), numbers.take(512))]
     assert spans[0][1] <= spans[1][0] and spans[0][0] == numbers.all.data_ptr()
-    with pytest.raises(ValueError, match="1025 numbers"):
+    with pytest.raises(ValueError, match="count is 1025"):
         numbers.reserve(1025)
     for cell in cases.decode(BENCH["decode"]):
         taken = [cell.batch * cell.heads * cell.head_dim, *[cell.bytes // 4] * 2]
@@ -271,7 +274,7 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
         raise StopIteration
 
     monkeypatch.setattr(measure.Bench, "timed", timed)
-    for group in (gemm.drawn, attention.decode):
+    for group in (linear.drawn, attention.decode):
         group(made := bench())
         assert {r["error"] for r in made.records} == {"StopIteration: "}
     made = bench()
@@ -285,8 +288,8 @@ def test_a_weight_gradient_that_goes_on_adds_what_torch_adds():
     g = torch.Generator().manual_seed(0)
     dy, x = (torch.randint(-1, 2, (32, 16), generator=g).bfloat16() for _ in range(2))  # whose sums are exact
     ours, theirs = torch.ones(16, 16), torch.ones(16, 16)
-    gemm.product(dy.t(), x.t(), ours, ours, torch.float32)
-    gemm._adds_up(CPU)(theirs, dy, x)
+    linear.product(dy.t(), x.t(), ours, ours, torch.float32)
+    linear._accumulate(CPU)(theirs, dy, x)
     assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones(16, 16))
 
 
@@ -321,7 +324,7 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
         {"group": "drawn", "op": "linear", "case": "x", "ratio": 0.01},
         {"group": "gemm", "case": "x", "error": "e"},
     ]
-    (found,) = goals.judged(records + other, [GOAL | goal])
+    (found,) = goals.evaluate(records + other, [GOAL | goal])
     assert found["met"] is met and found["reached"] == reached
     (line,) = goals.lines([found])
     assert line[""] == {True: "✔", False: "✘", None: "–"}[met] and line["measurements"] == len(values)
@@ -332,10 +335,10 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
 
 def test_the_sentence_counts_goals_of_each_outcome():
     made = lambda *mets: [{"met": met} for met in mets]
-    assert goals.sentence(made(True, True)) == "✔ 2 of 2 goals met, none missed."
-    assert goals.sentence(made(True, False)) == "✔ 1 of 2 goals met, ✘ 1 missed."
-    assert goals.sentence(made(True, False, None)).endswith("✘ 1 missed, 1 not measured in this run.")
-    assert "needs a CUDA GPU" in goals.sentence(made(None, None))
+    assert goals.summary(made(True, True)) == "✔ 2 of 2 goals met, none missed."
+    assert goals.summary(made(True, False)) == "✔ 1 of 2 goals met, ✘ 1 missed."
+    assert goals.summary(made(True, False, None)).endswith("✘ 1 missed, 1 not measured in this run.")
+    assert "needs a CUDA GPU" in goals.summary(made(None, None))
 
 
 def test_the_sentence_says_how_far_the_worst_goal_is_missed():
@@ -345,7 +348,7 @@ def test_the_sentence_says_how_far_the_worst_goal_is_missed():
         goal("decode", 3.62, most=1.15),
         {"met": True, "reached": 9, "what": "best"},
     ]
-    assert goals.sentence(found).endswith("Farthest from its goal: decode, 3.620 (goal ≤ 1.15).")
+    assert goals.summary(found).endswith("Farthest from its goal: decode, 3.620 (goal ≤ 1.15).")
 
 
 def test_tiny_cells_are_held_against_no_goal():
@@ -368,17 +371,21 @@ def test_a_run_that_is_cut_keeps_every_measurement_before(tmp_path):
     made.clock.device = interrupted
     with pytest.raises(KeyboardInterrupt):
         MEASURES["gemm"](made)
-    kept = measure.read(made.file)
+    kept = [json.loads(line) for line in made.file.read_text(encoding="utf-8").splitlines()]
     assert len(kept) == 3 and [r["case"] for r in kept] == [r["case"] for r in made.records]
-    with made.file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(kept[0])[:40])
-    assert measure.read(made.file) == kept, "a line that is not whole is left out"
 
 
 def test_without_a_gpu_bench_refuses_in_one_sentence(bi_audit):
     done = bi_audit("bench", "gemm")
     assert done.returncode == 2 and not done.out
     assert done.err == "bi-audit: bench: no CUDA GPU is there, and nothing else is timed\n"
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "gemm"], ["run", "bench"]], ids=" ".join)
+def test_an_installed_package_has_no_benchmarks(command, bi_audit, monkeypatch, tmp_path):
+    monkeypatch.setattr(parameters, "CHECKOUT", tmp_path)
+    done = bi_audit(*command)
+    assert done.returncode == 2 and not done.out and "a checkout" in done.err and done.err.count("\n") == 1
 
 
 def test_an_unknown_group_is_one_sentence(bi_audit):
@@ -447,7 +454,8 @@ def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
     scope = {"run": session, "display": shown.append, "seed": 0}
     notebook = nbformat.read(audits()["bench"].notebook, as_version=4)
     setup = next(c.source for c in notebook.cells if "setup" in c.metadata.get("tags", []))
-    exec("\n".join(line for line in setup.splitlines() if line.startswith("from bi_kernels.audit.")), scope)
+    imports = ("from benchmarks", "from bi_kernels.audit.")
+    exec("\n".join(line for line in setup.splitlines() if line.startswith(imports)), scope)
     scope["records"] = session.measure()
     assert not session.failures
     silent = []

@@ -105,7 +105,8 @@ print(bi_kernels.__file__, version("bi-kernels"), "{}.{}".format(*sys.version_in
 
 
 def smoke(python: str, installed: Path, folder: Path) -> None:
-    """Asserts that the wheel runs outside of the checkout: an interpreted op, its data, and `bi-audit list`."""
+    """Asserts that the wheel runs outside of the checkout: an interpreted op, its data, and `bi-audit list`; and that
+    `bi-audit bench`, which needs a checkout, says so."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(installed)}
     done = run(python, "-c", SMOKE, cwd=folder, env=environment | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
@@ -114,6 +115,8 @@ def smoke(python: str, installed: Path, folder: Path) -> None:
     done = run(python, installed / "bin" / "bi-audit", "list", cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     assert all(re.search(rf"^\W*{name}\b", done.stdout, re.M) for name in audits()), done.stdout
+    done = run(python, installed / "bin" / "bi-audit", "bench", cwd=folder, env=environment)
+    assert done.returncode == 2 and "a checkout" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def python_of(version: str) -> str:
@@ -132,7 +135,11 @@ def python_of(version: str) -> str:
 @pytest.mark.parametrize("version", sorted({*PYTHONS, RUNNING}))
 def test_every_python_reads_the_sources(version):
     code = "import sys; [compile(open(p, encoding='utf-8').read(), p, 'exec') for p in sys.argv[1:]]"
-    sources = [ROOT / name for name in sorted(files("bi_kernels") | files("tests")) if name.endswith(".py")]
+    sources = [
+        ROOT / name
+        for name in sorted(files("bi_kernels") | files("benchmarks") | files("tests"))
+        if name.endswith(".py")
+    ]
     done = run(python_of(version), "-W", "error", "-c", code, *sources)
     assert done.returncode == 0, done.stderr
 

@@ -239,8 +239,11 @@ def test_a_fingerprint_is_of_the_package_and_the_candidate(tmp_path, monkeypatch
     assert [a == b for a, b in zip(before, after)] == [True, False, False]
     notebook.write_text("{ }")
     assert of("bi_kernels") != before[0]
-    monkeypatch.setattr(folder, "PACKAGE", tmp_path)
-    assert of("bi_kernels") != before[0]
+    monkeypatch.setattr(folder, "PACKAGE", tmp_path / "pack")
+    assert (changed := of("bi_kernels")) != before[0]
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "cases.py").write_text("")
+    assert of("bi_kernels") != changed, "a checkout's benchmarks are part of it"
 
 
 def test_an_estimate_is_of_the_last_run_here_or_of_the_interpreter(tmp_path):

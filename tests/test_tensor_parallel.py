@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
-from bi_kernels.audit.bench import goals
+from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.worlds import growth
@@ -154,7 +154,7 @@ def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     assert [g["met"] for g in measured] == [True, False], "a goal a measurement, as the table has them"
     asked = CONTRACT["chain"]["world"]["real"]["timed"]["goals"]
     assert [g["met"] for g in session.goals() if g not in measured] == [None] * (len(asked) - 1)
-    assert goals.told(tmp_path) == "✔ 1 of 9 goals met, ✘ 1 missed, 7 not measured in this run."
+    assert goals.read_summary(tmp_path) == "✔ 1 of 9 goals met, ✘ 1 missed, 7 not measured in this run."
     both = session.costs
     (slow, slower) = growth.measured(both, "qwen3-8b")
     assert (slow["measured, ms more"], slower["measured, ms more"]) == ("0.25", "0.5")  # of four layers

@@ -6,6 +6,7 @@ drifts.
 
 import importlib
 import os
+import sys
 
 from bi_kernels.audit.worker import wait_at
 from bi_kernels.extras import extra
@@ -15,7 +16,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "callable": "bi_kernels.audit.callables.session",
     "model": "bi_kernels.audit.chain.session",
     "integration": "bi_kernels.audit.models.session",
-    "bench": "bi_kernels.audit.bench.session",
+    "bench": "benchmarks.session",
     "world": "bi_kernels.audit.worlds.session",
     "recipes": "bi_kernels.audit.recipes.session",
 }
@@ -29,8 +30,8 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     it is this one's turn. Raises ValueError: one sentence with the parameter, its value and what is allowed.
     """
     from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
-    from bi_kernels.audit.bench.timing import GPU  # noqa: PLC0415 (likewise)
     from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
+    from bi_kernels.audit.timing import GPU  # noqa: PLC0415 (likewise)
 
     parallel.answer_uninterrupted()
     on_gpu = choose(read(audit, parameters).device).type == "cuda"
@@ -48,10 +49,12 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
 
 def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
     """Returns the session of an audit, which judges in this process alone."""
-    from bi_kernels.audit.parameters import choose, read  # noqa: PLC0415 (imports torch)
+    from bi_kernels.audit.parameters import CHECKOUT, choose, read  # noqa: PLC0415 (imports torch)
 
     checked = read(audit, parameters)
     choose(checked.device)
+    if checked.kind == "bench":
+        sys.path.insert(0, str(CHECKOUT))  # nobody else's `benchmarks` comes first
     return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 

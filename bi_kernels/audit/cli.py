@@ -122,9 +122,9 @@ def run() -> None:
 def bench() -> None:
     """Times the ops next to their peers.
 
-    GROUP is gemm, drawn, gradients, attention, decode, rows, lm_head or calls. Default: all of them. Needs a CUDA GPU
-    that does nothing else. A missed goal is shown and fails nothing. Exit status: 0 everything was measured; 1 a case
-    was not, or the stopwatch is wrong; 2 the command was wrong.
+    GROUP is gemm, drawn, gradients, attention, decode, rows, lm_head or calls. Default: all of them. Needs a checkout,
+    and a CUDA GPU that does nothing else. A missed goal is shown and fails nothing. Exit status: 0 everything was
+    measured; 1 a case was not, or the stopwatch is wrong; 2 the command was wrong.
     """
 
 

@@ -10,7 +10,7 @@ from bi_kernels.audit import worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.verdicts import write_rows
 from bi_kernels.audit.index import page
-from bi_kernels.audit.parameters import choose, device_name, groups_of
+from bi_kernels.audit.parameters import BenchParameters, choose, device_name
 from bi_kernels.audit.runs import command, folder
 from bi_kernels.audit.runs.given import checked, recorded, writable
 
@@ -21,7 +21,7 @@ run = command.run
 def bench(groups, device, seed, tiny, out, publish) -> None:
     """Times groups of ops by the notebook `bench`; ends the process as `run` does."""
     try:
-        groups_of(named := ";".join(groups))
+        BenchParameters(groups=(named := ";".join(groups)))
         if choose(device).type == "cpu":
             raise ValueError("bench: no CUDA GPU is there, and nothing else is timed")
     except ValueError as error:

@@ -9,16 +9,18 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from bi_kernels.audit.bench.cases import GROUPS
 from bi_kernels.contract import DTYPES, SHAPES
 
 # `bi-audit run --dtype`; others: `-p NAME VALUE`
 OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed", "nproc")
 
+GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
+CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
 MOST = 2**63 - 1  # of an integer
 
 
@@ -165,7 +167,7 @@ class ZooParameters:
 
 @dataclass(frozen=True)
 class BenchParameters:
-    """Parameters of `bench`, which times."""
+    """Parameters of `bench`, which times, in a checkout."""
 
     kind: ClassVar[str] = "bench"
     shapes: str = "tiny"  # a few small cells; else the whole grid, which has shapes of its own
@@ -174,6 +176,8 @@ class BenchParameters:
     seed: int = 0
 
     def __post_init__(self):
+        if not all((CHECKOUT / name).exists() for name in ("pyproject.toml", "benchmarks")):
+            raise ValueError("bench: benchmarks need a checkout of bi-kernels; an installed package has none")
         groups_of(self.groups)
         _shapes(self.shapes)
         _integers(self, "seed", least=0)

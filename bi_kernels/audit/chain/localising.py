@@ -6,7 +6,6 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import locate, parallel
-from bi_kernels.audit.bench.timing import GPU
 from bi_kernels.audit.broken.judge_models import judge_faults
 from bi_kernels.audit.broken.model_faults import FAULTS
 from bi_kernels.audit.chain import plain
@@ -16,6 +15,7 @@ from bi_kernels.audit.evidence.verdicts import LOCALISER, Row
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import Labelled
+from bi_kernels.audit.timing import GPU
 from bi_kernels.contract import CONTRACT
 
 SETTINGS = {  # the layouts of each, the tokens of its sequences at tiny shapes and at real ones

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 import bi_kernels
-from bi_kernels.audit.bench.timing import GPU, times_ms
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.layouts import Step
+from bi_kernels.audit.timing import GPU, times_ms
 from bi_kernels.contract import CONTRACT
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, Rows, packed

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import MARK, folded, table
 from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
+from bi_kernels.audit.index import goals
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE, lead

@@ -8,12 +8,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bi_kernels.audit.bench import goals
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.answer import headline
 from bi_kernels.audit.evidence.kinds import compares_bits
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows
+from bi_kernels.audit.index import goals
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -56,7 +56,7 @@ class Lead(NamedTuple):
 def lead(folder: Path, rows: list[dict]) -> Lead:
     """Returns the sentences on a report's rows and on its goals. Goals are left out where a row needs a fix; a report
     that compares no bits has only goals."""
-    met, found = "" if needs_fix(rows) else goals.told(folder), finding(folder)
+    met, found = "" if needs_fix(rows) else goals.read_summary(folder), finding(folder)
     verdict = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
     return Lead(found, f"This package's kernels: {verdict}" if found and verdict else verdict, met)
 

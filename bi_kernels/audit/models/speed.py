@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-from bi_kernels.audit.bench.timing import timed
 from bi_kernels.audit.models.cases import OURS, STOCK, built, quiet, vocabulary
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.timing import timed
 
 TIMED = "qwen3"
 STEP, DECODE, ROOM = (4, 2048), (8, 500), 1024  # sequences and tokens; of the static cache

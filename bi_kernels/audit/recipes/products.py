@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bi_kernels.audit.bench.measure import Counter
-from bi_kernels.audit.bench.timing import DeviceClock, turns
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.problem.inputs import cancel
+from bi_kernels.audit.timing import DeviceClock, OperatorCounter, time_in_turns
 from bi_kernels.contract import CONTRACT, DTYPES, linears, rows
 
 STOCK = "torch.nn.functional:linear"
@@ -159,4 +158,5 @@ def _ms(linear: Callable, direction: str, shape: tuple, dtype: torch.dtype, devi
         of = lambda at: torch.autograd.grad(ys[at], xs[at], dys[at], retain_graph=True)
         call = lambda i: of(i % sets)
     how = {name: table[name] for name in ("rounds", "round_ms", "most_calls")}
-    return turns({"": call}, DeviceClock() if on_gpu else Counter(), sets=sets, walls=0, **how)[""].device.median
+    clock = DeviceClock() if on_gpu else OperatorCounter()
+    return time_in_turns({"": call}, clock, sets=sets, walls=0, **how)[""].device.median

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from bi_kernels.audit.bench.timing import GPU
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
@@ -21,6 +20,7 @@ from bi_kernels.audit.problem.subject import CANCELLING, Labelled
 from bi_kernels.audit.recipes import said, script
 from bi_kernels.audit.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.timing import GPU
 from bi_kernels.audit.worker import Died, Worker
 
 RELATION = {"forward": "invariance", "dX": "gradient invariance"}

@@ -13,11 +13,10 @@ import click
 from rich.console import Console
 
 from bi_kernels.audit import worker
-from bi_kernels.audit.bench import goals
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
 from bi_kernels.audit.faults import CannotJudge
-from bi_kernels.audit.index import page
+from bi_kernels.audit.index import goals, page
 from bi_kernels.audit.parameters import accepted, choose, read
 from bi_kernels.audit.runs import ci, folder, quick, runner
 from bi_kernels.audit.runs.given import checked, place, recorded, writable
@@ -167,7 +166,7 @@ def _say(rows: list[dict], out: Path, warnings: Sequence[str], hurried: bool) ->
 def say_goals(names: Sequence[str], out: Path) -> None:
     """Prints how many goals of the benchmark are met, where its notebook came so far."""
     if (file := out / "bench" / goals.FILE).is_file() and "bench" in names:
-        click.echo(goals.sentence(json.loads(file.read_text(encoding="utf-8"))))
+        click.echo(goals.summary(json.loads(file.read_text(encoding="utf-8"))))
 
 
 def warn(text: str) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bi_kernels.audit.bench import goals
 from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, PARITY, Whole
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
+from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session

@@ -5,17 +5,17 @@ from collections.abc import Callable
 import torch
 
 import bi_kernels
-from bi_kernels.audit.bench.measure import OURS, Bench
-from bi_kernels.audit.bench.timing import spread
+from benchmarks.measure import OURS, TORCH, Bench, Call
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.speed import Exact, decode_step
+from bi_kernels.audit.timing import spread
 from bi_kernels.model import CONFIGS, Decoder
 
-STOCK = "torch"
+MODULES = {OURS: bi_kernels, TORCH: plain}
 
 
 def _ops(bench: Bench, sizes) -> dict[str, Callable]:
-    """Returns {op: what calls it of a module}, of one token of a decoder."""
+    """Returns a function of a module for each op, for one token of a decoder."""
     take, width, kv_width = bench.numbers.take, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     x, residual, weight = take(1, sizes.hidden), take(1, sizes.hidden), take(sizes.hidden)
     w = take(sizes.hidden, sizes.hidden)
@@ -25,8 +25,7 @@ def _ops(bench: Bench, sizes) -> dict[str, Callable]:
     cache = [take(1, keys, kv_width).view(1, keys, sizes.kv_heads, sizes.head_dim) for _ in range(2)]
     query, table = take(1, 1, width).view(1, 1, sizes.heads, sizes.head_dim), take(1000, sizes.hidden)
     angles = bi_kernels.rope_table(keys, sizes.head_dim, device=bench.device)
-    at, ids = torch.zeros(1, dtype=torch.int64, device=bench.device), torch.zeros(1, dtype=torch.int64)
-    ids = ids.to(bench.device)
+    at, ids = (torch.zeros(1, dtype=torch.int64, device=bench.device) for _ in range(2))
     return {
         "linear": lambda ops: ops.linear(x, w),
         "rms_norm": lambda ops: ops.rms_norm(x, weight),
@@ -39,59 +38,49 @@ def _ops(bench: Bench, sizes) -> dict[str, Callable]:
     }
 
 
-def _call(bench: Bench, op: str, call: Callable) -> None:
-    """Measures one op: the CPU's microseconds until each call returns, and until the device has ended it."""
-    table = bench.settings["calls"]
-    calls = {OURS: lambda i: call(bi_kernels), STOCK: lambda i: call(plain)}
+def _measure(bench: Bench, op: str, case: str, calls: dict[str, Call], count: int, step: bool = False) -> None:
+    """Measures the CPU's microseconds until each of `count` calls returns, and until the device has ended it: for a
+    step, these alone."""
     if not bench.times:
-        bench.add("calls", op, "forward", "one token", bench.timed(calls), STOCK)
+        bench.add("calls", op, bench.timed(calls), TORCH, {"direction": "forward", "case": case})
         return
     cpu, wall = ({name: [] for name in calls} for _ in range(2))
     with bench.alone():
-        for _ in range(bench.settings["rounds"]):
-            for name, one in calls.items():
-                cpu[name].append(bench.clock.cpu(one, 0, table["runs"]))
-                wall[name].append(bench.clock.wall(one, 0, table["runs"]))
-    _keep(bench, op, "one token", cpu, wall)
-
-
-def _keep(bench: Bench, op: str, case: str, cpu: dict[str, list], wall: dict[str, list]) -> None:
-    spreads = {name: spread(samples) for name, samples in cpu.items()}
-    ours, theirs = (spreads[name].median for name in (OURS, STOCK))
+        for number in range(bench.settings["rounds"] + step):
+            for name, call in calls.items():
+                if not step:
+                    cpu[name].append(bench.clock.cpu(call, 0, count))
+                taken = bench.clock.wall(call, 0, count)
+                wall[name] += [taken] * (not step or number > 0)  # the first round of a step compiles
+    cpu, wall = ({name: spread(times[name]) for name in calls} for times in (wall if step else cpu, wall))
+    ours, theirs = cpu[OURS].median, cpu[TORCH].median
     bench.keep(
-        {"group": "calls", "op": op, "direction": "forward", "case": case, "who": OURS, "against": STOCK}
-        | {"cpu_us": ours, "stock_us": theirs, "times": ours / theirs, "CPU µs": spreads}
-        | {"wall µs": {name: spread(samples) for name, samples in wall.items()}}
+        {"group": "calls", "op": op, "direction": "forward", "case": case, "who": OURS, "against": TORCH}
+        | {"cpu_us": ours, "stock_us": theirs, "times": ours / theirs, "CPU µs": cpu, "wall µs": wall}
     )
+
+
+def _op(bench: Bench, op: str, call: Callable) -> None:
+    calls = {name: lambda i, ops=ops: call(ops) for name, ops in MODULES.items()}
+    _measure(bench, op, "one token", calls, bench.settings["calls"]["runs"])
 
 
 def _step(bench: Bench) -> None:
     """Measures a decode step in eager mode: one sequence."""
-    table = bench.settings["calls"]
+    table, steps = bench.settings["calls"], {}
     config = CONFIGS[table["decoder"]]
-    steps = {}
-    for name, ops in ((OURS, bi_kernels), (STOCK, plain)):
+    for name, ops in MODULES.items():
         model = Decoder(config, bench.device, seed=bench.seed, longest=table["keys"], ops=ops)
         cache = Exact(config, 1, table["keys"], model.lm_head)
         step = decode_step(model, cache, told=name == OURS)
         steps[name] = lambda i, step=step: step()
-    case = f"{config.layers} layers, {table['keys']} keys"
-    if not bench.times:
-        bench.add("calls", "decode step", "forward", case, bench.timed(steps), STOCK)
-        return
-    wall = {name: [] for name in steps}
-    with bench.alone():
-        for number in range(bench.settings["rounds"] + 1):
-            for name, step in steps.items():
-                taken = bench.clock.wall(step, 0, table["steps"])
-                wall[name] += [taken] * (number > 0)  # the first compiles
-    _keep(bench, "decode step", case, wall, wall)
+    _measure(bench, "decode step", f"{config.layers} layers, {table['keys']} keys", steps, table["steps"], step=True)
 
 
 @torch.no_grad()
 def calls(bench: Bench) -> None:
     """Measures eager calls of one token, and the decode step of a decoder of this package's ops and of stock ones."""
     for op, call in _ops(bench, CONFIGS[bench.settings["calls"]["decoder"]]).items():
-        bench.cell("calls", op, lambda: _call(bench, op, call))
-    bench.cell("calls", "decode step", lambda: _step(bench))
-    bench.empty()
+        bench.cell("calls", op, _op, op, call)
+    bench.cell("calls", "decode step", _step)
+    bench.free_cache()

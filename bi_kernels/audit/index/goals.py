@@ -1,4 +1,4 @@
-"""Holds measurements against the contract's goals, and says what came of it."""
+"""Compares measurements with the contract's goals."""
 
 import json
 import statistics
@@ -10,9 +10,9 @@ MET, MISSED, UNKNOWN = "✔", "✘", "–"
 TAKES = {"geometric mean": statistics.geometric_mean, "smallest": min, "largest": max}
 
 
-def judged(records: Sequence[dict], goals: Sequence[dict]) -> list[dict]:
-    """Returns each goal with what was reached, of how many measurements, which is the worst, and whether the goal is
-    met: None where nothing was measured."""
+def evaluate(records: Sequence[dict], goals: Sequence[dict]) -> list[dict]:
+    """Returns each goal with the value reached, the number of measurements, the worst of them, and whether it is met:
+    None where nothing was measured."""
     found = []
     for goal in goals:
         mine = [r for r in records if goal["of"].items() <= r.items() and r.get(goal["value"]) is not None]
@@ -22,12 +22,12 @@ def judged(records: Sequence[dict], goals: Sequence[dict]) -> list[dict]:
             least = "least" in goal
             worst = (min if least else max)(mine, key=lambda r: r[goal["value"]])
             met = reached >= goal["least"] if least else reached <= goal["most"]
-            line |= {"reached": reached, "met": met, "worst": named(worst)}
+            line |= {"reached": reached, "met": met, "worst": label(worst)}
         found.append(line)
     return found
 
 
-def named(record: dict) -> str:
+def label(record: dict) -> str:
     """Names a measurement as a table does."""
     sizes = "".join(f", {k} {record[k]}" for k in ("M", "tokens") if k in record and k not in record["case"])
     return f"{record['op']}, {record['case']}{sizes}"
@@ -59,13 +59,13 @@ def lines(found: Sequence[dict]) -> list[dict]:
     ]
 
 
-def told(folder: Path) -> str:
-    """Returns the sentence on the goals of a document, '' where it has none."""
+def read_summary(folder: Path) -> str:
+    """Returns the summary of a report's goals, '' where it has none."""
     path = folder / FILE
-    return sentence(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ""
+    return summary(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ""
 
 
-def sentence(found: Sequence[dict]) -> str:
+def summary(found: Sequence[dict]) -> str:
     """Says how many goals are met, how many are not, and how many are not known."""
     met, missed, unknown = ([f for f in found if f["met"] is word] for word in (True, False, None))
     if len(unknown) == len(found):
@@ -73,13 +73,13 @@ def sentence(found: Sequence[dict]) -> str:
     said = f"{MET} {len(met)} of {len(found)} goals met"
     said += f", {MISSED} {len(missed)} missed" if missed else ", none missed"
     said += f", {len(unknown)} not measured in this run." if unknown else "."
-    if far := max((f for f in missed if f.get("reached")), key=_times, default=None):
+    if far := max((f for f in missed if f.get("reached")), key=_times_missed, default=None):
         goal = bar(far["goal"]).partition(" (")[0]  # without what is aimed at
         said += f" Farthest from its goal: {far['what']}, {number(far['reached'])} (goal {goal})."
     return said
 
 
-def _times(missed: dict) -> float:
-    """Returns how many times too little, or too much, a goal that is missed was reached."""
+def _times_missed(missed: dict) -> float:
+    """Returns the factor by which a goal is missed."""
     goal, reached = missed["goal"], missed["reached"]
     return goal["least"] / reached if "least" in goal else reached / goal["most"]

@@ -1,4 +1,4 @@
-"""What is measured: the layers of the families, shapes drawn by a seed, and the grid of decode."""
+"""The measured shapes: linear layers of model families, random products, and the grid of decode."""
 
 import math
 import random
@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from bi_kernels.audit.parameters import GROUPS
 from bi_kernels.contract import CONTRACT, evaluate
-
-GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")
 
 
 def settings(shapes: str) -> dict:
-    """Returns the contract's [benchmark]; of `tiny` shapes a few small cells of each group."""
+    """Returns the contract's [benchmark]; for `tiny` shapes, with a few small cells of each group."""
     found = CONTRACT["benchmark"]
     return found | {g: found[g] | found["tiny"].get(g, {}) for g in GROUPS} if shapes == "tiny" else found
 
 
 class Layer(NamedTuple):
-    """A linear layer: y (M, N) of x (M, K). names: every family, layer and shard that has this shape."""
+    """A linear layer: y (M, N) of x (M, K). names: every (family, layer, shard) that has this shape."""
 
     n: int
     k: int
@@ -36,7 +35,7 @@ class Layer(NamedTuple):
 
 
 def layers(gemm: dict, shards: bool = True) -> list[Layer]:
-    """Returns every layer of the families, and of their shards, once a shape."""
+    """Returns every layer of the families, and of their shards, once for each shape."""
     found: dict[tuple[int, int], list] = {}
     for family, sizes in gemm["families"].items():
         dense = "heads" in sizes
@@ -51,7 +50,7 @@ def layers(gemm: dict, shards: bool = True) -> list[Layer]:
 
 
 def drawn(table: dict, seed: int) -> list[tuple[int, int, int]]:
-    """Returns (M, N, K) of products, each dimension log-uniform; of a seed always the same."""
+    """Returns (M, N, K) of random products, each dimension log-uniform; a seed always gives the same."""
     rng, found, unit = random.Random(f"bench {seed}"), [], table["multiple"]
 
     def one(name: str, unit: int) -> int:
@@ -67,7 +66,7 @@ def drawn(table: dict, seed: int) -> list[tuple[int, int, int]]:
 
 
 class Cell(NamedTuple):
-    """A decode: one query of each sequence against so many keys. bytes: of keys and values."""
+    """A decode step: one query of each sequence against its keys. bytes: the size of all keys and values."""
 
     batch: int
     keys: int
@@ -86,24 +85,23 @@ class Cell(NamedTuple):
 
 
 def decode(table: dict) -> Iterator[Cell]:
-    """Yields every cell of the grid, those too that are left out because they are larger than `largest`."""
-    for width, (name, heads), keys, batch in product(
-        table["head_dims"], table["heads"].items(), table["keys"], table["batches"]
-    ):
-        yield Cell(batch, keys, name, *heads, width)
+    """Yields every cell of the grid, including those left out because they are larger than `largest`."""
+    grid = product(table["head_dims"], table["heads"].items(), table["keys"], table["batches"])
+    for head_dim, (name, heads), keys, batch in grid:
+        yield Cell(batch, keys, name, *heads, head_dim)
 
 
-def counted(group: str, shapes: str, seed: int) -> int:
-    """Returns how many measurements a group is to have."""
+def expected(group: str, shapes: str, seed: int) -> int:
+    """Returns the number of measurements that a complete group has."""
     table = settings(shapes)
-    mine = table[group]
+    own, gemm = table[group], table["gemm"]
     return {
-        "gemm": lambda: len(layers(table["gemm"])) * len(mine["rows"]),
-        "drawn": lambda: len(drawn(mine, seed)),
-        "gradients": lambda: 4 * len(layers(table["gemm"], shards=False)) * len(mine["tokens"]),
-        "attention": lambda: 2 * len(mine["sizes"]),
-        "decode": lambda: 2 * sum(cell.bytes <= mine["largest"] for cell in decode(mine)),
-        "rows": lambda: 2 * (len(mine["rms_norm"]) + 4) + 3 * 2,
+        "gemm": lambda: len(layers(gemm)) * len(own["rows"]),
+        "drawn": lambda: len(drawn(own, seed)),
+        "gradients": lambda: 4 * len(layers(gemm, shards=False)) * len(own["tokens"]),
+        "attention": lambda: 2 * len(own["sizes"]),
+        "decode": lambda: 2 * sum(cell.bytes <= own["largest"] for cell in decode(own)),
+        "rows": lambda: 2 * (len(own["rms_norm"]) + 4) + 3 * 2,
         "lm_head": lambda: 4,
         "calls": lambda: 9,
     }[group]()

@@ -1,4 +1,4 @@
-"""Times on a GPU: of calls that take turns, and of what a launch costs the CPU."""
+"""Times calls on a GPU: they take turns, in each of several rounds. Without a GPU, counts torch's operators."""
 
 import contextlib
 import fcntl
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FLUSH = 2**30  # bytes, a third of a millisecond
 TURN_MS = 40.0  # that a call is timed before it is the next one's turn
@@ -18,38 +19,38 @@ CYCLES = 2000  # of a multiprocessor in a microsecond, at least
 TRIES, LONGEST_US = 3, 20_000.0  # to queue calls while the device sleeps; how long it may
 
 
-class Turns:
-    """Keeps a GPU to one audit while that one times: audits that run side by side share it otherwise."""
+class GpuLock:
+    """Keeps a GPU to one audit while it times; audits that do not time share it."""
 
     def __init__(self):
         self.files = ()  # the lock and the queue before it, open for the life of the process
 
     def share(self) -> None:
-        """Says that this process uses the GPU from now on; waits for one that times, or is about to."""
+        """Uses the GPU from now on, together with others; first waits for a process that times, or is about to."""
         self._take(fcntl.LOCK_SH)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits until no other audit uses the GPU; others wait meanwhile."""
+        """Waits until no other audit uses the GPU, and keeps them waiting."""
         self._take(fcntl.LOCK_EX)
         try:
             yield
         finally:
             fcntl.flock(self.files[0], fcntl.LOCK_SH)
 
-    def _take(self, how: int) -> None:
-        """Waits in the order of asking: else audits that begin later would keep out one that wants to be alone."""
+    def _take(self, mode: int) -> None:
+        """Waits in the order of requests; else audits that begin later would keep out one that wants to be alone."""
         if not self.files:
             name = f"bi-audit-{torch.cuda.get_device_properties(0).uuid}"
             self.files = tuple(Path(tempfile.gettempdir(), name + end).open("w") for end in ("", "-queue"))  # noqa: SIM115
         lock, queue = self.files
-        fcntl.flock(lock, fcntl.LOCK_UN)  # two that want to be alone would wait for each other's share
+        fcntl.flock(lock, fcntl.LOCK_UN)  # else two that want to be alone would wait for each other's share
         fcntl.flock(queue, fcntl.LOCK_EX)
-        fcntl.flock(lock, how)
+        fcntl.flock(lock, mode)
         fcntl.flock(queue, fcntl.LOCK_UN)
 
 
-GPU = Turns()
+GPU = GpuLock()
 
 
 def times_ms(*calls: Callable, rounds: int = 3) -> list[float]:
@@ -81,22 +82,6 @@ def timed(calls: dict[str, Callable]) -> dict[str, float]:
     return dict(zip(calls, times_ms(*calls.values())))
 
 
-def launch_us(call: Callable, runs: int = 300) -> float:
-    """Returns the microseconds of the CPU that a call takes before it returns; the device must be the faster of the
-    two."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(runs):
-        call()
-    took = (time.perf_counter() - start) / runs * 1e6
-    torch.cuda.synchronize()
-    return took
-
-
-geometric_mean = statistics.geometric_mean
-
-
 class Spread(NamedTuple):
     """A median and the quartiles around it."""
 
@@ -114,14 +99,14 @@ def spread(samples: list[float]) -> Spread:
 
 
 class Timing(NamedTuple):
-    """What a call takes: on the device alone, in milliseconds, and as its user sees it, in microseconds."""
+    """The time of a call: on the device, in milliseconds, and until its user has the result, in microseconds."""
 
     device: Spread
     wall: Spread | None
 
 
 class DeviceClock:
-    """Times calls on a GPU. A call is a function of the number of its inputs, which are rotated."""
+    """Times calls on a GPU. A call takes the number of a set of inputs, so that the sets rotate."""
 
     unit = "ms"
 
@@ -129,8 +114,8 @@ class DeviceClock:
         self.queued_us = weakref.WeakKeyDictionary()  # of the CPU, by call
 
     def device(self, call: Callable[[int], object], first: int, count: int) -> float:
-        """Returns the milliseconds a call of `count` that the device runs one after another, without a gap: it sleeps
-        until the CPU has queued them all."""
+        """Returns the device's milliseconds for one of `count` calls without a gap: the device sleeps until the CPU has
+        queued them all."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for attempt in range(TRIES):
             sleep_us = 50 + 1.5 * (attempt + 1) * count * self.queued_us.get(call, 100.0)
@@ -149,7 +134,7 @@ class DeviceClock:
         return start.elapsed_time(end) / count
 
     def wall(self, call: Callable[[int], object], first: int, count: int) -> float:
-        """Returns the microseconds a call of `count`, until the device has ended the last."""
+        """Returns the microseconds for one of `count` calls, until the device has ended the last."""
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for i in range(first, first + count):
@@ -158,11 +143,18 @@ class DeviceClock:
         return (time.perf_counter() - begun) / count * 1e6
 
     def cpu(self, call: Callable[[int], object], first: int, count: int) -> float:
-        """Returns the microseconds of the CPU a call of `count` before it returns; the device must be the faster."""
-        return launch_us(lambda: call(0), count)
+        """Returns the CPU's microseconds until a call of `count` returns; the device must be the faster of the two."""
+        call(0)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(count):
+            call(0)
+        taken = (time.perf_counter() - begun) / count * 1e6
+        torch.cuda.synchronize()
+        return taken
 
     def captured(self, call: Callable[[int], object], count: int) -> Callable[[int], object]:
-        """Returns what replays `count` calls in one CUDA graph; the call itself where it cannot be captured."""
+        """Returns a replay of one CUDA graph of `count` calls; the call itself where it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         with contextlib.suppress(RuntimeError):
             with torch.cuda.graph(graph):
@@ -172,7 +164,34 @@ class DeviceClock:
         return call
 
 
-def turns(
+class _Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+class OperatorCounter:
+    """Takes the place of `DeviceClock` without a GPU: counts torch's operators in a call, launchers' included."""
+
+    unit = "operators"
+
+    def device(self, call: Callable[[int], object], first: int, count: int) -> float:
+        with _Operators() as operators:
+            for i in range(first, first + count):
+                call(i)
+        return operators.count / count
+
+    wall = cpu = device
+
+    def captured(self, call: Callable[[int], object], count: int) -> Callable[[int], object]:
+        return call
+
+
+def time_in_turns(
     calls: dict[str, Callable[[int], object]],
     clock,
     *,
@@ -183,10 +202,10 @@ def turns(
     graphs: bool = False,
     walls: int = 3,
 ) -> dict[str, Timing]:
-    """Returns the timing of each call; they take turns, and no two in a row are given the same inputs.
+    """Returns the timing of each call; the calls take turns, and no two in a row get the same inputs.
 
-    sets: of inputs, which a call takes the number of one of, modulo that; graphs: each is timed in a CUDA graph of as
-    many calls as there are sets, at least; walls: rounds of the time that a user sees.
+    sets: number of sets of inputs; a call takes its number modulo that. graphs: times each call in a CUDA graph of at
+    least as many calls as there are sets. walls: number of rounds in which wall times are taken, too.
     """
     counts, at = {}, 0
     for name, call in calls.items():

@@ -1,6 +1,6 @@
 """What limits a kernel, by the hardware's counters: Nsight Compute's, of one call of each op that misses a goal.
 
-ncu … python -m bi_kernels.audit.profiler      # what `counters` runs: a call of each case, and a marker after it
+ncu … python -m bi_kernels.audit.static.profiler      # what `counters` runs: a call of each case, and a marker after it
 """
 
 import csv

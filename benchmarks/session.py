@@ -1,29 +1,30 @@
-"""The session of the performance notebook: what it measures, what it checks of its own stopwatch, and the goals."""
+"""The benchmark notebook's session: what it measures, the controls of its stopwatch, and the goals."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 import bi_kernels
-from bi_kernels.audit import profiler
-from bi_kernels.audit.bench import attention, calls, cases, gemm, goals, lm_head, rows
-from bi_kernels.audit.bench.measure import Bench
+from benchmarks import attention, calls, cases, linear, rows
+from benchmarks.measure import Bench
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
+from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import choose, groups_of, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.static import profiler
 
 TIMING = "timing"
 MEASURES: dict[str, Callable[[Bench], None]] = {
-    "gemm": gemm.gemm,
-    "drawn": gemm.drawn,
-    "gradients": gemm.gradients,
+    "gemm": linear.gemm,
+    "drawn": linear.drawn,
+    "gradients": linear.gradients,
     "attention": attention.attention,
     "decode": attention.decode,
     "rows": rows.rows,
-    "lm_head": lm_head.lm_head,
+    "lm_head": rows.lm_head,
     "calls": calls.calls,
 }
 
@@ -36,8 +37,8 @@ def start(audit: str, given: dict) -> "BenchSession":
 
 @dataclass
 class BenchSession(Session):
-    """A session that times. A goal that is missed is shown, and fails nothing; a cell that is not measured does, and
-    a stopwatch that is wrong."""
+    """A session that times. A cell without a measurement fails it, and so does a wrong stopwatch; a missed goal is
+    shown."""
 
     bench: Bench = field(init=False)
 
@@ -60,7 +61,7 @@ class BenchSession(Session):
         if p["shapes"] == "tiny":
             return super().command
         seed = [f"--seed {p['seed']}"] if p["seed"] else []
-        return " ".join(["bi-audit bench", *p["groups"].split(";"), *seed]).replace("bench  ", "bench ").strip()
+        return " ".join(filter(None, ["bi-audit bench", *p["groups"].split(";"), *seed]))
 
     def measure(self) -> list[dict]:
         """Measures the device's limits and every group, and records whether each cell has a measurement."""
@@ -72,31 +73,26 @@ class BenchSession(Session):
 
     def whole(self, group: str) -> int:
         """Returns how many measurements a group has where the shapes are not tiny."""
-        return cases.counted(group, "", self.parameters["seed"])
+        return cases.expected(group, "", self.parameters["seed"])
 
-    def of(self, group: str) -> list[dict]:
-        """Returns the measurements of a group."""
-        return [r for r in self.bench.records if r["group"] == group and "op" in r]
-
-    def shown(self, group: str) -> list[dict]:
-        """Returns the measurements of a group where they are times: without a GPU none."""
-        return self.of(group) if self.bench.times else []
+    def timed(self, group: str) -> list[dict]:
+        """Returns the measurements of a group where they are times; none without a GPU."""
+        return [r for r in self.bench.records if r["group"] == group and "op" in r] if self.bench.times else []
 
     def goals(self) -> list[dict]:
-        """Holds the measurements against the contract's goals, those of tiny shapes against none; leaves them in a
-        file."""
+        """Compares the measurements with the contract's goals, and writes goals.json. No goal is for tiny shapes."""
         records = [] if self.parameters["shapes"] == "tiny" else self.bench.records
-        found = goals.judged(records, self.bench.settings["goals"])
+        found = goals.evaluate(records, self.bench.settings["goals"])
         if self.out:
             (self.out / goals.FILE).write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return found
 
     def counters(self) -> tuple[list[dict], str]:
-        """Reads the hardware's counters for the kernels of profiler.CASES, in a run of every group on a GPU, and keeps
-        them; or says in a sentence why there are none."""
+        """Returns the hardware's counters for the kernels of profiler.CASES, where every group runs on a GPU; else none
+        and why, in a sentence."""
         if not self.bench.times or self.parameters["shapes"] == "tiny" or set(self.groups) != set(MEASURES):
             return [], "Counters are read in a run of every group at shapes that are not tiny, on a GPU."
-        self.bench.empty()
+        self.bench.free_cache()
         try:
             with self.bench.alone():
                 found = profiler.counters()
@@ -107,32 +103,32 @@ class BenchSession(Session):
     def left_out(self) -> str:
         """Says which cells of decode's grid are left out."""
         table = self.bench.settings["decode"]
-        large = [cell for cell in cases.decode(table) if cell.bytes > table["largest"]]
         gib = lambda n: f"{n / 2**30:.0f} GiB"
-        named = "; ".join(f"{cell.name}, of {gib(cell.bytes)}" for cell in large)
-        more = f"Hatched, contiguous and paged, are the caches of more than {gib(table['largest'])} ({named})."
-        return more if large else "Every cell of the grid is there."
+        named = [f"{cell.name}, of {gib(cell.bytes)}" for cell in cases.decode(table) if cell.bytes > table["largest"]]
+        more = f"Hatched, contiguous and paged: caches of more than {gib(table['largest'])} ({'; '.join(named)})."
+        return more if named else "Every cell of the grid is there."
 
-    def bars(self, group: str, by: Sequence[str] = ("take",)) -> dict:
-        """Returns the goals of a group by some of their fields, or of what they are of."""
+    def bars(self, group: str, *by: str) -> dict:
+        """Returns the goals of a group by some of their fields, or of the fields of their measurements."""
         every = [g for g in self.bench.settings["goals"] if g["of"]["group"] == group]
         key = lambda goal: tuple((goal | goal["of"])[name] for name in by)
         return {key(g) if len(by) > 1 else key(g)[0]: g.get("least", g.get("most")) for g in every}
 
-    def _row(self, op: str, layout: str, wrong: int, of: int, **said) -> Row:
+    def _row(self, op: str, check: str, wrong: int, of: int, detail: str) -> Row:
         verdict = NEEDS_FIX if wrong else PASS
-        row = Row("", op, "", "bi_kernels", "bf16", self.device_label, TIMING, layout, "", "normal", of, verdict)
-        return replace(row, mismatches=wrong, elements=of, **said)
+        row = Row("", op, "", "bi_kernels", "bf16", self.device_label, TIMING, check, "", "normal", of, verdict)
+        return replace(row, mismatches=wrong, elements=of, detail=detail)
 
     def _complete(self, group: str) -> Row:
-        wanted = cases.counted(group, self.parameters["shapes"], self.parameters["seed"])
-        failed = [r for r in self.bench.records if r["group"] == group and "error" in r]
-        detail = f"{failed[0]['case']}: {failed[0]['error']}" if failed else ""
-        return self._row(group, "every cell is measured", wanted - len(self.of(group)), wanted, detail=detail)
+        expected = cases.expected(group, self.parameters["shapes"], self.parameters["seed"])
+        mine = [r for r in self.bench.records if r["group"] == group]
+        failed = [f"{r['case']}: {r['error']}" for r in mine if "error" in r]
+        missing = expected - sum("op" in r for r in mine)
+        return self._row(group, "every cell is measured", missing, expected, "".join(failed[:1]))
 
     @torch.no_grad()
     def _stopwatch(self, repeated: int) -> float:
-        """Returns how many times as long as a product one takes that is computed so often, the two taking turns."""
+        """Returns the time of `repeated` equal products in times of one, the two taking turns."""
         table = self.bench.settings["gemm"]
         layer, m = cases.layers(table, shards=False)[0], table["rows"][len(table["rows"]) // 2]
         x, w = self.bench.numbers.take(m, layer.k), self.bench.numbers.take(layer.n, layer.k)
@@ -141,12 +137,11 @@ class BenchSession(Session):
         return timings["again"].device.median / timings["once"].device.median
 
     def controls(self) -> list[Row]:
-        """Asks the stopwatch: a product against itself takes as long; one that is computed twice does not, which is the
-        control."""
+        """Checks the stopwatch: a product takes as long as itself, and one computed twice, the control, does not."""
         s = self.bench.settings
         itself, twice = self._stopwatch(1), self._stopwatch(2)
-        same = self._row("stopwatch", "against itself", int(abs(itself - 1) > s["same"]), 1, detail=f"{itself:.2f}")
-        slow = self._row("stopwatch", "against itself", int(twice >= s["slowed"]), 1, detail=f"{twice:.2f}")
+        same = self._row("stopwatch", "against itself", int(abs(itself - 1) > s["same"]), 1, f"{itself:.2f}")
+        slow = self._row("stopwatch", "against itself", int(twice >= s["slowed"]), 1, f"{twice:.2f}")
         found = [same, replace(slow, candidate="a linear that is computed twice").as_control()]
         self.add(found)
         return found
