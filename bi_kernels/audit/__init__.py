@@ -7,12 +7,14 @@ drifts.
 import importlib
 import os
 
+from bi_kernels.audit.notebooks import find_helpers
 from bi_kernels.audit.worker import wait_at
 from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
     "registry": "bi_kernels.audit.session",
     "callable": "bi_kernels.audit.callables.session",
+    "third-party": "helpers.third_party",  # next to the notebooks
     "model": "bi_kernels.audit.chain.session",
     "integration": "bi_kernels.audit.models.session",
     "bench": "bi_kernels.audit.bench.session",
@@ -52,6 +54,7 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
 
     checked = read(audit, parameters)
     choose(checked.device)
+    find_helpers(audit)
     return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 
