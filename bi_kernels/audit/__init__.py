@@ -19,7 +19,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "integration": "bi_kernels.audit.models.session",
     "bench": "bi_kernels.audit.bench.session",
     "world": "bi_kernels.audit.worlds.session",
-    "recipes": "bi_kernels.audit.recipes.session",
+    "recipes": "helpers.recipes.session",
 }
 
 
