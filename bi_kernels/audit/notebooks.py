@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-WITH_HELPERS = ("zoo", "recipes")  # audits whose notebook imports from notebooks/helpers
+WITH_HELPERS = ("zoo", "recipes", "world")  # audits whose notebook imports from notebooks/helpers
 
 
 def folder() -> Path | None:
