@@ -20,9 +20,9 @@ from bi_kernels.audit import start
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
-from bi_kernels.audit.notebooks import WITH_HELPERS
 from bi_kernels.audit.parameters import OPTIONS, defaults
 from bi_kernels.audit.runs.documents import about
+from bi_kernels.audit.runs.notebooks import WITH_HELPERS
 from bi_kernels.audit.runs.runner import audits
 
 ROOT = Path(__file__).parents[1]

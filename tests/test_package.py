@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from bi_kernels.audit.notebooks import WITH_HELPERS
+from bi_kernels.audit.runs.notebooks import WITH_HELPERS
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 

@@ -7,7 +7,7 @@ drifts.
 import importlib
 import os
 
-from bi_kernels.audit.notebooks import find_helpers
+from bi_kernels.audit.runs.notebooks import find_helpers
 from bi_kernels.audit.worker import wait_at
 from bi_kernels.extras import extra
 

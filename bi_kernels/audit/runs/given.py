@@ -9,9 +9,9 @@ import click
 
 from bi_kernels.audit import load, worker
 from bi_kernels.audit.digests import file as digest_file
-from bi_kernels.audit.notebooks import find_helpers
 from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
 from bi_kernels.audit.runs import folder, runner
+from bi_kernels.audit.runs.notebooks import find_helpers
 
 OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
 PARTS = "op", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is

@@ -14,11 +14,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit import notebooks
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import report
-from bi_kernels.audit.runs import folder
+from bi_kernels.audit.runs import folder, notebooks
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
 # Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 WITH_HELPERS = ("zoo", "recipes", "world")  # audits whose notebook imports from notebooks/helpers
 
 
