@@ -19,6 +19,6 @@ def find_helpers(audit: str) -> None:
         return
     found = folder()
     if not found or not (found / "helpers").is_dir():
-        raise ValueError(f"{audit} needs a checkout of bi-kernels; an installed package has no notebooks/helpers")
+        raise ValueError(f"{audit} needs a checkout of bi-kernels, installed with pip install --editable")
     if str(found) not in sys.path:
         sys.path.insert(0, str(found))
