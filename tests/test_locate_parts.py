@@ -5,10 +5,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from locator import invariant
+from locator.hosts import decoder, ids, qwen3
 from torch import nn
 
-from bi_kernels.audit.broken import invariant
-from bi_kernels.audit.broken.model_hosts import decoder, ids, qwen3
 from bi_kernels.audit.localiser.watched import hashed
 from bi_kernels.audit.localiser.watched.calls import plan
 from bi_kernels.audit.localiser.watched.digest import rows, whole

@@ -22,6 +22,7 @@ from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, defaults
 from bi_kernels.audit.runs.documents import about
+from bi_kernels.audit.runs.notebooks import WITH_HELPERS
 from bi_kernels.audit.runs.runner import audits
 
 ROOT = Path(__file__).parents[1]
@@ -181,13 +182,28 @@ def test_a_wrong_parameter_is_one_sentence(tmp_path):
             {"dtype": "bf16"},
             "'dtype', expected one of candidate, inputs, batch, shared, outputs, reference, seconds, device, seed",
         ),
-        ("zoo", {"candidate": "torch"}, "'candidate', expected one of animals, seconds, device, seed"),
+        ("zoo", {"candidate": "torch"}, "'candidate', expected one of callables, seconds, device, seed"),
     ],
 )
 def test_an_unknown_parameter_is_one_sentence(audit, given, said):
     with pytest.raises(ValueError) as error:
         start(audit, **given)
     assert str(error.value) == f"unknown parameter {said}"
+
+
+@pytest.mark.parametrize("name", WITH_HELPERS)
+def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(name, tmp_path):
+    """As a report's notebook does for whoever opens it: only `start` knows where the helpers are."""
+    notebook = nbformat.read(audits()[name].notebook, as_version=4)
+    cells = [c for c in notebook.cells if {"parameters", "setup"} & {*c.metadata.get("tags", [])}]
+    code = "\n".join(line for c in cells for line in c.source.splitlines() if not line.startswith("%"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "from helpers" in code and done.returncode == 0, done.stderr
+
+
+def test_only_audits_that_are_known_for_it_import_helpers():
+    found = {name_of(path) for path in NOTEBOOKS if "from helpers" in path.read_text(encoding="utf-8")}
+    assert found == {*WITH_HELPERS}
 
 
 def test_papermill_warns_of_a_parameter_that_the_notebook_does_not_have(tmp_path, caplog):
@@ -200,7 +216,7 @@ def test_a_session_says_the_command_that_repeats_it(name):
     given = {
         "gemm": {"dtype": "bf16", "op": "matmul", "seed": 3},
         "any": {"candidate": "torch:add", "inputs": "x:fp32[30] y:fp32[30]", "seconds": 9, "shared": "y"},
-        "zoo": {"animals": "F.silu; F.gelu", "seed": 1},
+        "zoo": {"callables": "F.silu; F.gelu", "seed": 1},
     }[name]
     program, run, audit, *words = shlex.split(start(name, **given).command)
     assert (program, run, audit) == ("bi-audit", "run", name)

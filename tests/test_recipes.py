@@ -8,14 +8,14 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.recipes import figure, products, script, summary
+from helpers.recipes import session as sessions
+from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 
 from bi_kernels.audit import start
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, verdict_of
 from bi_kernels.audit.index import page, report
-from bi_kernels.audit.recipes import figure, products, said, script
-from bi_kernels.audit.recipes import session as sessions
-from bi_kernels.audit.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 from bi_kernels.contract import SWEEP
 
 TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}, "device": "cpu", "dtype": "bf16"} | {
@@ -32,8 +32,8 @@ def halved(x, weight):
 
 
 def test_a_recipe_that_depends_on_m_is_found_at_the_m_at_which_it_does():
-    found = said.collected(products.measured(Recipe("fake", "", linear=f"{__name__}:halved"), TOLD))
-    assert {d: said.counts(found, d) for d in DIRECTIONS} == {"forward": [1, 2], "dX": [1, 2]} and not found["why"]
+    found = summary.collected(products.measured(Recipe("fake", "", linear=f"{__name__}:halved"), TOLD))
+    assert {d: summary.counts(found, d) for d in DIRECTIONS} == {"forward": [1, 2], "dX": [1, 2]} and not found["why"]
     assert found["asked"] == {"forward": {"a": 3}, "dX": {"a": 3}}
     (mine,) = found["drifts"]["forward"].values()
     assert mine["2"][1] == 2 * 16 and 0 < mine["2"][0] <= 32
@@ -64,7 +64,7 @@ def test_what_raises_leaves_a_sentence_and_the_other_shapes():
     products.refuses = refuses
     try:
         told = TOLD | {"shapes": {"a": (16, 64), "b": (32, 64)}}
-        found = said.collected(products.measured(Recipe("fake", "", linear=f"{products.__name__}:refuses"), told))
+        found = summary.collected(products.measured(Recipe("fake", "", linear=f"{products.__name__}:refuses"), told))
     finally:
         del products.refuses
     assert found["why"] == [f"a, {d}: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" for d in DIRECTIONS]
@@ -101,7 +101,7 @@ def found_of(up_to: int, ms: float, direction: str = "forward", why: str = "") -
     drift = lambda *at: {"drift": Drift(7 if wrong(*at) else 0, 4096)}
     cells = [{"case": c, "direction": d, "M": m} | drift(c, d, m) for c, d, m in asked]
     cells += [{"case": c, "direction": d, "M": m, "ms": ms if m == 16 else 1.0} for c, d, m in asked if m in (1, 16)]
-    return {"what": "something"} | said.collected(() if why else cells) | ({"why": [why]} if why else {})
+    return {"what": "something"} | summary.collected(() if why else cells) | ({"why": [why]} if why else {})
 
 
 def document(**changed) -> dict:
@@ -118,7 +118,7 @@ def document(**changed) -> dict:
 
 
 def test_the_sentence_says_who_drifts_and_who_does_not():
-    text = said.sentence(document())
+    text = summary.sentence(document())
     assert ", and timed at 2 M: plain" in text
     assert text.startswith("On an NVIDIA H100 (torch 2.11.0, bf16), 2 linear layers at M = 1 to 4096, forward and dX, ")
     for part in (
@@ -131,19 +131,19 @@ def test_the_sentence_says_who_drifts_and_who_does_not():
         assert part in text, text
     both = found_of(3, 1.0, "dX")
     both["drifts"]["forward"] = both["drifts"]["dX"]
-    assert "workspace drifts up to M = 3, forward and in dX," in said.sentence(document(**{STARVED.name: both}))
-    table = {line["recipe"]: line for line in said.table(document())}
+    assert "workspace drifts up to M = 3, forward and in dX," in summary.sentence(document(**{STARVED.name: both}))
+    table = {line["recipe"]: line for line in summary.table(document())}
     assert table[UNSPLIT.name]["time"].endswith("at most 7.40 (o, forward, M = 16)")
     assert table[PLAIN.name]["forward drifts"] == "up to M = 300, 1 of 2 shapes"
-    assert said.by_case(document())[0]["plain cuBLAS, forward"] == "1–300"
+    assert summary.by_case(document())[0]["plain cuBLAS, forward"] == "1–300"
 
 
 def test_the_sentence_of_recipes_that_hold():
     sound = document(**{r.name: found_of(0, 1.0) for r in THEIRS})
-    assert said.sentence(sound).count("drifts at no M asked") == 5
+    assert summary.sentence(sound).count("drifts at no M asked") == 5
     gone = document(**{UNSPLIT.name: found_of(0, 1.0, why="RuntimeError: torch 2.9 takes no pair")})
-    assert "not to split K was not measured;" in said.sentence(gone)
-    assert said.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
+    assert "not to split K was not measured;" in summary.sentence(gone)
+    assert summary.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
 
 
 SOUND, LOST = found_of(0, 1.0), found_of(0, 1.0, why="torch 2.9 takes no pair")
@@ -160,13 +160,13 @@ SOUND, LOST = found_of(0, 1.0), found_of(0, 1.0, why="torch 2.9 takes no pair")
     ],
 )
 def test_the_finding_says_which_settings_still_drift_and_up_to_which_m(changed, parts):
-    found = said.finding(document(**changed))
+    found = summary.finding(document(**changed))
     assert all(part in found for part in parts) and "bi_kernels" not in found, found
 
 
 def test_on_a_cpu_nothing_is_found_about_cublas():
     recipes = {products.ON_A_CPU.name: found_of(2, 1.0), OURS.name: SOUND}
-    assert "Nothing is said about cuBLAS" in said.finding(document() | {"recipes": recipes})
+    assert "Nothing is said about cuBLAS" in summary.finding(document() | {"recipes": recipes})
 
 
 def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(tmp_path):
@@ -175,8 +175,8 @@ def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(t
     ours = Row("recipes", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "", "", 1, PASS, 0, 64)
     rows = [ours.json(), ours.as_control().json() | {"caught": True}]
     (place / "verdicts.json").write_text(json.dumps(rows))
-    (place / said.FILE).write_text(json.dumps(document()))
-    found, verdict = said.finding(document()), "every bit agrees"
+    found, verdict = summary.finding(document()), "every bit agrees"
+    (place / report.FINDING).write_text(found)
     first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[2]
     assert first.startswith(f"**{found}**") and found in first.partition(verdict)[0] and "linear" not in found
     (line,) = (row for row in page.report(tmp_path)["README.md"].splitlines() if row.startswith("| [recipes](gpu/"))
@@ -185,8 +185,8 @@ def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(t
 
 
 def test_a_span_is_of_neighbours_among_what_was_asked():
-    assert said.spans([8, 1, 2, 7, 300], [1, 2, 3, 7, 8, 9, 300]) == "1–2, 7–8, 300"
-    assert said.spans([], [1]) == "none"
+    assert summary.spans([8, 1, 2, 7, 300], [1, 2, 3, 7, 8, 9, 300]) == "1–2, 7–8, 300"
+    assert summary.spans([], [1]) == "none"
 
 
 @pytest.mark.parametrize("change", [{}, {PLAIN.name: found_of(0, 1.0, why="died")}], ids=["whole", "without plain"])
@@ -271,7 +271,8 @@ def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatc
     assert shown == {PLAIN.name: NEEDS_FIX, STARVED.name: PASS}
     assert {p.name for p in (tmp_path / "repro").iterdir()} == {"plain_cuBLAS.py", "starved_cuBLAS.py"}
     found = run.document()
-    assert json.loads((tmp_path / said.FILE).read_text())["recipes"] == json.loads(json.dumps(found))["recipes"]
+    assert (tmp_path / report.FINDING).read_text().strip() == summary.finding(found)
+    assert json.loads((tmp_path / summary.FILE).read_text())["recipes"] == json.loads(json.dumps(found))["recipes"]
     assert found["recipes"][STARVED.name]["script"] == "repro/starved_cuBLAS.py"
     controls = run.controls()
     assert [(r.candidate, r.caught) for r in controls] == [

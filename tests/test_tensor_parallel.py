@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import scaling_model
 from hypothesis import given
 from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
@@ -17,10 +18,9 @@ from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.worlds import growth
 from bi_kernels.audit.worlds.first import differing
 from bi_kernels.audit.worlds.launch import launched
-from bi_kernels.audit.worlds.session import Evidence, WorldSession, _leaves, _values
+from bi_kernels.audit.worlds.session import TIMING, Evidence, WorldSession, _leaves, _values
 from bi_kernels.audit.worlds.ways import HERE
 from bi_kernels.audit.worlds.world import World
 from bi_kernels.contract import CONTRACT
@@ -144,7 +144,7 @@ def test_the_first_op_that_differs_is_named_and_none_where_none_does():
 def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
     session = start("world", device="cpu")
-    assert session.costs == [] and growth.measured([], "tiny") == []
+    assert session.costs == [] and scaling_model.measured([], "tiny") == []
     session.parameters["shapes"] = "qwen3-8b"
     what = "tensor parallel, forward and backward"
     cost = {"world": "tp2", "what": what, "case": "", "tokens": 8192}
@@ -156,7 +156,7 @@ def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     assert [g["met"] for g in session.goals() if g not in measured] == [None] * (len(asked) - 1)
     assert goals.read_summary(tmp_path) == "✔ 1 of 9 goals met, ✘ 1 missed, 7 not measured in this run."
     both = session.costs
-    (slow, slower) = growth.measured(both, "qwen3-8b")
+    (slow, slower) = scaling_model.measured(both, "qwen3-8b")
     assert (slow["measured, ms more"], slower["measured, ms more"]) == ("0.25", "0.5")  # of four layers
     assert slow["on paper, ms more"] == slower["on paper, ms more"] != "0"
 
@@ -175,18 +175,20 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
 @pytest.mark.parametrize(
     ("way", "seconds", "expected"),
     [
-        ("DIES", 120, "rank 1 ended with status 9; 1 of 2 jobs had ended on every rank"),
-        ("HANGS", 40, "the ranks had not ended after 40 s; 1 of 2 jobs had ended on every rank"),
-        ("RAISES", 120, "rank 1: ValueError: this rank has no luck; 1 of 2 jobs had ended on every rank"),
+        ("DIES", 120, "rank 1 ended with status 9; 2 of 3 jobs had ended on every rank"),
+        ("HANGS", 40, "the ranks had not ended after 40 s; 2 of 3 jobs had ended on every rank"),
+        ("RAISES", 120, "rank 1: ValueError: this rank has no luck; 2 of 3 jobs had ended on every rank"),
     ],
 )
 def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(way, seconds, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SCRIPT.parent), os.getenv("PYTHONPATH")))))
-    jobs = [{"way": f"{HERE}:EXCHANGED", "world": (2, 1)}, {"way": f"world_faults:{way}", "world": (2, 1)}]
-    told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu", "jobs": jobs}, time.monotonic()
+    jobs = [{"way": name, "world": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"world_faults:{way}")]
+    told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}, time.monotonic()
+    told |= {"jobs": jobs, "timing": TIMING}
     evidence, why = launched(tmp_path, told, 2, seconds)
     assert why == expected
-    assert len(evidence) == 1 and len(evidence[0]) == 2 and evidence[0][0]["logprob"]
+    assert len(evidence) == 2 and len(evidence[0]) == 2 and evidence[0][0]["logprob"]
+    assert evidence[1] == [{"costs": []}] * 2, "found next to the notebooks; nothing is timed on a CPU"
     assert time.monotonic() - begun < 120
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == "", "no process is left"

@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import sys
 import tomllib
 from collections import Counter
@@ -36,9 +37,12 @@ KEY = (
 )
 
 
+SOURCE = re.compile(r", [\w/]+\.py:\d+")  # where a planted fault stands
+
+
 def entry(row: dict) -> tuple[str, list]:
     """Returns a row's key, and what was found: its verdict and how many elements differ."""
-    return "|".join(str(row[k]) for k in KEY), [row["verdict"], row["mismatches"], row["caught"]]
+    return SOURCE.sub("", "|".join(str(row[k]) for k in KEY)), [row["verdict"], row["mismatches"], row["caught"]]
 
 
 def of_runs(folder: Path) -> Iterable[dict]:
@@ -67,9 +71,9 @@ def of_callables() -> Iterable[dict]:
 
 def of_faults() -> Iterable[dict]:
     """Yields a line for each fault that `locate` is to name."""
-    from bi_kernels.audit.broken.judge_models import judge_faults  # noqa: PLC0415
+    from locator.run import run_faults  # noqa: PLC0415
 
-    for line in judge_faults("cpu"):
+    for line in run_faults("cpu"):
         said = {"audit": "locate", "op": line["fault"], "relation": line["expected"], "layout": line["named"]}
         verdict = {"verdict": "pass" if line["right"] else "needs-fix", "mismatches": line["causes"], "caught": None}
         yield dict.fromkeys(KEY, "") | said | verdict
@@ -88,7 +92,7 @@ def found(runs: Path, only: str) -> dict[str, list[list]]:
 
 def renamed(key: str, names: dict[str, dict[str, str]]) -> str:
     """Returns a key with the names that columns have now."""
-    return "|".join(names.get(k, {}).get(v, v) for k, v in zip(KEY, key.split("|"), strict=True))
+    return SOURCE.sub("", "|".join(names.get(k, {}).get(v, v) for k, v in zip(KEY, key.split("|"), strict=True)))
 
 
 def compared(before: dict, after: dict) -> list[str]:

@@ -8,17 +8,19 @@ import importlib
 import os
 import sys
 
+from bi_kernels.audit.runs.notebooks import find_helpers
 from bi_kernels.audit.worker import wait_at
 from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
     "registry": "bi_kernels.audit.session",
     "callable": "bi_kernels.audit.callables.session",
+    "third-party": "helpers.third_party",  # next to the notebooks
     "model": "bi_kernels.audit.chain.session",
     "integration": "bi_kernels.audit.models.session",
     "bench": "benchmarks.session",
     "world": "bi_kernels.audit.worlds.session",
-    "recipes": "bi_kernels.audit.recipes.session",
+    "recipes": "helpers.recipes.session",
 }
 
 
@@ -55,6 +57,7 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
     choose(checked.device)
     if checked.kind == "bench":
         sys.path.insert(0, str(CHECKOUT))  # nobody else's `benchmarks` comes first
+    find_helpers(audit)
     return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 

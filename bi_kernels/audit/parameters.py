@@ -153,10 +153,10 @@ class AnyParameters:
 
 @dataclass(frozen=True)
 class ZooParameters:
-    """Parameters of the audit `zoo`, of many callables that nobody wrote for the auditor."""
+    """Parameters of the audit `zoo`, of a corpus of third-party ops."""
 
-    kind: ClassVar[str] = "callable"
-    animals: str = ""  # nothing: a few; all; or some names, with ";" between
+    kind: ClassVar[str] = "third-party"
+    callables: str = ""  # nothing: a few; all; or some names, with ";" between
     seconds: int = 60  # of each
     device: str = "auto"
     seed: int = 0

@@ -55,12 +55,6 @@ def split_k_by_m(x: Tensor, weight: Tensor) -> Tensor:
     return (first + second).to(x.dtype)
 
 
-def halves_by_m(x: Tensor, weight: Tensor) -> Tensor:
-    """Also takes the layer's columns in two for few rows, whose dX are then added in the dtype of x."""
-    few = row_count(x) <= 64
-    return torch.cat([split_k_by_m(x, part) for part in weight.chunk(2 if few else 1)], -1)
-
-
 def bf16_accumulation(x: Tensor, weight: Tensor) -> Tensor:
     total = x.new_zeros(1, dtype=torch.bfloat16)
     for a, w in zip(x.split(16, -1), weight.split(16, -1)):

@@ -1,4 +1,4 @@
-"""Sessions of the audits `any`, of a callable in no registry on inputs that its user names, and `zoo`, of many such."""
+"""The session of the audit `any`, of a callable in no registry on inputs that its user names."""
 
 import copy
 import time
@@ -24,20 +24,14 @@ from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate, load
 from bi_kernels.audit.problem.given import bound, named, read_inputs
 from bi_kernels.audit.session import Session
-from bi_kernels.audit.zoo import animals
-from bi_kernels.audit.zoo import judge as zoo
 
 OFTEN = 2  # seconds between two records of what is known
 
 
-def start(audit: str, given: dict) -> "AnySession | ZooSession":
-    """Begins the audit `any` or `zoo` with the parameters given. Raises ValueError with one sentence."""
+def start(audit: str, given: dict) -> "AnySession":
+    """Begins the audit `any` with the parameters given. Raises ValueError with one sentence."""
     p = read(audit, given)
     device = choose(p.device)
-    if audit == "zoo":
-        of_many = ZooSession(audit, asdict(p), device, Candidate("zoo", {}))
-        of_many.chosen()
-        return of_many
     function = load(p.candidate)
     session = AnySession(audit, asdict(p), device, Candidate(p.candidate, {"fn": function}))
     session.inputs = read_inputs(p.inputs, device, p.seed)
@@ -122,31 +116,6 @@ class AnySession(Session):
     @property
     def dtypes(self) -> list[str]:
         return list(dict.fromkeys(r.dtype for r in self.rows))
-
-
-class ZooSession(AnySession):
-    """A session whose subject is the auditor, on callables that nobody wrote for it."""
-
-    @property
-    def size(self) -> dict[str, int]:
-        return animals.LARGE if self.on_gpu else animals.SMALL
-
-    def chosen(self) -> list[str]:
-        """Returns the names of the callables that are judged. Raises ValueError for one that there is not."""
-        known = [name for name, _ in animals.zoo(self.device, self.size)]
-        chosen = {"": list(zoo.FEW), "all": known}.get(self.parameters["animals"]) or [
-            x.strip() for x in self.parameters["animals"].split(";")
-        ]
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            raise ValueError(f"animals holds {unknown[0]!r}, expected all, or some of {'; '.join(known)}")
-        return [*chosen, *zoo.DRIFTING[:1]]  # a control
-
-    def judge(self) -> list[dict]:
-        """Returns a line a callable; the rows say whether the auditor was right about it."""
-        lines = zoo.judge(self)
-        self.add(zoo.rows(lines, self.device_label))
-        return lines
 
 
 def _repeated(t: Target) -> list[Row]:

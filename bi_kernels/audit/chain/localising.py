@@ -1,20 +1,17 @@
-"""The first op that drifts in a decoder of stock ops and in ours, and whether a planted fault is named."""
+"""Locates the first op that drifts in a decoder of stock ops and in ours."""
 
 from textwrap import shorten
 
 import torch
 
 import bi_kernels
-from bi_kernels.audit import locate, parallel
-from bi_kernels.audit.broken.judge_models import judge_faults
-from bi_kernels.audit.broken.model_faults import FAULTS
+from bi_kernels.audit import locate
 from bi_kernels.audit.chain import plain
-from bi_kernels.audit.chain.relations import GRADIENT, INVARIANCE, Whole
+from bi_kernels.audit.chain.relations import Whole
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import LOCALISER, Row
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.audit.timing import GPU
 from bi_kernels.contract import CONTRACT
 
@@ -23,7 +20,6 @@ SETTINGS = {  # the layouts of each, the tokens of its sequences at tiny shapes 
     "decode against prefill": (("singles", "decode"), (5, 9), (24, 9)),
     "micro-batches": (("batch", "micro_batches"), (5, 1, 17, 9), (37, 1, 300, 513, 129, 64)),
 }
-FEW = ("linear that splits K for few rows", "linear whose dW splits the tokens")  # that are judged without a GPU
 
 
 def looked_at(session) -> dict[tuple[str, str], Report]:
@@ -55,13 +51,9 @@ def cost(session) -> dict[str, float]:
     return {"time": report.overhead, "digests": report.digest_share}
 
 
-def _who(session) -> Whole:
-    return Whole(CONTRACT["chain"]["control_layers"], "bf16", session.device_label, session.command)
-
-
 def rows(session, found: dict[tuple[str, str], Report]) -> list[Row]:
     """Returns the rows of ours: in no setting does the localiser name an op."""
-    who, out = _who(session), []
+    who, out = Whole(CONTRACT["chain"]["control_layers"], "bf16", session.device_label, session.command), []
     for (candidate, setting), report in found.items():
         if candidate == "bi_kernels":
             drift, said = Drift(len(report.causes), report.compared), {"against": " and ".join(report.layouts)}
@@ -83,26 +75,3 @@ def first(found: dict[tuple[str, str], Report]) -> list[dict]:
             | {"drift": drift, "tensors compared": report.compared}
         )
     return lines
-
-
-def faults(session) -> tuple[list[Row], list[dict]]:
-    """Plants faults, all of them on a GPU; returns a row each, a control that is caught if the localiser names it and
-    nothing else, and a line each."""
-    chosen = [f.name for f in FAULTS if session.on_gpu or f.name in FEW]
-    found = list(parallel.each(session, planted, chosen))
-    return [row for row, _ in found], [line for _, line in found]
-
-
-def planted(session, name: str) -> tuple[Row, dict]:
-    """Returns the row and the line of a planted fault."""
-    (line,) = judge_faults(session.device, [name])
-    report = line.pop("report", None)
-    drift = report.first.drift if report and report.causes else None
-    detail = f"{line['expected']}; named {line['named']}"
-    relation = INVARIANCE if line["expected"].startswith("forward") else GRADIENT
-    said = {"inputs": "", "rows": report.tokens if report else 0, "tensor": "", "detail": detail}
-    who = Labelled()
-    who.whose = "chain", "a model of its own", "", "bi_kernels", "", session.device_label
-    row = who.row(relation, "localiser", drift or Drift(1, 1), **said)
-    row.candidate, row.control, row.caught = f"{name}, by name", True, line["right"]
-    return row, line

@@ -1,7 +1,6 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
 provenance. It changes none of these, so today's generator can write any report anew."""
 
-import json
 import re
 from collections import Counter
 from copy import deepcopy
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
+FINDING = "finding.txt"  # plain sentences about others than this package, with which a report begins
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
 PNG, LONGEST = "image/png", 250  # characters of a sentence in a figure's alternative text
@@ -62,13 +62,9 @@ def lead(folder: Path, rows: list[dict]) -> Lead:
 
 
 def finding(folder: Path) -> str:
-    """Returns what a report found out about others: of the audit of cuBLAS settings, '' of any other."""
-    file = folder / "recipes.json"
-    if not file.is_file():
-        return ""
-    from bi_kernels.audit.recipes import said  # noqa: PLC0415 (it imports torch, and `bi-audit --help` does not)
-
-    return escape.text(said.finding(json.loads(file.read_text(encoding="utf-8"))))
+    """Returns what an audit found out about others, in Markdown: the sentences that it left in a file, if any."""
+    file = folder / FINDING
+    return escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
 
 
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:

@@ -121,12 +121,13 @@ def collect(out: Path) -> list[dict]:
 
 
 def fingerprint(notebook: Path, parameters: dict) -> str:
-    """Returns a digest of what a document is made of: this package and a checkout's benchmarks, its notebook, the
-    parameters, the candidate's own file, and the versions of torch, Triton and Python."""
+    """Returns a digest of what a document is made of: this package and a checkout's benchmarks, its notebook and the
+    helpers next to it, the parameters, the candidate's own file, and the versions of torch, Triton and Python."""
     seen = hashlib.sha256(repr(sorted(parameters.items())).encode())
     seen.update(repr([platform.python_version(), *map(importlib.metadata.version, ("torch", "triton"))]).encode())
     every = [*PACKAGE.rglob("*"), *(PACKAGE.parent / "benchmarks").rglob("*")]
     files = [path for path in sorted(every) if path.suffix in SOURCES]
+    files += sorted(notebook.parent.glob("helpers/**/*.py"))
     for path in [*files, notebook, *filter(None, map(_file, (parameters.get(k) for k in ("candidate", "inputs"))))]:
         seen.update(path.name.encode() + path.read_bytes())
     return seen.hexdigest()

@@ -11,9 +11,10 @@ from bi_kernels.audit import load, worker
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.parameters import accepted, choose, defaults, device_name, read
 from bi_kernels.audit.runs import folder, runner
+from bi_kernels.audit.runs.notebooks import find_helpers
 
 OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
-PARTS = "op", "dtype", "groups", "animals", "first"  # parameters by which a run asks less than an audit is
+PARTS = "op", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
 
 
 def checked(
@@ -42,8 +43,9 @@ def checked(
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
         of_each = {name: read(name, accepted(name, parameters)) for name in names}
-        for given in of_each.values():
+        for name, given in of_each.items():
             choose(given.device, getattr(given, "shapes", "tiny"))
+            find_helpers(name)
         if len(names) > 1 or not judges_one:
             _importable({name: asdict(given) for name, given in of_each.items()})
     except ValueError as error:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import report
-from bi_kernels.audit.runs import folder
+from bi_kernels.audit.runs import folder, notebooks
 from bi_kernels.audit.worker import Died, Worker, closed_gate
 
 # Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where
@@ -50,12 +50,11 @@ class Audit:
 
 def audits() -> dict[str, Audit]:
     """Returns the audits by name, in reading order: `3_gemm.ipynb` is the audit `gemm`."""
-    package = Path(__file__).parents[2]
-    places = [d for d in (package / "notebooks", package.parent / "notebooks") if d.is_dir()]
-    if not places:
-        raise click.UsageError(f"the notebooks are missing beside {package.name}; install the package again")
+    place = notebooks.folder()
+    if not place:
+        raise click.UsageError("the notebooks of bi_kernels are missing; install the package again")
     found = {}
-    for path in sorted(places[0].glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
+    for path in sorted(place.glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
         text = lambda cell: "".join(cell["source"])
         told = next(text(c) for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", []))

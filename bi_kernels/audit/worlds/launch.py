@@ -15,12 +15,13 @@ DIED = re.compile(r"^\s+rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL | re.M
 def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list[list[dict]], str]:
     """Returns the evidence of every job that all ranks ended, a list by rank, and one sentence where one did not.
 
-    folder: where they leave it; told: device, shapes, dtype, seed and jobs, each {way, world}.
+    folder: where they leave it; told: device, shapes, dtype, seed and jobs, each {way, world}; timing: the way that
+    measures, if one does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(told), encoding="utf-8")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         [*run, "-m", "bi_kernels.audit.worlds.rank", str(folder)],
         env=environment,

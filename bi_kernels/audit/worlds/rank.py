@@ -49,16 +49,15 @@ def _mesh(device: str, dp: int, tp: int) -> DeviceMesh:
 
 
 def _one(job: dict, told: dict, device: torch.device) -> dict:
-    from bi_kernels.audit.worlds import costs  # noqa: PLC0415 (imports triton: `choose` comes first)
-    from bi_kernels.audit.worlds.world import World, WorldStep  # noqa: PLC0415 (likewise)
+    from bi_kernels.audit.worlds.world import World, WorldStep  # noqa: PLC0415 (imports triton: `choose` comes first)
 
     world = World(*job["world"])
     mesh = _mesh(device.type, world.dp, world.tp)
     tensor, data = (mesh.get_group(name) if n > 1 else None for name, n in zip(("tp", "dp"), world))
-    if job["way"] == "costs":
-        return costs.measured(told, device, tensor, data)
     module, _, name = job["way"].partition(":")
     way = getattr(importlib.import_module(module), name)
+    if job["way"] == told.get("timing"):
+        return way(told, device, tensor, data)
     return WorldStep(told["shapes"], told["dtype"], device, told["seed"], way, tensor, data, world.tokens).run()
 
 

@@ -35,6 +35,7 @@ def start(audit: str, given: dict) -> "WorldSession":
 
 
 KINDS = "leaves", "logprob", "decode"
+TIMING = "helpers.parallel_timing:measured"  # next to the notebooks; what ranks run that measure
 
 
 @dataclass
@@ -117,18 +118,18 @@ class WorldSession(Session):
             jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
             broken = [(name, w, way) for name, (way, w, _) in CONTROLS.items() if w.ranks == ranks]
             timed = [
-                ("costs", w, "costs") for _, w, _ in jobs if self.timed and 1 in w[:2] and ranks > 1 and not w.tokens
+                ("timing", w, TIMING) for _, w, _ in jobs if self.timed and 1 in w[:2] and ranks > 1 and not w.tokens
             ]
-            told = {k: self.parameters[k] for k in ("shapes", "dtype", "seed")} | {"device": self.device.type}
             every = jobs + broken + timed
-            told["jobs"] = [{"way": way, "world": w} for _, w, way in every]
+            told = {k: self.parameters[k] for k in ("shapes", "dtype", "seed")} | {"device": self.device.type}
+            told |= {"jobs": [{"way": way, "world": w} for _, w, way in every], "timing": TIMING}
             folder = Path(tempfile.mkdtemp())
             try:
                 said, why = launched(folder, told, ranks, self.parameters["seconds"])
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             for (name, world, way), of in zip(every, said):
-                if way == "costs":
+                if way == TIMING:
                     self.costs += [{"world": world.name} | cost for cost in of[0]["costs"]]
                 elif name in CONTROLS:
                     self.broken[name] = Evidence.of(of)

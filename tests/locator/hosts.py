@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from locator import invariant as exact
 from torch import Tensor, nn
 
 import bi_kernels
-from bi_kernels.audit.broken import invariant as exact
 from bi_kernels.model import Config, Decoder
 
 LENGTHS = (7, 1, 18)
@@ -64,8 +64,8 @@ def floats(device) -> list[Tensor]:
 
 def qwen3(device, where: str, change: Callable) -> tuple:
     """Returns a small Qwen3 of Transformers whose sums are those of invariant.py, one of its modules changed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 (an optional package)
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(module, query, key, value, mask, scaling=None, **more):
         heads, length = query.shape[1:3]

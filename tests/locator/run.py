@@ -1,24 +1,30 @@
-"""Judges the localiser by faults planted in models: does it name the op that is broken, and no other?"""
+"""Runs the localiser on faults planted in models: does it name the op that is broken, and no other?
 
+Run them all on a GPU: PYTHONPATH=tests python -m locator.run cuda
+On the CPU: TRITON_INTERPRET=1 PYTHONPATH=tests python -m locator.run cpu
+The exit status is 1 if a fault is not named, or another op is.
+"""
+
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from locator.faults import FAULTS, Fault
 
-from bi_kernels.audit.broken.model_faults import FAULTS, Fault
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.locate import locate
 
 
 def names_it(fault: Fault, cause: Cause) -> bool:
-    """Returns whether a cause is in the op that was planted."""
+    """Returns whether a cause is the op in which the fault was planted."""
     return fnmatchcase(cause.path, fault.module) and fnmatchcase(cause.op, fault.op)
 
 
-def judge_fault(fault: Fault, device: torch.device | str, folder: Path | None = None) -> dict:
-    """Returns a line: what was planted, what was named first, and whether that and all else that was named is right."""
+def run_fault(fault: Fault, device: torch.device | str, folder: Path | None = None) -> dict:
+    """Returns the fault, what was named first, and whether it and every other op named is the one that was planted."""
     line = {"fault": fault.name, "expected": f"{fault.direction}: {fault.module or '(the model)'}, {fault.op}"}
     try:
         model, batch, *loss = fault.build(device)
@@ -32,9 +38,17 @@ def judge_fault(fault: Fault, device: torch.device | str, folder: Path | None = 
     return line | {"right": right, "named": said, "causes": len(report.causes), "scripts": scripts, "report": report}
 
 
-def judge_faults(
+def run_faults(
     device: torch.device | str, names: Sequence[str] = (), folder: Path | None = None, faults: Sequence[Fault] = FAULTS
 ) -> list[dict]:
-    """Returns a line a fault, all of them unless named; folder: of a folder of reproducers each."""
+    """Returns a line for each fault, or for each of `names`. folder: gets a folder of reproducers for each."""
     chosen = [f for f in faults if not names or f.name in names]
-    return [judge_fault(f, device, folder and Path(folder) / f"{i:02}") for i, f in enumerate(chosen)]
+    return [run_fault(f, device, folder and Path(folder) / f"{i:02}") for i, f in enumerate(chosen)]
+
+
+if __name__ == "__main__":
+    lines = run_faults(sys.argv[1])
+    wrong = [line for line in lines if not line["right"]]
+    print(*(f"{line['fault']}: expected {line['expected']}; named {line['named']}" for line in wrong), sep="\n")
+    print(f"{len(lines) - len(wrong)} of {len(lines)} planted faults named, and nothing else")
+    sys.exit(bool(wrong))

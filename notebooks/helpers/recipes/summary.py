@@ -1,9 +1,9 @@
-"""Says where each recipe drifts and what it costs, in sentences and tables made of what was found: `recipes.json`."""
+"""Sums up where each recipe drifts and what it costs: sentences and tables, made of `recipes.json`."""
 
 import statistics
 from collections.abc import Iterable
 
-from bi_kernels.audit.recipes.products import BOTH, DIRECTIONS, ON_A_CPU, OURS, PLAIN, STARVED, THEIRS, UNSPLIT
+from helpers.recipes.products import BOTH, DIRECTIONS, ON_A_CPU, OURS, PLAIN, STARVED, THEIRS, UNSPLIT
 
 FILE = "recipes.json"
 STOCK_ON_A_CPU = "On a CPU torch's linear is not cuBLAS's, and no recipe reaches it: nothing is said here about cuBLAS."

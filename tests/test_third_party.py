@@ -1,15 +1,14 @@
-"""The zoo on the CPU: what is known is found, and every drift is shown by a script of its own."""
+"""Third-party ops on the CPU: what is known is found, and every drift is shown by a script of its own."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers import corpus, third_party
 
 from bi_kernels.audit import load, parallel
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.zoo import animals
-from bi_kernels.audit.zoo import judge as zoo
 
 SOME = (
     "F.silu",
@@ -22,21 +21,21 @@ SOME = (
 )
 
 
-def test_the_zoo_is_large():
-    names = [name for name, _ in animals.zoo(torch.device("cpu"), animals.SMALL)]
-    assert len(set(names)) == len(names) >= 35 and {*zoo.INVARIANT, *zoo.DRIFTING, *SOME} <= set(names)
+def test_the_corpus_is_large():
+    names = [name for name, _ in corpus.corpus(torch.device("cpu"), corpus.SMALL)]
+    assert len(set(names)) == len(names) >= 35 and {*third_party.INVARIANT, *third_party.DRIFTING, *SOME} <= set(names)
 
 
 @pytest.mark.slow
 def test_the_auditor_is_right_about_what_is_known(tmp_path, monkeypatch):
     """In processes of their own, as on a GPU."""
     monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
-    given = {"animals": "; ".join(SOME), "device": "cpu"}
+    given = {"callables": "; ".join(SOME), "device": "cpu"}
     session = load("zoo", given)
     session.pool = parallel.Processes(2, "zoo", given)
     with session.pool:
         lines = {line["callable"]: line for line in session.judge()}
-    assert {path.stem for path in (tmp_path / "repro").glob("*.py")} >= {"F_rms_norm-gradient"}
+    assert "def gradient(" in (tmp_path / "repro" / "F_rms_norm.py").read_text()
     assert set(lines) == set(SOME)
     assert lines["F.silu"]["verdict"] == lines["SDPA, math"]["verdict"] == PASS
     assert lines["a batch's mean taken off"]["reproducer"] == lines["F.rms_norm"]["reproducer"] == "drifts", lines
@@ -44,7 +43,8 @@ def test_the_auditor_is_right_about_what_is_known(tmp_path, monkeypatch):
         "random" not in lines["a batch's mean taken off"]["determinism"]
         and lines["nn.Dropout, training"]["verdict"] == NEEDS_FIX
     )
-    assert zoo.shares([*lines.values()])["nn.Dropout, training"] == {}  # hatched: nothing but determinism was asked
+    shares = third_party.shares([*lines.values()])
+    assert shares["nn.Dropout, training"] == {}  # hatched: nothing but determinism was asked
     rows = session.rows
     assert all(r.caught for r in rows if r.control) and sum(r.control for r in rows) == 2
     assert not [r for r in rows if r.verdict == NEEDS_FIX and not r.control], rows
@@ -54,14 +54,14 @@ def test_scripts_with_large_arguments_are_not_kept(tmp_path):
     """Each beside its own, and another's whose name begins as theirs."""
     for name in ("large.py", "large-mode.py", "large-more.py", "larger.py"):
         (tmp_path / name).write_text("")
-    for name, size in (("large.pt", zoo.KEPT + 1), ("large-more.pt", 1), ("larger.pt", zoo.KEPT)):
+    for name, size in (("large.pt", third_party.KEPT + 1), ("large-more.pt", 1), ("larger.pt", third_party.KEPT)):
         (tmp_path / name).write_bytes(b"0" * size)
     row = Row("any", "f", "", "f", "", "cpu", "invariance", "", "", "given", 3, NEEDS_FIX, 2, 9)
     repros = ("python repro/large.py", "python repro/larger.py", "")
     lines = [{"callable": name, "worst": replace(row, repro=r)} for name, r in zip(("a b", "c", "d"), repros)]
-    zoo._lighten(tmp_path, [*lines, {"callable": "not judged"}])
+    third_party._lighten(tmp_path, [*lines, {"callable": "not judged"}])
     assert {path.name for path in tmp_path.iterdir()} == {"larger.py", "larger.pt"}
-    assert [line["worst"].repro for line in lines] == ["bi-audit run zoo -p animals 'a b'", *repros[1:]]
+    assert [line["worst"].repro for line in lines] == ["bi-audit run zoo -p callables 'a b'", *repros[1:]]
 
 
 DRIFT = Row("any", "f", "", "f", "", "cpu", "invariance", "singles", "", "given", 3, NEEDS_FIX, 2, 9, 1.0, 0.5, 3)
@@ -87,9 +87,9 @@ SOUND = replace(DRIFT, layout="rows:1", verdict=PASS, mismatches=0)
 )
 def test_of_a_script_that_is_missing_is_said_what_it_showed(whys, said):
     rows = [replace(DRIFT, detail=f"x; no script: {why}") for why in whys]
-    shown = zoo.reproduced(Report("f", [*rows, *[DRIFT] * (not rows)], "read"))
+    shown = third_party.reproduced(Report("f", [*rows, *[DRIFT] * (not rows)], "read"))
     assert shown.startswith(said) and (whys or shown == said), shown
-    (line,) = zoo.table([{"callable": "f", "verdict": NEEDS_FIX, "reproducer": shown}])
+    (line,) = third_party.table([{"callable": "f", "verdict": NEEDS_FIX, "reproducer": shown}])
     assert line["script"] == said.partition(":")[0]
 
 
@@ -101,23 +101,23 @@ def test_what_time_was_too_short_for_is_unsupported_in_the_table_and_among_the_r
         ([SOUND, replace(LATE, layout="singles", detail="raised"), *late], NEEDS_FIX, "raised"),
         ([SOUND], PASS, PASS),
     ):
-        line = zoo.summary(Report("f", rows, "read")) | {"callable": "f", "reproducer": "–"}
+        line = third_party.summary(Report("f", rows, "read")) | {"callable": "f", "reproducer": "–"}
         assert line["verdict"] == verdict and line["invariance"] == invariance, line
         assert line["atomics-free"] == ("not judged" if len(rows) > 1 else "–")
-        assert {r.verdict for r in zoo.rows([line], "cpu")} == ({UNSUPPORTED} if verdict != PASS else set())
+        assert {r.verdict for r in third_party.rows([line], "cpu")} == ({UNSUPPORTED} if verdict != PASS else set())
 
 
 def test_the_table_says_why_a_random_op_has_no_script():
     random = replace(DRIFT, relation="determinism", detail="random: x; no script: it draws anew in every process")
     line = {"callable": "f", "verdict": NEEDS_FIX, "reproducer": "–"}
     for worst, said in ((random, "none: it draws anew in every process"), (DRIFT, "–"), (None, "–")):
-        assert zoo.table([line | {"worst": worst}])[0]["script"] == said
-    assert zoo.table([line | {"worst": random, "reproducer": "drifts"}])[0]["script"] == "drifts"
+        assert third_party.table([line | {"worst": worst}])[0]["script"] == said
+    assert third_party.table([line | {"worst": random, "reproducer": "drifts"}])[0]["script"] == "drifts"
 
 
 def test_a_drift_that_no_script_shows_needs_a_fix():
     line = {"callable": "F.silu", "verdict": NEEDS_FIX, "reproducer": "none found", "detail": ""}
-    found = zoo.rows(
+    found = third_party.rows(
         [
             line,
             {"callable": "x", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "no package"},
@@ -131,7 +131,7 @@ def test_a_drift_that_no_script_shows_needs_a_fix():
 def test_what_is_known_and_not_judged_needs_a_fix():
     (row,) = [
         r
-        for r in zoo.rows(
+        for r in third_party.rows(
             [{"callable": "F.silu", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "it raised"}], "cpu"
         )
         if r.relation == "no false alarm"

@@ -1,6 +1,6 @@
-"""Makes callables that nobody wrote for the auditor.
+"""A corpus of third-party ops, to audit the auditor by.
 
-torch's, what torch.compile makes of them, attention backends, Hugging Face's modules, and ops of Liger, FlagGems and
+torch's functionals and modules, what torch.compile makes of them, attention backends, Hugging Face's modules, and ops of Liger, FlagGems and
 torchao where they are installed.
 """
 
@@ -20,7 +20,9 @@ LARGE = dict(rows=300, hidden=4096, mlp=12288, vocab=32000, heads=16, head_dim=1
 
 
 @dataclass
-class Animal:
+class Entry:
+    """A callable, its inputs, and options of `audit`."""
+
     function: Callable
     inputs: tuple
     options: dict = field(default_factory=dict)
@@ -45,13 +47,13 @@ def attention(backend: SDPBackend) -> Callable:
     return scaled_dot_product_attention
 
 
-def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], Animal]]]:
-    """Yields (name, what makes it) of every animal; making one raises where its package is missing."""
+def corpus(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], Entry]]]:
+    """Yields (name, what makes it) of every callable; making one raises where its package is missing."""
     g = torch.Generator(device).manual_seed(0)
     fp32 = torch.float32
     rows, hidden, mlp, vocab, heads, dim, length, batch = size.values()
 
-    # An input is drawn when its animal is made.
+    # An input is drawn when its callable is made.
     def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Callable[[], torch.Tensor]:
         return lambda: torch.randn(shape, generator=g, device=device).to(dtype) * scale
 
@@ -60,11 +62,11 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
     module = lambda m, dtype=torch.bfloat16: m.to(device=device, dtype=dtype)
 
     def loaded(name: str, package: str, build: Callable, *inputs: Callable, **options):
-        """Returns the animal that `build` makes of a module that may not be installed."""
-        return name, lambda: Animal(build(importlib.import_module(package)), tuple(i() for i in inputs), options)
+        """Returns the callable that `build` makes of a module that may not be installed."""
+        return name, lambda: Entry(build(importlib.import_module(package)), tuple(i() for i in inputs), options)
 
     def plain(name: str, function: Callable, *inputs: Callable):
-        return name, lambda: Animal(function, tuple(i() for i in inputs))
+        return name, lambda: Entry(function, tuple(i() for i in inputs))
 
     x, square, scales = draw(rows, hidden), weight(hidden, hidden), draw(hidden)
     x32, stack, states = draw(rows, hidden, dtype=fp32), draw(batch, length, hidden), draw(batch, length, heads * dim)
@@ -163,5 +165,5 @@ def zoo(device: torch.device, size: dict) -> Iterator[tuple[str, Callable[[], An
 
 def function(name: str, device: str) -> Callable:
     """Returns the callable of that name, for the scripts that show its drift."""
-    makers = zoo(torch.device(device), LARGE if device == "cuda" else SMALL)
+    makers = corpus(torch.device(device), LARGE if device == "cuda" else SMALL)
     return next(make for known, make in makers if known == name)().function

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from bi_kernels.audit.broken.forward import row_count, split_k_by_m
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.problem.inputs import cancel
@@ -84,10 +86,13 @@ OURS = Recipe("bi_kernels", "one fold over K, by any program", linear="bi_kernel
 THEIRS = PLAIN, STARVED, UNSPLIT, BOTH
 ON_A_CPU = Recipe("torch's linear on a CPU", "another library, which no recipe reaches")
 BROKEN = Recipe(
-    "linear in halves of K and of N for 64 rows or fewer",
-    "broken on purpose",
-    linear="bi_kernels.audit.broken.forward:halves_by_m",
+    "linear in halves of K and of N for 64 rows or fewer", "broken on purpose", linear=f"{__name__}:halves_by_m"
 )
+
+
+def halves_by_m(x: Tensor, weight: Tensor) -> Tensor:
+    """Splits K for few rows, and the layer's columns, so that the halves of dX are added in the dtype of x."""
+    return torch.cat([split_k_by_m(x, part) for part in weight.chunk(2 if row_count(x) <= 64 else 1)], -1)
 
 
 def settings(shapes: str) -> dict:

@@ -14,14 +14,15 @@ import torch
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
+from bi_kernels.audit.index import report
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import CANCELLING, Labelled
-from bi_kernels.audit.recipes import said, script
-from bi_kernels.audit.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.timing import GPU
 from bi_kernels.audit.worker import Died, Worker
+from helpers.recipes import script, summary
+from helpers.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
 
 RELATION = {"forward": "invariance", "dX": "gradient invariance"}
 TENSOR = {"forward": "out", "dX": "dx"}
@@ -155,16 +156,18 @@ class RecipesSession(Session):
         return rows
 
     def document(self) -> dict:
-        """Returns what was found of ours and of every recipe, and leaves it in a file."""
+        """Returns what was found of ours and of every recipe; leaves it in a file, and in another the report's first
+        sentence."""
         names = "largest", "rows", "shapes"
         found = {"device": self.device_name, "torch": torch.__version__, "dtype": self.parameters["dtype"]}
         found |= {name: self.told[name] for name in names} | {"recipes": {}}
         for recipe in (*self.theirs, OURS):
-            of = {"what": recipe.what} | said.collected(self.found[recipe.name])
+            of = {"what": recipe.what} | summary.collected(self.found[recipe.name])
             of["why"] += [self.why[recipe.name]] if recipe.name in self.why else []
             found["recipes"][recipe.name] = of | self.scripts.get(recipe.name, {})
         if self.out:
             text = json.dumps(found, indent=1, ensure_ascii=False)
             flat = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-            (self.out / said.FILE).write_text(flat + "\n", encoding="utf-8")
+            (self.out / summary.FILE).write_text(flat + "\n", encoding="utf-8")
+            (self.out / report.FINDING).write_text(summary.finding(found) + "\n", encoding="utf-8")
         return found

@@ -1,5 +1,5 @@
-"""What worlds cost on GPUs beside the usual ways, in one run and in turns: tensor parallelism that all-reduces, and a
-reduce-scatter of gradients."""
+"""Times parallelism on GPUs next to the usual ways, in one run and in turns: tensor parallelism that all-reduces, a
+reduce-scatter of gradients, FSDP2."""
 
 import statistics
 from collections.abc import Callable

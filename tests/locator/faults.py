@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-import bi_kernels
-from bi_kernels.audit.broken import invariant as exact
-from bi_kernels.audit.broken.model_hosts import User, decoder, floats, ids, qwen3
-from bi_kernels.audit.broken.model_ops import (
+from locator import invariant as exact
+from locator.hosts import User, decoder, floats, ids, qwen3
+from locator.ops import (
     BACKWARD,
     FORWARD,
     PARAMETER,
@@ -41,6 +39,8 @@ from bi_kernels.audit.broken.model_ops import (
     swiglu_through_a_view,
     swiglu_with_dropout,
 )
+
+import bi_kernels
 
 SUM = "*bi_kernels_audit.total*"
 

@@ -7,8 +7,8 @@ from matplotlib.colors import LogNorm
 
 from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.verdicts import grouped
-from bi_kernels.audit.recipes.products import DIRECTIONS, PLAIN
-from bi_kernels.audit.recipes.said import finding, ratios, where
+from helpers.recipes.products import DIRECTIONS, PLAIN
+from helpers.recipes.summary import finding, ratios, where
 
 COLORS = {"forward": "#0072B2", "dX": "#E69F00"}
 LEAST = 2.0**-14  # share of elements at which the colours begin

@@ -1,4 +1,4 @@
-"""Judges the callables of the zoo, and says whether the auditor was right about them."""
+"""The session of the audit `zoo`: audits a corpus of third-party ops, and checks what the auditor says of them."""
 
 import shlex
 import subprocess
@@ -7,25 +7,29 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.progress import track
 
 from bi_kernels.audit.callables.audit import NOT_RUN, audit
 from bi_kernels.audit.callables.report import Report
+from bi_kernels.audit.callables.session import AnySession
 from bi_kernels.audit.evidence.distance import size
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
+from bi_kernels.audit.parameters import choose, read
+from bi_kernels.audit.problem.candidates import Candidate
+from bi_kernels.audit.reproduce.imports import reach
 from bi_kernels.audit.reproduce.script import NO_SCRIPT, OTHERWISE
-from bi_kernels.audit.zoo.animals import Animal, zoo
+from helpers.corpus import LARGE, SMALL, Entry, corpus
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops
 # are judged by audits of their own; the drifting ones see the batch by what they are.
 INVARIANT = ("F.silu", "F.gelu", "F.relu", "F.softplus", "bi_kernels.linear", "bi_kernels.rms_norm")
 DRIFTING = ("a batch's mean taken off", "nn.BatchNorm1d, training", "sampling by softmax", "nn.Dropout, training")
-IMPORTS = "from bi_kernels.audit import zoo\n\nfn = zoo.function({name!r}, {device!r})"
+IMPORTS = "{reach}from helpers import corpus\n\nfn = corpus.function({name!r}, {device!r})"
 LONGEST = 300  # seconds that a reproducer may take
 NAME = 20  # characters of a tensor's name that a table has room for, its last ones
 KEPT = 2**22  # bytes of arguments that a reproducer may keep beside it; with more it is run and not kept
@@ -40,26 +44,57 @@ FEW = (
 RELATIONS = ("invariance", "gradient invariance", "determinism", "atomics-free")
 
 
-def judge(session) -> list[dict]:
-    """Returns a line an animal that the session has chosen: verdicts, how much drifts, and whether its reproducer, run
-    by itself, reproduces."""
+def start(audit: str, given: dict) -> "ThirdPartySession":
+    """Begins the audit `zoo` with the parameters given. Raises ValueError with one sentence."""
+    p = read(audit, given)
+    session = ThirdPartySession(audit, asdict(p), choose(p.device), Candidate("zoo", {}))
+    session.chosen()
+    return session
+
+
+class ThirdPartySession(AnySession):
+    """A session whose subject is the auditor, on callables that nobody wrote for it."""
+
+    @property
+    def size(self) -> dict[str, int]:
+        return LARGE if self.on_gpu else SMALL
+
+    def chosen(self) -> list[str]:
+        """Returns the names of the callables to audit, a control among them. Raises ValueError for an unknown one."""
+        known, named = [name for name, _ in corpus(self.device, self.size)], self.parameters["callables"]
+        chosen = {"": list(FEW), "all": known}.get(named) or [x.strip() for x in named.split(";")]
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"callables holds {name!r}, expected all, or some of {'; '.join(known)}")
+        return [*chosen, *DRIFTING[:1]]
+
+    def judge(self) -> list[dict]:
+        """Audits the callables; returns a line for each, and records whether the auditor was right about it."""
+        lines = audit_all(self)
+        self.add(rows(lines, self.device_label))
+        return lines
+
+
+def audit_all(session: ThirdPartySession) -> list[dict]:
+    """Returns a line for each chosen callable: verdicts, how much drifts, and whether its reproducer, run in a process
+    of its own, shows the drift."""
     folder = session.out and session.out / "repro"
     with tempfile.TemporaryDirectory() as scratch:
         names = list(dict.fromkeys(session.chosen()))
-        found = each(session, judge_one, names, folder or Path(scratch))
-        lines = list(track(found, "zoo", len(names), transient=True, disable=not sys.stderr.isatty()))
+        found = each(session, audit_one, names, folder or Path(scratch))
+        lines = list(track(found, "third-party ops", len(names), transient=True, disable=not sys.stderr.isatty()))
     if folder and folder.is_dir():  # else nothing drifts
         _lighten(folder, lines)
     return lines
 
 
-def judge_one(session, name: str, folder: Path) -> dict:
-    """Returns the line of one animal."""
+def audit_one(session: ThirdPartySession, name: str, folder: Path) -> dict:
+    """Returns the line of one callable."""
     started, device, p = time.monotonic(), session.device, session.parameters
     try:
-        imports = IMPORTS.format(name=name, device=device.type)
+        imports = IMPORTS.format(reach=reach(corpus.__module__, folder), name=name, device=device.type)
         how = {"seconds": p["seconds"], "seed": p["seed"], "folder": folder, "name": name, "imports": imports}
-        report = patiently(lambda: _audited(dict(zoo(device, session.size))[name], how))
+        report = patiently(lambda: _audited(dict(corpus(device, session.size))[name], how))
         line = summary(report) | {"seconds": round(time.monotonic() - started)}
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
@@ -68,9 +103,9 @@ def judge_one(session, name: str, folder: Path) -> dict:
     return {"callable": name} | line | {"reproducer": reproduced(report)}
 
 
-def _audited(make: Callable[[], Animal], how: dict) -> Report:
-    animal = make()
-    report = audit(animal.function, *animal.inputs, quiet=True, **how, **animal.options)
+def _audited(make: Callable[[], Entry], how: dict) -> Report:
+    entry = make()
+    report = audit(entry.function, *entry.inputs, quiet=True, **how, **entry.options)
     report.target = None  # the tensors
     return report
 
@@ -84,7 +119,7 @@ def _lighten(folder: Path, lines: Sequence[dict]) -> None:
     for line in lines:
         worst = line.get("worst")
         if worst and any(f"repro/{path.name}" in worst.repro for path in gone):
-            again = f"bi-audit run zoo -p animals {shlex.quote(line['callable'])}"
+            again = f"bi-audit run zoo -p callables {shlex.quote(line['callable'])}"
             line["worst"] = replace(worst, repro=again)
 
 

@@ -1,4 +1,4 @@
-"""How cost and memory grow with the ranks, on paper: bytes that a rank receives, and what links need for them."""
+"""Models on paper how cost and memory grow with the ranks: bytes that a rank receives, and the time links need."""
 
 from bi_kernels.audit.worlds.world import case
 from bi_kernels.contract import CONTRACT

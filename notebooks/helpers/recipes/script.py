@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from bi_kernels.audit.problem.inputs import cancel
-from bi_kernels.audit.recipes.products import DIRECTIONS, STARVED, Recipe, numbers
 from bi_kernels.contract import DTYPES
+from helpers.recipes.products import DIRECTIONS, STARVED, Recipe, numbers
 
 LONGEST = 300  # seconds that it may take
 LAST = """

@@ -1,0 +1,1 @@
+"""Helpers of single notebooks, each used by one of them and not part of the package."""
