@@ -104,5 +104,5 @@ def _rollout(case: Case) -> Tensors:
 
 
 def together(outputs: tuple[torch.Tensor, ...]) -> Tensors:
-    """Returns outputs as `Subject.call` does."""
+    """Returns outputs as `OpUnderTest.call` does."""
     return problem.joined(outputs if len(outputs) > 1 else outputs[0])
