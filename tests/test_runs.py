@@ -15,7 +15,7 @@ import psutil
 import pytest
 from test_cli import ROW, by_itself
 
-from bi_kernels.audit.runs import folder, quick, runner
+from bi_kernels.audit.runs import folder, notebooks, quick, runner
 from bi_kernels.audit.runs.command import warn
 
 ROOT = Path(__file__).parents[1]
@@ -101,10 +101,10 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path, monkeypatch, bi_audit):
 
 
 def test_without_notebooks_is_one_sentence(tmp_path, monkeypatch, bi_audit):
-    monkeypatch.setattr(runner, "__file__", str(tmp_path / "bi_kernels" / "audit" / "runs" / "runner.py"))
+    monkeypatch.setattr(notebooks, "PACKAGE", tmp_path / "bi_kernels")
     for command in (["list"], ["run", "gemm"]):
         done = bi_audit(*command)
-        assert done.returncode == 2 and "the notebooks are missing" in done.err, done
+        assert done.returncode == 2 and "notebooks of bi_kernels are missing" in done.err, done
 
 
 # What a command is given

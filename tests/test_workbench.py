@@ -274,7 +274,7 @@ def loop_kernel(x, y, BLOCK: tl.constexpr):
 
 ERRORS = {  # kernel: the line, and what its sentence holds
     by_helper_kernel: ("return value.unknown", "no attribute 'unknown'"),
-    beyond_kernel: ("tl.load(x + BLOCK + tl.arange(0, BLOCK))", "256 bytes beyond the end of the memory of x"),
+    beyond_kernel: ("tl.load(x + BLOCK + tl.arange(0, BLOCK))", "bytes beyond the end of the memory of x"),
     by_compiler_kernel: ("for _ in {1: 2}.items():", "Dict"),
     loop_kernel: ("for _ in range(BLOCK):", "Loop-carried variable total"),
 }
