@@ -10,6 +10,7 @@ from bi_kernels.parallel.tensor import TensorParallel
 
 
 def dies(group, tokens):
+    dist.barrier()  # so that every rank has told of the job before
     if dist.get_rank() == 1:
         os._exit(9)
     return TensorParallel(group, tokens)
@@ -22,6 +23,7 @@ def hangs(group, tokens):
 
 
 def raises(group, tokens):
+    dist.barrier()  # as above
     if dist.get_rank() == 1:
         raise ValueError("this rank has no luck")
     return TensorParallel(group, tokens)
