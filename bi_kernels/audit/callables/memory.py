@@ -52,11 +52,8 @@ def _interrupted(step: Step, leaves: dict, shared: dict, outputs: list, upstream
 
 def kept_for_backward(t: Target, whole: dict[str, torch.Tensor]) -> list[Row]:
     """What a forward saved must be its own when another has run before its backward."""
-    found, said = (
-        Step(t, backward=_interrupted).gradients([t.every]),
-        {"against": "without the later call", "rows": t.count},
-    )
-    return left(t, BACKWARD, found, whole, **said)
+    found = Step(t, backward=_interrupted).gradients([t.every])
+    return left(t, BACKWARD, found, whole, against="without the later call", rows=t.count)
 
 
 def laid(t: Target, place: Callable) -> dict:

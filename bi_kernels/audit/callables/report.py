@@ -56,7 +56,7 @@ class Report:
         return "\n\n".join(parts)
 
     def text(self) -> str:
-        """Returns the report as a terminal shows it, in lines of 120 columns; only a command may be longer."""
+        """Returns the report as a terminal shows it, in lines of 100 columns; only a command may be longer."""
         said = [f"{self.verdict}  {self.name}: {self.answer}.", self.read, *self.notes]
         lines = [wrapped(escape.line(x), "    ") for x in said]
         if wrong := [r for r in self.rows if r.verdict == NEEDS_FIX]:
