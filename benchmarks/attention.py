@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 import bi_kernels
 from benchmarks import cases
 from benchmarks.measure import FASTEST, OURS, Bench, Numbers, padded, rotated
-from bi_kernels.audit.experiments.attention_peers import EVERYBODY, PEERS, ours, sdpa
+from helpers.attention_peers import EVERYBODY, PEERS, ours, sdpa
 
 DETERMINISTIC = "cuDNN, deterministic"
 PAGED = "bi_kernels, paged"

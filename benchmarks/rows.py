@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import bi_kernels
 from benchmarks.measure import COMPILED, LIGER, OURS, TORCH, Bench, rotated
 from bi_kernels.audit import stock
-from bi_kernels.audit.experiments.backward import foreign
+from helpers.backward import foreign
 
 KEPT, NOTHING = "logits kept", "nothing kept"
 

@@ -14,9 +14,6 @@ import bi_kernels
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
-from bi_kernels.audit.experiments import attention, attention_peers
-from bi_kernels.audit.experiments.attention_edges import FAR, apart, packed_edges, padded_edges
-from bi_kernels.audit.experiments.attention_generation import SMALL
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, layouts, pack, pad, spans
 from bi_kernels.audit.problem.problem import OpConfig
@@ -27,6 +24,9 @@ from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.session import start
 from bi_kernels.contract import SHAPES
 from bi_kernels.ops.attention.attention import arguments, attend
+from helpers import attention, attention_peers
+from helpers.attention_edges import FAR, apart, packed_edges, padded_edges
+from helpers.attention_generation import SMALL
 
 LENGTHS = (5, 1, 40)
 ROOT = Path(__file__).parents[1]
@@ -233,7 +233,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
                                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-from bi_kernels.audit.experiments.attention_on_gpu import without_wait
+from helpers.attention_on_gpu import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.ops.attention.hopper.forward import prefill

@@ -22,8 +22,6 @@ from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.digests import golden
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
-from bi_kernels.audit.experiments import dtype as dtype_experiments
-from bi_kernels.audit.experiments import gemm
 from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.inputs import KINDS
@@ -38,6 +36,8 @@ from bi_kernels.audit.session import start
 from bi_kernels.audit.timing import GpuLock
 from bi_kernels.contract import DTYPES, SHAPES, rows
 from bi_kernels.ops.gemm.kernel import tiles
+from helpers import dtype as dtype_experiments
+from helpers import gemm
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,6 @@ from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.audit.broken.uses import TRAINED
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.experiments import backward, training
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
@@ -37,6 +36,7 @@ from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB, TokenLayout
+from helpers import backward, training
 
 RUNS = "interpreter_gradient_runs"
 HERE = [c for c in GRADIENT_CONTROLS if not c.gpu]  # that an interpreter judges, too

@@ -15,7 +15,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from bi_kernels.audit.runs.notebooks import WITH_HELPERS
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
@@ -64,16 +63,11 @@ def files(folder: str) -> set[str]:
     return {p.relative_to(ROOT).as_posix() for p in kept}
 
 
-def packaged(folder: str) -> set[str]:
-    """The files of a folder of the checkout that are installed: not the notebooks' helpers."""
-    return {name for name in files(folder) if not name.startswith("notebooks/helpers/")}
-
-
 def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     beside = {"constraints.txt", "pyproject.toml", "README.md", "LICENSE", ".gitignore", "PKG-INFO"}
-    assert names == files("bi_kernels") | packaged("notebooks") | beside
+    assert names == files("bi_kernels") | files("notebooks") | beside
     assert built[0].stat().st_size < 2_500_000, "executed notebooks are most of it"
 
 
@@ -87,7 +81,7 @@ def test_a_wheel_of_the_sdist_is_that_of_the_checkout(built, tmp_path):
 
 def test_the_wheel_holds_every_file_of_the_package_and_the_notebooks(built):
     names = {name for name in zipfile.ZipFile(built[1]).namelist() if ".dist-info/" not in name}
-    assert names == files("bi_kernels") | {f"bi_kernels/{name}" for name in packaged("notebooks")}
+    assert names == files("bi_kernels") | {f"bi_kernels/{name}" for name in files("notebooks")}
 
 
 SMOKE = """
@@ -123,10 +117,6 @@ def smoke(python: str, installed: Path, folder: Path) -> None:
     assert all(re.search(rf"^\W*{name}\b", done.stdout, re.M) for name in audits()), done.stdout
     done = run(python, installed / "bin" / "bi-audit", "bench", cwd=folder, env=environment)
     assert done.returncode == 2 and "a checkout" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    for name in WITH_HELPERS:
-        done = run(python, installed / "bin" / "bi-audit", "run", name, "--device", "cpu", cwd=folder, env=environment)
-        assert done.returncode == 2 and done.stderr.startswith(f"bi-audit: {name} needs a checkout"), done.stderr
-        assert done.stderr.count("\n") == 1
 
 
 def python_of(version: str) -> str:

@@ -8,15 +8,15 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.recipes import figure, products, script, summary
-from helpers.recipes import session as sessions
-from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 
 from bi_kernels.audit import start
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.contract import SWEEP
+from helpers.recipes import figure, products, script, summary
+from helpers.recipes import session as sessions
+from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 
 TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}, "device": "cpu", "dtype": "bf16"} | {
     "seed": 0

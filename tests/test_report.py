@@ -24,11 +24,11 @@ from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, termin
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.experiments.backward import split_said
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.summary import summary
+from helpers.backward import split_said
 
 G = torch.Generator().manual_seed(0)
 X, W = torch.randn(40, 64, generator=G), torch.randn(64, generator=G)

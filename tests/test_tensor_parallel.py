@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import scaling_model
 from hypothesis import given
 from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
@@ -26,6 +25,7 @@ from bi_kernels.audit.worlds.world import World
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
+from helpers import scaling_model
 
 SCRIPT = Path(__file__).with_name("world_tensor.py")
 TRANSFORMERS = SCRIPT.with_name("world_transformers.py")

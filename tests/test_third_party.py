@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import corpus, third_party
 
 from bi_kernels.audit import load, parallel
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from helpers import corpus, third_party
 
 SOME = (
     "F.silu",

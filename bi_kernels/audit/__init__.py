@@ -57,7 +57,7 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
     choose(checked.device)
     if checked.kind == "bench":
         sys.path.insert(0, str(CHECKOUT))  # nobody else's `benchmarks` comes first
-    find_helpers(audit)
+    find_helpers()
     return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 

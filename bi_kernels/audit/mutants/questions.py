@@ -12,11 +12,11 @@ from bi_kernels.audit import load
 from bi_kernels.audit.drawn import cases as drawn_cases
 from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
-from bi_kernels.audit.experiments import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets, usage_modes
+from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts

@@ -18,6 +18,7 @@ import torch
 from bi_kernels.audit.mutants.operators import Mutant
 from bi_kernels.audit.mutants.reach import ops_for, package
 from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.runs import notebooks
 
 SERVER = Path(__file__).with_name("server.py")
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
@@ -43,6 +44,7 @@ class Server:
         self.device, self.folder = device, tempfile.TemporaryDirectory()
         self.copy = Path(self.folder.name, package().name)
         shutil.copytree(package(), self.copy)  # with what is compiled of it, numba's cache too
+        shutil.copytree(notebooks.folder() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
         env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
         env.pop("BI_AUDIT_OUT", None)
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}

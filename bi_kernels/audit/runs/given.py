@@ -43,9 +43,9 @@ def checked(
         if "inputs" in parameters and names != ["any"]:
             raise ValueError(f"--inputs is of the audit any, not of {', '.join(names)}")
         of_each = {name: read(name, accepted(name, parameters)) for name in names}
-        for name, given in of_each.items():
+        for given in of_each.values():
             choose(given.device, getattr(given, "shapes", "tiny"))
-            find_helpers(name)
+        find_helpers()
         if len(names) > 1 or not judges_one:
             _importable({name: asdict(given) for name, given in of_each.items()})
     except ValueError as error:

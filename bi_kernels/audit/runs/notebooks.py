@@ -1,10 +1,9 @@
-"""Finds the notebooks, and the helpers next to some of them, which only a checkout has."""
+"""Finds the notebooks, and puts the helpers next to them on sys.path."""
 
 import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2]
-WITH_HELPERS = ("zoo", "recipes", "world")  # audits whose notebook imports from notebooks/helpers
 
 
 def folder() -> Path | None:
@@ -12,13 +11,7 @@ def folder() -> Path | None:
     return next((d for d in (PACKAGE / "notebooks", PACKAGE.parent / "notebooks") if d.is_dir()), None)
 
 
-def find_helpers(audit: str) -> None:
-    """Puts the notebooks' folder on sys.path if the audit's notebook imports from `helpers`, so that it does so from
-    any folder and in any process. Raises ValueError where the package was installed without them."""
-    if audit not in WITH_HELPERS:
-        return
-    found = folder()
-    if not found or not (found / "helpers").is_dir():
-        raise ValueError(f"{audit} needs a checkout of bi-kernels, installed with pip install --editable")
-    if str(found) not in sys.path:
+def find_helpers() -> None:
+    """Puts the notebooks' folder on sys.path, so that `helpers` is found from any folder and in any process."""
+    if (found := folder()) and str(found) not in sys.path:
         sys.path.insert(0, str(found))

@@ -9,9 +9,9 @@ from bi_kernels import reference
 from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.subject import CANCELLING, poisoned_memory
+from helpers.common import Counts, Found, differing, size
 
 
 def layout_map(session, rows: list[Row], dtype: str) -> Counts:

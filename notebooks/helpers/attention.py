@@ -11,12 +11,12 @@ from bi_kernels.audit.broken.judge import groups, judge_control
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments import attention_edges as edges
-from bi_kernels.audit.experiments import attention_generation as generation
-from bi_kernels.audit.experiments import attention_on_gpu as on_gpu
-from bi_kernels.audit.experiments.common import Counts, differing, is_ours, sixteen_bits
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
+from helpers import attention_edges as edges
+from helpers import attention_generation as generation
+from helpers import attention_on_gpu as on_gpu
+from helpers.common import Counts, differing, is_ours, sixteen_bits
 
 
 def _every(session) -> Iterable[int]:

@@ -14,12 +14,12 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Found, is_ours
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.forward import supported
 from bi_kernels.audit.relations.gradient import INVARIANCE, LEFT
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import dtype_name
+from helpers.common import Found, is_ours
 
 LAYOUT = "without main_grad"
 NOT_ADDED = "not asked: nothing is added to main_grad"

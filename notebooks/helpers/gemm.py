@@ -15,7 +15,6 @@ from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.distance import steps
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Counts, Found, replayed
 from bi_kernels.audit.problem import products
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.checks import is_hopper
@@ -26,6 +25,7 @@ from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.kernel import tiles as every_tile
+from helpers.common import Counts, Found, replayed
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what every tile is held against
 ORDERS = {"in order": 1, "backwards": -1}  # in which products are asked that are remembered
@@ -102,7 +102,7 @@ def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
 
 def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor | None:
     """Computes a product by sm_90's kernel; None where the ring takes no operand that is stored transposed."""
-    from bi_kernels.ops.gemm.hopper import launch  # noqa: PLC0415  (the interpreter does not know Gluon)
+    from bi_kernels.ops.gemm.hopper import launch
 
     narrow = ring.rows < 64 and x.stride(1) != 1 or ring.columns < 16 and w.stride(1) != 1
     return None if narrow else launch(x, w, bias, ring)

@@ -11,10 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit.experiments.common import size
 from bi_kernels.contract import SHAPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
+from helpers.common import size
 
 SIZES = "heads", "kv_heads", "head_dim", "lengths", "gradient_lengths"  # of a shape set, that attention has
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")

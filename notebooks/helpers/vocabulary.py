@@ -9,7 +9,6 @@ import bi_kernels
 from bi_kernels.audit import stock
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import Found, size
 from bi_kernels.audit.problem.inputs import generator, on
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.gradient import INVARIANCE
@@ -17,6 +16,7 @@ from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.embedding import MANY
+from helpers.common import Found, size
 
 FEW = 66, 9000  # of hidden, whose rows no copy of 16 bytes takes whole, and of the vocabulary
 HANDED = 33, 9  # tokens: of the latter the LM head's parts are wider than a block, and have to end with one

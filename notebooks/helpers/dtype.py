@@ -12,11 +12,11 @@ from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.audit.problem.inputs import draw_integers, generator
 from bi_kernels.audit.relations import forward, gradient_dtypes
 from bi_kernels.audit.relations.gradient_dtypes import WAYS
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, dtype_name
+from helpers.common import Counts, Found
 
 REFUSED = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.complex64, torch.bool)
 

@@ -18,13 +18,13 @@ import bi_kernels
 from bi_kernels.audit.broken.attention import changed
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.common import replayed, sixteen_bits
 from bi_kernels.audit.problem.call_layouts import pack, spans, unaligned
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.ops.attention.schedule import is_hopper
+from helpers.common import replayed, sixteen_bits
 
 MODULE, LAYOUT = "bi_kernels.ops.attention.hopper.forward", "late copies"
 NANOSECONDS = 20_000  # some ten times what a block takes

@@ -12,14 +12,6 @@ from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.experiments.attention_generation import (
-    against_one_call,
-    as_control,
-    bounded,
-    bounded_outputs,
-    parts,
-    scheduled,
-)
 from bi_kernels.audit.problem.call_layouts import Call, spans
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import forward as judge
@@ -28,6 +20,7 @@ from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient
+from helpers.attention_generation import against_one_call, as_control, bounded, bounded_outputs, parts, scheduled
 
 Lengths = list[tuple[int, int]]  # queries and keys of each sequence
 # of 16 sequences, as many as a kernel looks through, so that none behind the last is masked by chance

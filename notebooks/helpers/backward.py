@@ -12,12 +12,12 @@ from bi_kernels.audit.evidence.distance import size
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
-from bi_kernels.audit.experiments import training
-from bi_kernels.audit.experiments.common import Counts, Found
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.relations.gradient import LAYOUTS
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import CONTRACT, EPS
+from helpers import training
+from helpers.common import Counts, Found
 
 SHOWN = {  # ops beside which others' implementations are shown, by audit
     "rms_norm": ("rms_norm", "add_rms_norm"),
@@ -49,11 +49,11 @@ def foreign(op: str) -> dict:
     found = {"torch": getattr(stock, op)}
     with contextlib.suppress(ImportError):  # they may be installed
         if op == "rms_norm":
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: PLC0415
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
             found["Liger"] = lambda x, weight, eps=EPS: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         if op == "lm_head_logprob":
-            from liger_kernel.ops import fused_linear_cross_entropy as liger_loss  # noqa: PLC0415
+            from liger_kernel.ops import fused_linear_cross_entropy as liger_loss
 
             def liger(hidden, weight, targets, temperature=1.0, ignore_index=-100):
                 rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
