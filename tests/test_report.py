@@ -22,7 +22,7 @@ from bi_kernels.audit.evidence import escape, figures, tables
 from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, terminal
 from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED, Kind, axes_of, side_of
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
@@ -148,7 +148,7 @@ def test_the_first_line_says_of_what_kind_a_fault_is(name, reports):
 
 def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
     assert "; forward and input gradients do not" in reports["weight"].answer
-    assert {r.gradient for r in reports["weight"].rows if r.verdict == NEEDS_FIX} == {"weight gradients"}
+    assert {r.side for r in reports["weight"].rows if r.verdict == NEEDS_FIX} == {"weight gradients"}
     assert "weight gradients" in reports["padding"].answer.partition(". Also, ")[2], reports["padding"].answer
 
 
@@ -176,11 +176,22 @@ ROW = Row("gemm", "linear", "o", "mine.py:f", "bf16", "cpu", "invariance", "rows
 
 
 def failed(**said) -> Row:
-    return replace(ROW, **{"verdict": NEEDS_FIX, "mismatches": 3, "max_abs": 1.0, "max_rel": 0.5, "max_ulp": 3} | said)
+    """Returns a row that needs a fix, with the axes and side that its layout has where none are given."""
+    found = {"verdict": NEEDS_FIX, "mismatches": 3, "max_abs": 1.0, "max_rel": 0.5, "max_ulp": 3} | said
+    row = replace(ROW, **found)
+    axes = axes_of(row.relation, row.layout, row.inputs)
+    return replace(row, axes=found.get("axes", axes), side=found.get("side", side_of(row.relation)))
 
 
-BOTH = [ROW, failed(layout="unaligned view", against=NO_GRAD_NEEDED)]
-OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "gradient": "input gradients"}
+MEMORY = {"layout": "unaligned view", "axes": [Kind.MEMORY]}
+BOTH = [ROW, failed(**MEMORY, against=NO_GRAD_NEEDED)]
+OF_INPUT = {
+    "relation": "gradient invariance",
+    "axes": [Kind.MEMORY],
+    "layout": "unaligned view",
+    "side": "input gradients",
+}
+TRAINED = ("unaligned view", [Kind.MEMORY, Kind.MODE]), ("packed", [Kind.MODE])
 
 
 @pytest.mark.parametrize(
@@ -192,37 +203,38 @@ OF_INPUT = {"relation": "gradient invariance", "layout": "unaligned view", "grad
         ),
         ([replace(ROW, rows=1), failed(rows=7)], "calls of 7 rows differ from the largest call; 1 agrees"),
         ([failed(rows=1), replace(ROW, rows=2), failed(rows=3)], "1 and 3 rows differ from the largest call; 2 agrees"),
-        ([ROW, failed(inputs="nonfinite", max_abs="inf", max_rel="inf", max_ulp="inf")], "values of its neighbours"),
+        (
+            [ROW, failed(inputs="nonfinite", axes=[Kind.NEIGHBOURS], max_abs="inf", max_rel="inf", max_ulp="inf")],
+            "values of its neighbours",
+        ),
         ([failed(), failed(inputs="nonfinite")], "how many rows are in the call"),
         ([ROW, failed(layout="decode", against="packed")], "is another one decoded, or prefilled in chunks (decode)"),
         ([ROW, failed(layout="permuted:batch", against="packed")], "its place in the batch"),
         ([ROW, failed(layout="batch:16", against="packed")], "the padding beside it"),
-        ([ROW, failed(layout="compiled", against="one packed call", detail="mode; x")], "the mode of the call (compi"),
-        ([ROW, failed(layout="unaligned view", against="aligned")], "where the inputs lie in memory (unaligned view)"),
+        ([ROW, failed(layout="compiled", axes=[Kind.MODE])], "the mode of the call (compi"),
+        ([ROW, failed(**MEMORY, against="aligned")], "where the inputs lie in memory (unaligned view)"),
         (
-            [ROW, failed(layout="unaligned view", against=NO_GRAD_NEEDED)],
+            [ROW, failed(layout="unaligned view", axes=[Kind.MEMORY, Kind.MODE])],
             "where the inputs lie in memory (unaligned view)",
         ),
-        ([ROW, failed(layout="packed", against=NO_GRAD_NEEDED)], "the mode of the call (packed)"),
-        (
-            [failed(layout=x, against=NO_GRAD_NEEDED) for x in ("unaligned view", "packed")],
-            "the mode of the call (unal",
-        ),
+        ([ROW, failed(layout="packed", axes=[Kind.MODE])], "the mode of the call (packed)"),
+        ([failed(layout=x, axes=axes) for x, axes in TRAINED], "the mode of the call (unal"),
         (
             [
-                *[failed(layout=x, against=NO_GRAD_NEEDED) for x in ("packed", "permuted")],
+                failed(layout="packed", axes=[Kind.MODE]),
+                failed(layout="permuted", axes=[Kind.PLACE, Kind.MODE]),
                 failed(layout="singles", against="packed"),
                 *[replace(ROW, layout=x, against="packed") for x in ("rows", "permuted")],
             ],
             "how many rows are in the call, by at most 3 ULP: calls of 1 row differ",
         ),
         (
-            [ROW, failed(relation="determinism", detail="backward, 10 runs", tensor="dq", gradient="input gradients")],
+            [ROW, failed(relation="determinism", detail="backward, 10 runs", tensor="dq", side="input gradients")],
             "input gradients (dq) are not deterministic: the same call gives other bits",
         ),
         ([failed(), failed(relation="determinism", against="itself", layout="packed")], "it is not deterministic"),
         (
-            [ROW, failed(relation="gradient invariance", layout="micro_batches:each", gradient="weight gradients")],
+            [ROW, failed(relation="gradient invariance", layout="micro_batches:each", side="weight gradients")],
             "weight gradients (out) change with the split into micro-batches, by at most 3 ULP; forward does not",
         ),
         ([*BOTH, failed(**OF_INPUT, max_ulp=17)], "(unaligned view), by at most 3 ULP, input gradients by at most 17 "),
@@ -308,7 +320,7 @@ ROWS = st.builds(
     max_rel=st.none() | st.floats(0, 2) | st.just("inf"),
     max_ulp=st.none() | st.integers(0, 2**32) | st.just("inf"),
     tensor=TEXT,
-    gradient=st.sampled_from(("", "input gradients", "weight gradients")),
+    side=st.sampled_from(("", "input gradients", "weight gradients")),
     first_index=st.none() | st.just([0, 1]),
     detail=TEXT,
 )

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.distance import in_words
-from bi_kernels.audit.evidence.kinds import Kind, kind, side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.evidence.kinds import Kind, by_kind
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 
 LONGEST = 160  # characters of what a candidate raised
 OFTEN, SELDOM = 0.2, 10.0  # seconds between two lines of progress for bi-audit, and for a log
@@ -72,18 +72,18 @@ class Voice:
 
     def found(self, rows: Iterable[Row]) -> None:
         """Says the first finding of each kind among rows that came."""
-        for r in rows:
-            at = r.gradient or side(vars(r)), kind(vars(r))
-            if r.verdict == NEEDS_FIX and at not in self.known:
+        for at, mine in by_kind(rows).items():
+            if at not in self.known and (bad := needs_fix(mine)):
                 self.known.add(at)
-                self.say(finding(r, *at))
+                self.say(finding(bad[0], *at))
 
 
-def finding(r: Row, whose: str, what: str) -> str:
+def finding(r: dict, whose: str, what: str) -> str:
     """Says in a line what differs, where and how much."""
-    place = f"{r.layout}{f', {r.inputs} inputs' * bool(r.inputs)}"
-    if what in (Kind.ERROR, Kind.ATOMICS) or r.mismatches is None:
-        return f"  found: {place}: {textwrap.shorten(r.detail, LONGEST, placeholder=' …')}"
-    of = f"{r.mismatches:,} of {r.elements:,} elements of {r.tensor}"
-    verb = "exceed the bound" if r.threshold_share is not None else "differ"
-    return f"  found: {whose}, {what}: {place}: {of} {verb}{in_words([vars(r)])}"
+    given = f", {r['inputs']} inputs" if r["inputs"] else ""
+    place = f"{r['layout']}{given}"
+    if what in (Kind.ERROR, Kind.ATOMICS) or r["mismatches"] is None:
+        return f"  found: {place}: {textwrap.shorten(r['detail'], LONGEST, placeholder=' …')}"
+    of = f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']}"
+    verb = "exceed the bound" if r["threshold_share"] is not None else "differ"
+    return f"  found: {whose}, {what}: {place}: {of} {verb}{in_words([r])}"

@@ -98,7 +98,7 @@ def apart(s: OpUnderTest, elements: int = APART) -> list[Row]:
     for queries, trains in ((n, True), (1, False)):
         detail = f"{queries} of {n} queries" + ", with gradients" * trains
         said = {"against": "heads side by side", "inputs": CANCELLING, "rows": queries, "detail": detail}
-        said |= {"gradient": Side.CALL} if trains else {}
+        said |= {"side": Side.CALL} if trains else {}
         rows += s.attempt("invariance", FAR, partial(compared, queries, trains), **said)
     return rows
 

@@ -14,6 +14,7 @@ from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.distance import steps
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem import products
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
@@ -178,12 +179,14 @@ def remembered(session) -> Found:
                 line["that differ"] += sum(products.differing([y], alone[name]).mismatches > 0 for y in ys)
                 line["by"][_chosen(*every[name])] = None
             compared = {name: products.differing(ys, alone[name]) for name, ys in found.items()}
-            rows += [s.row(**_after(name, order, sizes), drift=drift) for name, drift in compared.items()]
+            rows += [
+                s.row(**_after(name, order, sizes), drift=drift, axes=[Kind.BEFORE]) for name, drift in compared.items()
+            ]
     s, every = _subject(session, "o", "bf16"), drawn(every_size[0], "bf16")
     alone = products.alone(every)
     for what, (before, name) in products.TOLD_APART.items():
         drift = products.differing(products.confused(every[before], every[name]), alone[name])
-        row = s.row(**_after(name, f"after {before}", every_size[0]), drift=drift)
+        row = s.row(**_after(name, f"after {before}", every_size[0]), drift=drift, axes=[Kind.BEFORE])
         rows.append(replace(row, candidate=f"a key that forgets {what}").as_control())
     return rows, [line | {"by": ", ".join(line["by"])} for line in lines.values()]
 

@@ -34,6 +34,7 @@ from bi_kernels.audit.callables.sequences import sequence_gradients, sequences
 from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, sentence
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
@@ -160,6 +161,7 @@ def audit(
         steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
         steps += [("invariance", layout, run) for layout, run in history(t, whole["given"]).items()]  # may leave traces
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
+        said["axes"] = [Kind.BEFORE]
         last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
         steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
@@ -262,6 +264,7 @@ def _backward_steps(t: Target, many: Target, reference: Callable | None) -> list
 
     def again() -> list[Row]:
         found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}
+        said["axes"] = [Kind.RANDOM, Kind.BEFORE]  # others came between
         return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, **said) for k in whole]
 
     return [*steps, (DETERMINISM, "backward", again)]

@@ -9,6 +9,7 @@ from bi_kernels.audit.callables.relations import left
 from bi_kernels.audit.callables.step import NoBackward, Pair, Step
 from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.relations.gradient import INVARIANCE
 
@@ -71,7 +72,7 @@ STEPS: dict[str, Callable[[Target], Step]] = {
 def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each demand against `whole`, the gradients that `step` has when all are wanted of all
     outputs."""
-    said = {"against": "all gradients wanted", "rows": t.count}
+    said = {"against": "all gradients wanted", "rows": t.count, "axes": [Kind.DEMAND]}
     every = [t.every]
 
     def same(layout: str, step: Step, names: list[str]) -> list[Row]:
@@ -91,7 +92,8 @@ def demands(t: Target, step: Step, whole: dict[str, torch.Tensor]) -> dict[str, 
         step, turned = Step(t, buffered=False), t.every[::-1]
         found, wanted = step.gradients([turned]), step.gradients(every)
         kept = {k: v for k, v in wanted.items() if k.removeprefix("d") not in t.batched}
-        return left(t, UNBUFFERED, found, kept, **said | {"against": "the whole batch, in its order"})
+        told = {"against": "the whole batch, in its order", "axes": [Kind.PLACE]}
+        return left(t, UNBUFFERED, found, kept, **said | told)
 
     def kept() -> list[Row]:
         drifts = []

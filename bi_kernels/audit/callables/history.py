@@ -9,6 +9,7 @@ import torch
 from bi_kernels.audit.callables.relations import compared, output_names
 from bi_kernels.audit.callables.target import Target, tensors
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
 UPDATED = "weights updated in place"
@@ -41,7 +42,7 @@ BEFORE = {"one sample": _one, "another order": _reversed, "NaN": _nonfinite, "an
 
 
 def _after(t: Target, layout: str, before: Callable, whole: list[torch.Tensor]) -> list[Row]:
-    said = {"against": "the first call", "rows": t.count}
+    said = {"against": "the first call", "rows": t.count, "axes": [Kind.HISTORY]}
     try:
         before(t)
     except Exception as error:
@@ -110,7 +111,7 @@ def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
         with torch.no_grad():
             for k, v in weights.items():
                 v.copy_(kept[k])
-    said = {"against": "fresh tensors of equal values", "rows": t.count}
+    said = {"against": "fresh tensors of equal values", "rows": t.count, "axes": [Kind.HISTORY]}
     rows = compared(t, "invariance", UPDATED, found, wanted, **said)
     if whole and t.module and not any(compare(a, b).mismatches for a, b in zip(found, whole)) and _trained(t):
         stale = "the update changed nothing, although backward leaves the weights a gradient"

@@ -13,7 +13,7 @@ from bi_kernels.audit.callables.relations import compared, left, output_names
 from bi_kernels.audit.callables.step import NoBackward, Step, gradients_kept
 from bi_kernels.audit.callables.target import OutOfTime, Target, by_sample, tensors
 from bi_kernels.audit.evidence.drift import AT_ONCE, compare, joined
-from bi_kernels.audit.evidence.kinds import Side
+from bi_kernels.audit.evidence.kinds import Kind, Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.inputs import generator
@@ -41,6 +41,7 @@ def _kept(t: Target) -> list[Row]:
         against="itself before",
         rows=t.count,
         detail="a later call writes into what this one returned",
+        axes=[Kind.KEPT],
     )
 
 
@@ -53,7 +54,7 @@ def _interrupted(step: Step, leaves: dict, shared: dict, outputs: list, upstream
 def kept_for_backward(t: Target, whole: dict[str, torch.Tensor]) -> list[Row]:
     """What a forward saved must be its own when another has run before its backward."""
     found = Step(t, backward=_interrupted).gradients([t.every])
-    return left(t, BACKWARD, found, whole, against="without the later call", rows=t.count)
+    return left(t, BACKWARD, found, whole, against="without the later call", rows=t.count, axes=[Kind.KEPT])
 
 
 def laid(t: Target, place: Callable) -> dict:
@@ -84,7 +85,7 @@ def _placed(t: Target, layout: str, place: Callable, whole: list[torch.Tensor]) 
     """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
     what does not lie in one piece, and says so, is not judged."""
     arguments = laid(t, place)
-    said = {"against": "in one piece", "rows": t.count}
+    said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
     try:
         found = called(t, arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
@@ -153,7 +154,7 @@ def _beyond(t: Target, elements: int) -> list[Row]:
             first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
             parts.append(replace(drift, first_index=first_at))
         of_input = name not in output_names(t)
-        told = said | ({"gradient": Side.INPUT} if of_input else {})
+        told = said | ({"side": Side.INPUT} if of_input else {})
         relation = "gradient invariance" if of_input else "invariance"
         rows.append(t.row(relation, OVER_INT32, joined(parts), tensor=name, **told))
     return rows

@@ -10,6 +10,7 @@ from torch import nn
 from bi_kernels.audit.callables.relations import compared
 from bi_kernels.audit.callables.target import Target, tensors
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 
 WANTED, AUTOCAST, FEW = "a gradient wanted", "autocast", ", few samples"
@@ -84,7 +85,7 @@ def judged(t: Target, mode: str, whole: list[torch.Tensor]) -> list[Row]:
     """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Autocast may
     compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
     judged there, nor one that draws in the other of train() and eval()."""
-    said = {"against": "no_grad", "rows": t.count}
+    said = {"against": "no_grad", "rows": t.count, "axes": [Kind.MODE]}
     made = lambda samples: t.rows(modes(t)[mode](t, samples), len(samples))
     try:
         found = [y.clone() for y in made(t.every)]
@@ -96,6 +97,6 @@ def judged(t: Target, mode: str, whole: list[torch.Tensor]) -> list[Row]:
         return []
     rows = [] if mode == AUTOCAST else compared(t, "invariance", mode, found, whole, **said)
     for few in ([0], t.every[: max(2, t.count // 3)]):
-        said, part = {"against": mode, "rows": len(few)}, made(few)
+        said, part = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}, made(few)
         rows += compared(t, "invariance", mode + FEW, part, [y[few] for y in found], **said)
     return rows

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels.audit.callables.step import gradients_kept
 from bi_kernels.audit.callables.target import Target, alike, tensors
 from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.gradient import INVARIANCE
@@ -183,7 +184,8 @@ def _cache(found):
 def _judged(s: Sequences, layout: str, made: Callable[[], Made], excuse: str, pooled: str) -> list[Row]:
     """Returns the rows of a layout: of what is there for each token, and for each sequence; excuse, pooled: what is
     said of either where it is another computation, which is no drift then."""
-    row = partial(s.t.row, "invariance", layout, against=GIVEN)
+    axes = [Kind.CACHE if layout.startswith("decode") else Kind.PADDING]
+    row = partial(s.t.row, "invariance", layout, against=GIVEN, axes=axes)
     try:
         with torch.no_grad():
             made_there = made()
@@ -257,7 +259,8 @@ def sequence_gradients(t: Target) -> dict[str, Callable[[], list[Row]]]:
             return [t.row(INVARIANCE, layout, detail=f"{min(missing)} is there in one of two calls", against=GIVEN)]
         drift = compare(tuple(found[k] for k in expected), tuple(expected.values()))
         tensor = list(expected)[drift.part]
-        return [t.row(INVARIANCE, layout, drift, against=GIVEN, tensor=tensor, rows=len(s.lengths))]
+        told = {"tensor": tensor, "rows": len(s.lengths), "axes": [Kind.PADDING]}
+        return [t.row(INVARIANCE, layout, drift, against=GIVEN, **told)]
 
     ways = {"right_padded": False} | ({LEFT: True} if POSITIONS in s.takes else {})
     return {layout: partial(judged, layout, left) for layout, left in ways.items()}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from bi_kernels import contract
 from bi_kernels.audit.callables import drawn
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.kinds import Side
+from bi_kernels.audit.evidence.kinds import Kind, Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.parameters import device_name
@@ -248,7 +248,10 @@ class Target(Labelled):
         return self.compute([self.every], kind=kind)
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
-        return super().row(relation, layout, drift, **{"against": WHOLE, "inputs": "given"} | said)
+        own = {"against": WHOLE, "inputs": "given"}
+        if layout.startswith("neighbours"):
+            own["axes"] = [Kind.NEIGHBOURS]
+        return super().row(relation, layout, drift, **own | said)
 
 
 def filling(filler: str, dtype: torch.dtype) -> float | None:

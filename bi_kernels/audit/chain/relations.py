@@ -70,7 +70,7 @@ def invariance(
         if layout == [*layouts][-1]:
             detail += f"; SHA-256 {sha256({'logprob': found} | step.gradients)}"
         yield about(DETERMINISM if again else INVARIANCE, layout, forward, detail=detail)
-        yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail, gradient=Side.GRADIENT)
+        yield about(DETERMINISM if again else GRADIENT, layout, drift, names, detail=detail, side=Side.GRADIENT)
     torch.cuda.empty_cache()
     if not only or {layout.partition(":")[0] for layout in only} & {"chunked", "decode"}:
         for layout, found, computed in step.in_chunks():

@@ -54,7 +54,7 @@ def judge(case: Case) -> list[Row]:
     def same(layout: str, step: Step, calls: list[Call], against: str = "packed") -> None:
         def row() -> Row:
             drift, tensor = compared(made(step, calls), expected)
-            told = {"tensor": tensor} | ({} if drift.mismatches and tensor[:1] == "d" else {"gradient": Side.CALL})
+            told = {"tensor": tensor} | ({} if drift.mismatches and tensor[:1] == "d" else {"side": Side.CALL})
             return s.row("gradient invariance", layout, drift, against, **told, **said)
 
         asked("gradient invariance", layout, row, against)

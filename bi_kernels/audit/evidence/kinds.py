@@ -1,4 +1,4 @@
-"""Of what kind a row's drift is: what it depends on, and whether it is the forward's or a gradient's."""
+"""What a row is about: whose bits it compares, what differs between the two calls, and so what the bits depend on."""
 
 import re
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ class Side(StrEnum):
     CALL = "outputs and gradients"  # of a call, together
     INPUT = "input gradients"
     WEIGHT = "weight gradients"
-    GRADIENT = "gradients"  # of which it is not known
+    GRADIENT = "gradients"  # of inputs or weights
     TRAINED = "weights after training"
 
 
 class Kind(StrEnum):
-    """What bits depend on, the most basic cause first; then what is wrong otherwise."""
+    """What bits may depend on (an axis), the most basic cause first; then what else may be wrong."""
 
     RANDOM = "another run"
     BEFORE = "other calls between two of the same"
@@ -41,27 +41,48 @@ class Kind(StrEnum):
 
 
 RANK, SIDES = list(Kind), list(Side)
-LAID_OUT = Kind.COUNT, Kind.PLACE, Kind.PADDING, Kind.CACHE, Kind.LAYOUT  # kinds of the layout of a call's tokens
-WHOLE, AS_GIVEN, SINGLE_CALL = "the whole batch", "padded as given", "one packed call"  # what a layout is compared with
-NO_GRAD, NO_GRAD_NEEDED = "no_grad", "no gradient wanted"
-AFTER_OTHERS = "at the end", "after other products"
-AXES = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}  # of usage_modes
-LAYOUTS = {  # a pattern of names: the kind of what differs there, the first that fits
-    r"rows(:\d+)?|singles|micro_batches.*|packed|beyond .*|.*, few samples": Kind.COUNT,
-    r"permuted.*|.*, the batch in reverse": Kind.PLACE,
-    r"(left_|right_)?padded.*|batch(:\d+)?|unpadded|packed:positions": Kind.PADDING,
-    r"decode.*|chunked.*|prefill.*|generate.*": Kind.CACHE,
-    r"inference_mode|deterministic algorithms|autocast|compiled|captured|cuda_graph|torch\.compile.*": Kind.MODE,
-    r"kept: .*": Kind.KEPT,
-    r"after .*|weights updated in place": Kind.HISTORY,
-    r".* view|.*slice of .*|strides as given|every (address|other column)|heads .* apart": Kind.MEMORY,
-    r".* alone .*|.*upstream gradient.*|.*backward twice": Kind.DEMAND,
+WHOLE = "the whole batch"  # what parts of it are compared with
+NO_GRAD_NEEDED = "no gradient wanted"
+AXES = {  # what differs between a layout, by the first word of its name, and the packed call
+    "packed": [Kind.COUNT],
+    "rows": [Kind.COUNT],
+    "beyond": [Kind.COUNT],
+    "singles": [Kind.COUNT, Kind.PLACE],
+    "micro_batches": [Kind.COUNT, Kind.PLACE],
+    "neighbours": [Kind.COUNT],
+    "permuted": [Kind.PLACE],
+    "batch": [Kind.PADDING],
+    "padded": [Kind.PADDING],
+    "left_padded": [Kind.PADDING],
+    "chunked": [Kind.CACHE],
+    "decode": [Kind.CACHE],
+    "prefill": [Kind.CACHE],
+    "generate": [Kind.CACHE],
+    "cuda_graph": [Kind.MODE],
+    "torch": [Kind.MODE],  # torch.compile
 }
-MOVED = "singles|micro_batches"  # layouts of fewer rows, that lie elsewhere
 RELATIONS = {"accuracy": Kind.ACCURACY, "gradient accuracy": Kind.ACCURACY, "atomics-free": Kind.ATOMICS}
 HASH = "SHA-256"  # how the tensor of a row begins that compares hashes
 INVARIANCES = "invariance", "gradient invariance", "parity"
 BITS = *INVARIANCES, "determinism", Side.TRAINED  # relations that compare bits
+
+
+def axes_of(relation: str, layout: str, inputs: str) -> list[Kind]:
+    """Returns what differs between a row's two calls, where its check does not say. A sample with NaN or Inf among
+    others may show in theirs."""
+    if relation == "determinism":
+        return [Kind.RANDOM]
+    if relation not in INVARIANCES:
+        return [Kind.LAYOUT]
+    found = AXES.get(re.match(r"\w*", layout)[0], [Kind.LAYOUT])
+    return [Kind.NEIGHBOURS, *found] if inputs == "nonfinite" else found
+
+
+def side_of(relation: str) -> Side:
+    """Returns whose bits a relation compares, where the tensor does not say."""
+    if relation == Side.TRAINED:
+        return Side.TRAINED
+    return Side.GRADIENT if relation.startswith("gradient") else Side.FORWARD
 
 
 def fields(row: Row | dict) -> dict:
@@ -75,87 +96,30 @@ def compares_bits(rows: Iterable[Row | dict]) -> bool:
 
 
 def side(r: dict) -> str:
-    """Says whose bits a row compares: the forward's, those of gradients, of which where it is known, or weights."""
-    if r["relation"] == Side.TRAINED:
-        return Side.TRAINED
-    if r["against"] == SINGLE_CALL:
-        return r.get("gradient") or Side.CALL
-    return r.get("gradient") or (Side.GRADIENT if r["relation"].startswith("gradient") else Side.FORWARD)
-
-
-def kind(r: dict) -> str:
-    """Says what the bits that a row compares would depend on."""
-    if r["verdict"] == NEEDS_FIX and r["mismatches"] is None:
-        return Kind.ERROR
-    if r["relation"] == Side.TRAINED:
-        return Kind.LAYOUT
-    if r["relation"] == "determinism":
-        return Kind.BEFORE if r["layout"] in AFTER_OTHERS or r["against"] == SINGLE_CALL else Kind.RANDOM
-    if r["relation"] not in INVARIANCES:
-        return RELATIONS.get(r["relation"], Kind.OTHER)
-    if r["against"] == SINGLE_CALL:
-        return AXES.get(r["detail"].partition(";")[0], Kind.LAYOUT)
-    if r["against"] == NO_GRAD or (r["against"], r["layout"]) == (NO_GRAD_NEEDED, "packed"):
-        return Kind.MODE
-    if r["layout"].startswith("neighbours"):
-        return Kind.NEIGHBOURS if r["against"] == WHOLE else Kind.COUNT
-    name = r["layout"].partition("=")[0]  # of parity the first of two
-    found = next((k for pattern, k in LAYOUTS.items() if re.fullmatch(pattern, name)), Kind.LAYOUT)
-    return Kind.PADDING if r["against"] == AS_GIVEN and found == Kind.COUNT else found
+    """Returns whose bits a row compares."""
+    return r.get("side") or side_of(r["relation"])
 
 
 def by_kind(rows: Iterable[Row | dict]) -> dict[tuple[str, str], list[dict]]:
     """Groups the rows of one op by side and kind, in the order of the ranks.
 
-    A layout may differ in more than one thing, and what the other rows say tells which it is: see `_trained`,
-    `_leaked`, `_moved` and `_aged`.
+    Two calls may differ along several axes. The cause is the first of them along which alone other calls drift, of the
+    same side (of any side, where the same call is repeated); where none do, the first.
     """
     every = [fields(r) for r in rows]
-    kinds = [kind(r) for r in every]
-    for told in (_trained, _leaked, _moved, _aged):
-        kinds = told(every, kinds)
-    found = grouped(zip(every, kinds), lambda x: (side(x[0]), x[1]))
+    alone = {(side(r), *r["axes"]) for r in every if r["verdict"] == NEEDS_FIX and len(r.get("axes", ())) == 1}
+    alone |= {(s, a) for _, a in alone if a in (Kind.RANDOM, Kind.BEFORE) for s in SIDES}
+
+    def kind(r: dict) -> str:
+        if r["verdict"] == NEEDS_FIX and r["mismatches"] is None:
+            return Kind.ERROR
+        if r["relation"] not in BITS:
+            return RELATIONS.get(r["relation"], Kind.OTHER)
+        axes = r.get("axes") or [Kind.LAYOUT]
+        if axes[0] == Kind.COUNT and side(r) in (Side.WEIGHT, Side.GRADIENT):
+            return Kind.COUNT  # a split of the step moves every token, too
+        return Kind(next((a for a in axes if (side(r), a) in alone), axes[0]))
+
+    found = grouped(every, lambda r: (side(r), kind(r)))
     order = sorted(found, key=lambda at: (SIDES.index(at[0]), RANK.index(at[1])))
-    return {at: [r for r, _ in found[at]] for at in order}
-
-
-def _leaked(every: list[dict], kinds: list[str]) -> list[str]:
-    """Says that it is the values of the neighbours, of an op of the registry, where NaN comes of theirs, or where their
-    NaN alone brings the drift."""
-    failing = lambda r, k: r["verdict"] == NEEDS_FIX and k in LAID_OUT
-    finite = {side(r) for r, k in zip(every, kinds) if failing(r, k) and r["inputs"] != "nonfinite"}
-    comes = lambda r: r["layout"] == "rows" and r["max_abs"] == "inf" or side(r) not in finite
-    leaks = lambda r, k: failing(r, k) and r["inputs"] == "nonfinite" and comes(r)
-    return [Kind.NEIGHBOURS if leaks(r, k) else k for r, k in zip(every, kinds)]
-
-
-def _moved(every: list[dict], kinds: list[str]) -> list[str]:
-    """Says that it is the place, of a sample alone or in a micro-batch, where the first rows of a call keep their bits
-    and permuted ones do not."""
-    for whose in (Side.FORWARD, Side.INPUT):
-        mine = [(r, k) for r, k in zip(every, kinds) if side(r) == whose]
-        bad = [(r, k) for r, k in mine if r["verdict"] == NEEDS_FIX]
-        first = any(r["layout"].startswith("rows") for r, k in mine if k == Kind.COUNT)
-        stays = any(k == Kind.COUNT and not re.match(MOVED, r["layout"]) for r, k in bad)
-        if first and not stays and any(k == Kind.PLACE for _, k in bad):
-            counted = lambda r, k: side(r) == whose and k == Kind.COUNT and r["verdict"] == NEEDS_FIX
-            kinds = [Kind.PLACE if counted(r, k) else k for r, k in zip(every, kinds)]
-    return kinds
-
-
-def _aged(every: list[dict], kinds: list[str]) -> list[str]:
-    """Says that it is the calls before, of a backward that was repeated after others, where a repeated call has its
-    bits and the last one of all does not."""
-    bad = {k for r, k in zip(every, kinds) if r["verdict"] == NEEDS_FIX and r["layout"] != "backward"}
-    if Kind.BEFORE not in bad or Kind.RANDOM in bad:
-        return kinds
-    return [Kind.BEFORE if k == Kind.RANDOM and r["layout"] == "backward" else k for r, k in zip(every, kinds)]
-
-
-def _trained(every: list[dict], kinds: list[str]) -> list[str]:
-    """Says that it is the mode, of what a call that trains gives in any layout, where a packed one gives other bits
-    than without gradients; else it is the layout."""
-    bad = [r["verdict"] == NEEDS_FIX and r["mismatches"] is not None and r["against"] == NO_GRAD_NEEDED for r in every]
-    if not any(b and r["layout"] == "packed" for b, r in zip(bad, every)):
-        return kinds
-    return [Kind.MODE if b else k for b, k in zip(bad, kinds)]
+    return {at: found[at] for at in order}

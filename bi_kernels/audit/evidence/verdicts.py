@@ -4,7 +4,7 @@ file."""
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,7 +44,8 @@ class Row:
     max_rel: float | str | None = None
     max_ulp: int | str | None = None
     tensor: str = "out"
-    gradient: str = ""  # whose bits, where no relation says it: one of kinds.Side; of an output, nothing
+    side: str = ""  # whose bits: one of kinds.Side
+    axes: list[str] = field(default_factory=list)  # what differs between the two calls: of kinds.Kind
     first_index: list[int] | None = None
     first_failing_op: str | None = None
     threshold_share: float | str | None = None  # of the contract's bound
@@ -189,7 +190,7 @@ def checked_rows(path: Path) -> list[dict]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ValueError(f"{path} holds no JSON, expected the verdicts of an audit") from None
-    later = {f.name: f.default for f in fields(Row) if f.default is not MISSING}  # what older documents may lack
+    later = {f.name: f.default for f in fields(Row) if f.default is not MISSING} | {"axes": []}  # new to older reports
     expected = {f.name for f in fields(Row)} - later.keys()
     if not isinstance(rows, list) or any(not isinstance(r, dict) or not expected <= r.keys() for r in rows):
         raise ValueError(f"{path} holds other JSON, expected the verdicts of an audit")

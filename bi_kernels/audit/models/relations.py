@@ -84,7 +84,7 @@ def layouts(
             drift = joined([compare(t, first[name]) for name, t in found.items()])
             if shares is not None:
                 shares[layout] = drift.mismatches / drift.elements
-            whose = {"gradient": Side.GRADIENT}
+            whose = {"side": Side.GRADIENT}
             yield who.about(DETERMINISM if again else GRADIENT, layout, drift, found, "packed", **told | whose)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, Tensors
-from bi_kernels.audit.evidence.kinds import Side
+from bi_kernels.audit.evidence.kinds import Side, axes_of, side_of
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Auditable, Row
 from bi_kernels.audit.problem.attention_keys import Keys, keys
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, spans
@@ -32,6 +32,11 @@ class Labelled(Auditable):
     parts: Sequence[str] = ("out",)  # the names of its outputs
     sides: Mapping[str, Collection[str]] = {}  # names of inputs, by what a row calls their gradients
 
+    def side(self, tensor: str) -> str:
+        """Returns whose gradient a tensor is; '' where it is none."""
+        of = tensor.partition(",")[0].removesuffix(".grad")
+        return next((side for side, names in self.sides.items() if of[:1] == "d" and of[1:] in names), "")
+
     def row(
         self,
         relation: str,
@@ -47,10 +52,8 @@ class Labelled(Auditable):
         drift."""
         part, parts = drift.part if drift else 0, self.parts
         tensor = parts[part] if part < len(parts) else f"{parts[0]}[{part}]"
-        said = {"tensor": tensor} | (drift.json() if drift else {}) | more
-        of = said["tensor"].partition(",")[0].removesuffix(".grad")
-        side = next((side for side, names in self.sides.items() if of[:1] == "d" and of[1:] in names), "")
-        said.setdefault("gradient", side)
+        said = {"tensor": tensor, "axes": axes_of(relation, layout, inputs)} | (drift.json() if drift else {}) | more
+        said.setdefault("side", self.side(said["tensor"]) or side_of(relation))
         verdict = verdict or (NEEDS_FIX if drift is None or drift.mismatches else PASS)
         if verdict == NEEDS_FIX:
             said |= {"first_failing_op": self.whose[1], "repro": self.command}

@@ -10,6 +10,7 @@ from hypothesis import seed as hypothesis_seed
 from bi_kernels import contract
 from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Auditable, Row
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
@@ -74,20 +75,21 @@ def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
     at = torch.arange(n, device=subject.problem.device)
     always = {CANCELLING} if subject.problem.reduction > 1 else set()
 
-    def drift(m: int, kind: str) -> Drift:
+    def row(m: int, kind: str) -> Row:
         leaky = kind == "nonfinite"
         tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
         apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
         whole = lambda: each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
         expected = subject.once(("all rows", kind, m if leaky else 0), whole)
         part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
-        return compare(part, each(lambda t: t[:m], expected))
+        drift = compare(part, each(lambda t: t[:m], expected))
+        leaks = {"axes": [Kind.NEIGHBOURS]} if leaky and drift.max_abs == float("inf") else {}
+        return subject.row("invariance", "rows", drift, **said(m, kind) | leaks)
 
+    said = lambda m, kind: {"against": f"{n} rows", "inputs": kind, "rows": m}
     for number, m in enumerate(contract.rows(n)):
         for kind in sorted(always | {KINDS[number % len(KINDS)]}):
-            yield from subject.attempt(
-                "invariance", "rows", lambda: drift(m, kind), against=f"{n} rows", inputs=kind, rows=m
-            )
+            yield from subject.attempt("invariance", "rows", lambda: row(m, kind), **said(m, kind))
 
 
 class _Drifted(Exception):

@@ -8,7 +8,7 @@ import torch
 
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED, Kind, axes_of
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, refusal
@@ -56,7 +56,7 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
         base, rolled = first
         for name, made, expected, left_in, more in _asked(step, names, base):
             trained: list = []  # its outputs, before `expected` makes others
-            told = said | more
+            told = said | {"axes": axes_of(INVARIANCE, name, kind)} | more
 
             def making() -> Gradients:
                 found = made()
@@ -78,7 +78,8 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
 
             yield from subject.attempt(INVARIANCE, name, asked, **told)
             if not left_in and trained:  # else it raised, or was refused, as a row says
-                untrained = told | {"against": NO_GRAD_NEEDED}
+                axes = [Kind.MODE] if name == "packed" else [*told["axes"], Kind.MODE]
+                untrained = told | {"against": NO_GRAD_NEEDED, "axes": axes}
                 yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **untrained)
         if kind == CANCELLING:
             yield from _again(step, base, said)
@@ -95,11 +96,11 @@ def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[
     if step.kind != CANCELLING:
         return
     for name, view in VIEWS.items():
-        said = {"against": "packed", "detail": "tokens and upstream gradient"}
+        said = {"against": "packed", "detail": "tokens and upstream gradient", "axes": [Kind.MEMORY]}
         yield name, lambda: step.gradients(view=view), lambda: base, "", said
     alone = cache(lambda: step.gradients(main_grad=False))
     if step.shared:
-        said = {"against": "packed", "detail": "without main_grad"}
+        said = {"against": "packed", "detail": "without main_grad", "axes": [Kind.MEMORY]}
         yield UNALIGNED, lambda: step.gradients(main_grad=False, view=unaligned), alone, LEFT, said
     for name in ALONE if step.shared else ():
         said = {"against": "packed", "detail": "without main_grad"}

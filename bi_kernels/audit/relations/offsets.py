@@ -95,7 +95,7 @@ def _row(subject: OpUnderTest, call: Call, backward: bool, elements: int, said: 
     drift, names = joined([*found.values()]), list(found)
     if wrong := [f"{k}: {d.mismatches}, first at {d.first_index}" for k, d in found.items() if d.mismatches]:
         said = said | {"detail": "; ".join([said["detail"], *wrong])}
-    side = {"gradient": Side.CALL} if backward else {}
+    side = {"side": Side.CALL} if backward else {}
     return subject.row("invariance", call.layout, replace(drift, part=0), tensor=names[drift.part], **said | side)
 
 

@@ -14,6 +14,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.evidence.kinds import Kind, Side
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations.checkpoints import (
@@ -33,6 +34,8 @@ from bi_kernels.tokens import TokenLayout
 SINGLE_CALL = "one packed call"  # what the same call made in another way is compared with
 RELATIONS = {"mode": "invariance", "demand": "gradient invariance", "memory": "invariance", "history": "determinism"}
 RELATIONS |= {"population": "gradient invariance"}
+KINDS = {"mode": Kind.MODE, "demand": Kind.DEMAND, "memory": Kind.KEPT, "history": Kind.BEFORE}
+KINDS |= {"population": Kind.LAYOUT}
 NO_ROWS, DETERMINISTIC, DEFAULT = "no rows", "deterministic algorithms", "bf16 as torch's default dtype"
 STRIDED = "upstream strided"
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
@@ -50,7 +53,7 @@ def judged(subject: OpUnderTest, relation: str, name: str, asked: Variant, **sai
             raise
         return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
     drift, tensor = compared(found, expected)
-    return subject.row(relation, name, drift, tensor=tensor, **said)
+    return subject.row(relation, name, drift, tensor=tensor, **said | {"side": subject.side(tensor) or Side.CALL})
 
 
 def _refuses(subject: OpUnderTest, name: str, error: Exception) -> bool:
@@ -266,6 +269,7 @@ def by_use(subject: OpUnderTest, only: Sequence[str] = tuple(AXES)) -> Iterator[
             RELATIONS[axis],
             {"against": SINGLE_CALL, "inputs": CANCELLING, "rows": u.step.count, "detail": axis},
         )
+        said |= {"axes": [KINDS[axis]], "side": Side.CALL}
         for name, asked in AXES[axis](u).items():
             yield from subject.attempt(relation, name, partial(judged, subject, relation, name, asked, **said), **said)
 

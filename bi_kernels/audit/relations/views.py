@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
+from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import Row, sentence
 from bi_kernels.audit.problem.call_layouts import VIEWS, unaligned
 from bi_kernels.audit.problem.problem import joined
@@ -20,7 +21,7 @@ def by_view(subject: OpUnderTest, kind: str = CANCELLING) -> Iterator[Row]:
     """Compares the same values in views that lie otherwise in memory."""
     m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
     for name in VIEWED:
-        said = {"against": ALIGNED, "inputs": kind, "rows": FEW if name == ADDRESSES else m}
+        said = {"against": ALIGNED, "inputs": kind, "rows": FEW if name == ADDRESSES else m, "axes": [Kind.MEMORY]}
 
         def asked() -> Drift | Row:
             if why := layout_refusal(subject, lambda: run_on_view(subject, name, kind)):
