@@ -6,7 +6,7 @@
 Three sources: the rows of `bi-audit run` in a folder, of every audit; `audit()` of the tests' right and wrong callables
 (called "any" here); and `locate` on its planted faults ("locate"). A frozen file may hold who kills which mutant, too.
 `compare` lists the checks that are missing or new, and the verdicts that changed; it ends with 1 if there are any.
-renamed.toml holds tables named like a column, of old = "new".
+renamed.toml holds tables named like a column, or "column of op", of old = "new".
 """
 
 import argparse
@@ -92,7 +92,9 @@ def found(runs: Path, only: str) -> dict[str, list[list]]:
 
 def renamed(key: str, names: dict[str, dict[str, str]]) -> str:
     """Returns a key with the names that columns have now."""
-    return SOURCE.sub("", "|".join(names.get(k, {}).get(v, v) for k, v in zip(KEY, key.split("|"), strict=True)))
+    values = key.split("|")
+    of_op = {k: names.get(k, {}) | names.get(f"{k} of {values[1]}", {}) for k in KEY}
+    return SOURCE.sub("", "|".join(of_op[k].get(v, v) for k, v in zip(KEY, values, strict=True)))
 
 
 def compared(before: dict, after: dict) -> list[str]:

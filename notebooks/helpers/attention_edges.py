@@ -132,7 +132,7 @@ def packed_edges(s: OpUnderTest, layout: str = "edges", large: int = 1, backward
         rows = bounded_outputs(s, [y.detach() for y in found], exact, layout)
         if backward:
             step = Step(s, "normal", (len(given["q"]),))
-            step.upstream(found, 1)
+            step.draw(found)
             exact = gradient("attention", inputs, constants, step.dy, EDGES)
             for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*given.values()], step.dy)):
                 rows.append(bounded(s, y, e, p.dtype, layout, f"d{name}", name))

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import bi_kernels
 from bi_kernels.audit.broken.forward import Control, at_levels
 from bi_kernels.audit.broken.gradient import atomic_sum
-from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
+from bi_kernels.audit.evidence.verdicts import ACCURACY, INVARIANCE
 from bi_kernels.ops.attention.attention import arguments, attend
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, SplitDecodeConfig, Tiling, max_tiles
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bi_kernels
+from bi_kernels.audit.checks.limits import ELEMENTS, OFFSETS
 from bi_kernels.audit.evidence.drift import raw
-from bi_kernels.audit.relations.offsets import ELEMENTS, OFFSETS
 
 
 @dataclass(frozen=True)

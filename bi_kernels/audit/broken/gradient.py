@@ -14,7 +14,7 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels.audit.broken.forward import Control, at_levels, controls, row_count
 from bi_kernels.audit.broken.replaced_backward import with_backward
-from bi_kernels.audit.relations.gradient import ACCURACY, INVARIANCE
+from bi_kernels.audit.evidence.verdicts import ACCURACY, INVARIANCE
 from bi_kernels.audit.relations.long_sequences import LONG_SEQUENCES
 from bi_kernels.contract import EPS
 from bi_kernels.ops.gemm.gemm import fold_weight, product

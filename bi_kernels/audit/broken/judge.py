@@ -10,6 +10,7 @@ from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
+from bi_kernels.audit.checks import limits, single_call
 from bi_kernels.audit.drawn import questions
 from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
@@ -17,7 +18,7 @@ from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.inputs import INTEGERS
 from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, gradient, gradient_dtypes, offsets, usage_modes
+from bi_kernels.audit.relations import forward, gradient, gradient_dtypes
 from bi_kernels.audit.relations.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.static.launches import recorded
@@ -79,7 +80,7 @@ def _invariance(s: OpUnderTest, _: list[Control]) -> list[Row]:
 
 
 def _used(axis: str, s: OpUnderTest, _: list[Control]) -> list[Row]:
-    return _first(up_to_a_drift(usage_modes.by_use(s, [axis])))
+    return _first(up_to_a_drift(single_call.by_use(s, [axis])))
 
 
 def _drawn(s: OpUnderTest, _: list[Control]) -> list[Row]:
@@ -100,10 +101,10 @@ _BY_RELATION: dict[str, Callable[[OpUnderTest, list[Control]], list[Row]]] = {
     ),
     gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
     STATIC: _static,
-    **{axis: partial(_used, axis) for axis in usage_modes.AXES},
+    **{axis: partial(_used, axis) for axis in single_call.AXES},
     DRAWN: _drawn,
     gradient_dtypes.RELATION: lambda s, _: _first(gradient_dtypes.judge(s)),
-    offsets.OFFSETS: lambda s, _: _first(up_to_a_drift(offsets.by_call(s))),
+    limits.OFFSETS: lambda s, _: _first(up_to_a_drift(limits.by_call(s))),
     LONG_SEQUENCES: lambda s, _: _first(up_to_a_drift(by_layout(s, LONG["lengths"]))),
     TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == NO_GRAD_NEEDED)),
 }

@@ -16,33 +16,32 @@ from types import NoneType, SimpleNamespace
 import torch
 
 from bi_kernels.audit.callables import sharper
-from bi_kernels.audit.callables.demand import demands
-from bi_kernels.audit.callables.history import history
-from bi_kernels.audit.callables.memory import backward_memory, memory
-from bi_kernels.audit.callables.modes import judged, modes
 from bi_kernels.audit.callables.relations import (
     accuracy,
-    compared,
     determinism,
     gradient_accuracy,
     gradients,
     invariance,
     plan,
+    requests,
 )
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import sequence_gradients, sequences
-from bi_kernels.audit.callables.step import NoBackward, Step
+from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
+from bi_kernels.audit.checks.memory import backward_memory, memory
+from bi_kernels.audit.checks.modes import judged, modes
+from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, sentence
+from bi_kernels.audit.evidence.verdicts import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
 from bi_kernels.audit.progress import Voice
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
 from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
+from bi_kernels.audit.step import NoBackward
 from bi_kernels.checks import INTERPRETED, check_numbers
 from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_number, check_type, integer_of, strings_of, truncated_repr
@@ -162,7 +161,7 @@ def audit(
         steps += [("invariance", layout, run) for layout, run in history(t, whole["given"]).items()]  # may leave traces
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
         said["axes"] = [Kind.BEFORE]
-        last = lambda: compared(t, DETERMINISM, "at the end", t.whole(), whole["given"], **said)
+        last = lambda: t.compared(DETERMINISM, "at the end", t.whole(), whole["given"], **said)
         steps.append((DETERMINISM, "at the end", last))
     steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
     t.deadline = many.deadline = started + seconds
@@ -246,7 +245,7 @@ def _sequence_steps(t: Target, relation: str, made: Callable) -> list[tuple[str,
 def _backward_steps(t: Target, many: Target, reference: Callable | None) -> list[tuple[str, str, Callable]]:
     """Returns what judges the backward under each layout; raises what its backward raises."""
     step = Step(t)
-    whole = t.trained = step.gradients([t.every])
+    whole = t.trained = step.gradients()
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
         layouts["micro_batches:each"] = [[i] for i in t.every], "stale"
@@ -255,7 +254,7 @@ def _backward_steps(t: Target, many: Target, reference: Callable | None) -> list
         calls = calls[:1] if filler == "nonfinite" else calls
         steps.append((INVARIANCE, layout, partial(gradients, t, step, layout, calls, filler, whole)))
 
-    axes = demands(t, step, whole) | backward_memory(t, whole)
+    axes = requests(t, step) | backward_memory(t, step)
     steps += [(INVARIANCE, layout, run) for layout, run in axes.items()]
     steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many)))
 
@@ -263,7 +262,7 @@ def _backward_steps(t: Target, many: Target, reference: Callable | None) -> list
         steps.append((ACCURACY, "whole batch", partial(gradient_accuracy, t, step, whole, reference)))
 
     def again() -> list[Row]:
-        found, said = step.gradients([t.every]), {"against": "itself", "rows": t.count}
+        found, said = step.gradients(), {"against": "itself", "rows": t.count}
         said["axes"] = [Kind.RANDOM, Kind.BEFORE]  # others came between
         return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, **said) for k in whole]
 
@@ -275,7 +274,7 @@ def _static(t: Target) -> list[Row]:
     with recorded() as launches:
         try:
             t.call(t.every)
-            Step(t).gradients([t.every])
+            Step(t).gradients()
         except Exception:  # it is a row of its own
             pass
         finally:

@@ -2,21 +2,34 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
-from bi_kernels.audit.callables.step import NoBackward, Step
+from bi_kernels.audit.accuracy import against_bound
+from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import SAMPLE, WHOLE, Layout, Target, tensors
+from bi_kernels.audit.checks.requests import MOST, gradient_requests
 from bi_kernels.audit.evidence.drift import compare, raw
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, grouped, needs_fix, sentence
-from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
+from bi_kernels.audit.evidence.kinds import Kind
+from bi_kernels.audit.evidence.verdicts import (
+    ACCURACY,
+    DETERMINISM,
+    INVARIANCE,
+    UNSUPPORTED,
+    Row,
+    grouped,
+    needs_fix,
+    sentence,
+)
+from bi_kernels.audit.step import NoBackward, Results
 from bi_kernels.contract import CONTRACT, dtype_name
 
+UNBUFFERED, KEPT = "no main_grad, the batch in reverse", "the upstream gradient is kept"
 SINGLES = 16  # samples that are computed alone, spread over the batch
 RANDOM = "random: equal once torch.manual_seed is called before each call; nothing else was judged"
 UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
@@ -69,31 +82,12 @@ def samples_of(layout: Layout) -> list[int]:
     return sorted(i for call in layout for i in call if i >= 0)
 
 
-def output_names(t: Target) -> list[str]:
-    """Returns the names of the outputs that are judged."""
-    return [t.outputs[i] if t.outputs else "out" if len(t.dims) == 1 else f"out[{i}]" for i in t.judged]
-
-
-def compared(
-    t: Target, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
-) -> list[Row]:
-    """Compares outputs one by one; a dtype that is another one there is said."""
-
-    def row(name: str, a: torch.Tensor, b: torch.Tensor) -> Row:
-        if a.dtype == b.dtype:
-            return t.row(relation, layout, compare(a, b), tensor=name, **said)
-        follows = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
-        return t.row(relation, layout, tensor=name, **said | {"detail": follows})
-
-    return [row(*three) for three in zip(output_names(t), found, wanted)]
-
-
 def determinism(t: Target, runs: int) -> list[Row]:
     """Repeats the same call; where it differs, finds out whether a seed makes it the same."""
     first = t.whole()
     said = {"against": "itself", "rows": t.count, "detail": f"{runs} runs"}
     for _ in range(runs - 1):
-        rows = compared(t, DETERMINISM, "whole batch", t.whole(), first, **said)
+        rows = t.compared(DETERMINISM, "whole batch", t.whole(), first, **said)
         if needs_fix(rows):
             seeded = []
             for _ in range(2):
@@ -117,7 +111,7 @@ def invariance(t: Target, name: str, layout: Layout, filler: str, whole: dict) -
             found = filled(layout, filler, lambda filler: t.compute(layout, filler, kind))
         except Refused as error:
             return [t.row("invariance", name, inputs=kind, verdict=UNSUPPORTED, rows=said["rows"], detail=str(error))]
-        out = compared(t, "invariance", name, found, wanted, inputs=kind, **said)
+        out = t.compared("invariance", name, found, wanted, inputs=kind, **said)
         for number, row in enumerate(out):
             if row.mismatches:
                 at = row.first_index[0]
@@ -150,15 +144,34 @@ def blame(t: Target, sample: int, number: int, said: dict[str, torch.Tensor], ki
     return f"sample {sample}: {', '.join(what for group in others for what in group)} against {', '.join(most)}"
 
 
-def left(t: Target, layout: str, found: dict, wanted: dict, **said) -> list[Row]:
-    """Compares what a backward left, name by name; one that is missing needs a fix."""
-    missing = {"detail": "backward left no gradient"}
-    return [
-        t.row(INVARIANCE, layout, compare(found[k], v), tensor=k, **said)
-        if k in found
-        else t.row(INVARIANCE, layout, tensor=k, **said | missing)
-        for k, v in wanted.items()
-    ]
+def requests(t: Target, step: Step) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what judges each way to ask for a backward of the whole batch."""
+    said = {"against": "all gradients wanted", "rows": t.count, "axes": [Kind.DEMAND]}
+
+    def unbuffered() -> tuple[Results, Results]:
+        found = step.gradients([t.every[::-1]], main_grad=False)
+        wanted = step.gradients([t.every], main_grad=False)
+        return found, {k: v for k, v in wanted.items() if k[1:] not in t.batched}
+
+    def kept() -> list[Row]:
+        seen, before = [], []
+
+        def upstream(number: int, dy: torch.Tensor) -> torch.Tensor:
+            seen.append(dy)
+            before.append(dy.clone())
+            return dy
+
+        step.made(upstream=upstream)
+        told = said | {"against": "itself before", "tensor": "upstream", "detail": "backward writes into it"}
+        return [t.row(INVARIANCE, KEPT, compare(a, b), **told) for a, b in zip(seen, before)]
+
+    asked = gradient_requests(step, exact=False)
+    if len(step.folded) - len(step.trained) > MOST:
+        count = len(step.folded) - len(step.trained)
+        t.refused["each gradient alone"] = f"there are {count}, of which the first {MOST} were asked"
+    out = {name: partial(t.gradient_rows, name, variant, **said) for name, variant in asked.items()}
+    told = said | {"against": "the whole batch, in its order", "axes": [Kind.PLACE]}
+    return out | {UNBUFFERED: partial(t.gradient_rows, UNBUFFERED, unbuffered, **told), KEPT: kept}
 
 
 def gradients(t: Target, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
@@ -198,11 +211,11 @@ def gradient_accuracy(t: Target, step: Step, whole: dict, reference: Callable) -
         other = copy.copy(t)
         other.function, other.module, other.values, other.drawn, other.compiled = reference, None, values, {}, False
         of = Step(other)
-        of.upstream = upstream
-        return of.gradients([t.every])
+        of.dy = upstream
+        return of.gradients()
 
     raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
-    low, exact = made(t.values, step.upstream), made(raised, [dy.double() for dy in step.upstream])
+    low, exact = made(t.values, step.dy), made(raised, [dy.double() for dy in step.dy])
     said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}"
     held = {k: y for k, y in whole.items() if k in exact}
     limits = {k: _limit(low[k], exact[k], y.dtype) for k, y in held.items()}
@@ -222,7 +235,7 @@ def accuracy(t: Target, reference: Callable) -> list[Row]:
     raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
     rows = []
     every = t.call(t.every), expected(t.values), expected(raised)
-    for i, name in zip(t.judged, output_names(t)):
+    for i, name in zip(t.judged, t.output_names()):
         y, low, exact = (found[i] for found in every)
         said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name
         rows.append(against_bound(t, "accuracy", y, exact.double(), _limit(low, exact, y.dtype), y.dtype, *said))

@@ -12,9 +12,8 @@ from bi_kernels.audit.callables.step import gradients_kept
 from bi_kernels.audit.callables.target import Target, alike, tensors
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.evidence.verdicts import INVARIANCE, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.relations.gradient import INVARIANCE
 from bi_kernels.tokens import TokenLayout
 
 FURTHER = " far"

@@ -8,15 +8,17 @@ from dataclasses import asdict
 import torch
 from torch.utils._pytree import tree_map
 
-from bi_kernels.audit.callables import modes, relations
+from bi_kernels.audit.callables import relations
 from bi_kernels.audit.callables.audit import audit as audit_callable
-from bi_kernels.audit.callables.demand import TWICE, demands
-from bi_kernels.audit.callables.history import history
-from bi_kernels.audit.callables.memory import LATER, WRAPPED, applies, beyond, memory, wrapped
 from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.callables.sequences import IDS, sequences
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import Target, first_and_batch
+from bi_kernels.audit.checks import modes
+from bi_kernels.audit.checks.limits import WRAPPED, applies_to, beyond, wrapped
+from bi_kernels.audit.checks.memory import LATER, memory
+from bi_kernels.audit.checks.order import history
+from bi_kernels.audit.checks.requests import TWICE
 from bi_kernels.audit.evidence.drift import raw
 from bi_kernels.audit.evidence.verdicts import PASS, Row, control_row, needs_fix
 from bi_kernels.audit.faults import CannotJudge
@@ -104,7 +106,7 @@ class AnySession(Session):
         """Judges a batch beyond 2**31 elements, on a GPU in bf16, where smaller ones agree, and the control. It comes
         last: after an access to memory that is not there a GPU answers no more."""
         t = self.report.target
-        if not applies(t) or any(r.layout == "whole batch" for r in needs_fix(self.rows)):
+        if not applies_to(t) or any(r.layout == "whole batch" for r in needs_fix(self.rows)):
             return []
         rows = beyond(t, seconds=self.parameters["seconds"])
         self.add(rows)
@@ -137,8 +139,7 @@ def _moded(t: Target) -> list[Row]:
 
 
 def _demanded(t: Target) -> list[Row]:
-    step = Step(t)
-    return demands(t, step, step.gradients([t.every]))[TWICE]()
+    return relations.requests(t, Step(t))[TWICE]()
 
 
 def _kept(t: Target) -> list[Row]:

@@ -77,7 +77,7 @@ def gradients_judged(t: Target) -> list[Row]:
     """Compares every gradient on cancelling inputs, with cancelling upstream gradients, under few layouts."""
     step = Step(t, SHARP[0])
     try:
-        whole = step.gradients([t.every])
+        whole = step.gradients()
     except Exception as error:
         t.refused[f"a backward of {SHARP[0]} inputs"] = sentence(error)
         return []

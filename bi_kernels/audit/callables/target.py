@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.callables import drawn
-from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import Kind, Side
-from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.evidence.verdicts import INVARIANCE, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.problem.subject import Labelled, poisoned_memory
 from bi_kernels.audit.reproduce.samples import in_order, take
+from bi_kernels.audit.step import NoBackward, Results
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
@@ -169,6 +170,14 @@ class Target(Labelled):
         """Lists the numbers of the outputs in which something counts samples."""
         return [i for i, d in enumerate(self.dims) if d is not None]
 
+    def output_name(self, number: int) -> str:
+        """Returns the name of an output, by its number among all."""
+        return self.outputs[number] if self.outputs else "out" if len(self.dims) == 1 else f"out[{number}]"
+
+    def output_names(self) -> list[str]:
+        """Returns the names of the outputs that are judged."""
+        return [self.output_name(i) for i in self.judged]
+
     def rows(self, outputs: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         """Returns the judged outputs of a call on `count` samples, by sample."""
         return [by_sample(y, d, count) for y, d in zip(outputs, self.dims) if d is not None]
@@ -246,6 +255,37 @@ class Target(Labelled):
     def whole(self, kind: str = "given") -> list[torch.Tensor]:
         """Returns what each judged output holds of the whole batch in one call."""
         return self.compute([self.every], kind=kind)
+
+    def compared(
+        self, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
+    ) -> list[Row]:
+        """Compares outputs one by one; a dtype that is another one there is said."""
+
+        def row(name: str, a: torch.Tensor, b: torch.Tensor) -> Row:
+            if a.dtype == b.dtype:
+                return self.row(relation, layout, compare(a, b), tensor=name, **said)
+            follows = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
+            return self.row(relation, layout, tensor=name, **said | {"detail": follows})
+
+        return [row(*three) for three in zip(self.output_names(), found, wanted)]
+
+    def gradient_rows(self, layout: str, asked: Callable[[], tuple[Results, Results]], **said) -> list[Row]:
+        """Compares the gradients of a variant of the whole batch, name by name; one that is missing needs a fix. Where
+        the callable refuses it, and says so, the row says what it said; where nothing has a gradient there are none."""
+        try:
+            found, wanted = asked()
+        except NoBackward:
+            return []
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            return [self.row(INVARIANCE, layout, verdict=UNSUPPORTED, rows=self.count, detail=sentence(error))]
+        missing, outputs = {"detail": "backward left no gradient"}, self.output_names()
+        return [
+            self.row(INVARIANCE, layout, compare(found[k], v), tensor=k, **said)
+            if k in found
+            else self.row(INVARIANCE, layout, tensor=k, **said | missing)
+            for k, v in wanted.items()
+            if k not in outputs
+        ]
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
         own = {"against": WHOLE, "inputs": "given"}

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from bi_kernels.audit.checks.single_call import compared
 from bi_kernels.audit.drawn.cases import FEW, Case
 from bi_kernels.audit.evidence.drift import Tensors, compare
 from bi_kernels.audit.evidence.kinds import Side
@@ -17,7 +18,6 @@ from bi_kernels.audit.problem.call_layouts import Call, pack, spans
 from bi_kernels.audit.problem.subject import refusal
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
-from bi_kernels.audit.relations.usage_modes import compared
 
 ALONE, GROUPS, ROLLOUT, ARGUMENT, ROWS = "singles", "micro_batches:drawn", "rollout:drawn", "argument", "rows"
 HEADS = 128  # of attention's sequences together, that are held against fp64

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # it needs torch, and documents are listed, run and read with
 
 T = TypeVar("T")
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
+INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"  # relations
 PRECONDITION = "precondition"  # relation of a row that compares no bits, and without which others say nothing
 LOCALISER = "localiser"  # relation of a row that says whether it names an op
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins

@@ -9,13 +9,14 @@ from functools import partial
 import torch
 
 from bi_kernels.audit import load
+from bi_kernels.audit.checks import limits, memory, single_call
 from bi_kernels.audit.drawn import cases as drawn_cases
 from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets, usage_modes
+from bi_kernels.audit.relations import forward, gradient, long_sequences
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
@@ -58,7 +59,7 @@ def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -
 
 def _beyond(subjects: list[OpUnderTest]) -> Iterator[Row]:
     for s in subjects:
-        yield from offsets.judge(s, backward=True)
+        yield from limits.judge(s, backward=True)
         s.forget()
     if subjects[0].problem.op.name == "attention":
         yield from in_turn(partial(attention_edges.apart, subjects[0]))
@@ -69,7 +70,7 @@ def _large(subjects: list[OpUnderTest], op: str) -> Iterator[Row]:
     cases = {s.problem.dims.get("N"): s for s in subjects}  # of linear the widest and the narrowest
     for n in {min(cases), max(cases)} if op == "linear" else [next(iter(cases))]:
         s = replace(cases[n], problem=replace(cases[n].problem, sizes=sizes), memo={})
-        stages = *[_values] * held_to_fp64, _quick, gradient.by_split, forward.by_view
+        stages = *[_values] * held_to_fp64, _quick, gradient.by_split, memory.by_view
         for stage in (*stages, *[forward.by_row_count] * (op == "linear")):  # some numbers of rows cut a product in two
             yield from stage(s)
             s.forget()
@@ -91,7 +92,7 @@ def _drawn(s: OpUnderTest) -> Iterator[Row]:
 
 
 def _used(s: OpUnderTest) -> Iterator[Row]:
-    yield from usage_modes.by_use(s)
+    yield from single_call.by_use(s)
 
 
 def _rest(s: OpUnderTest) -> Iterator[Row]:
@@ -102,7 +103,7 @@ def _rest(s: OpUnderTest) -> Iterator[Row]:
         yield from s.attempt("accuracy", "rows", lambda: forward.accuracy(s, kind))
     for kind in gradient.ACCURATE:
         yield from s.attempt(gradient.ACCURACY, "rows", lambda: gradient.gradient_accuracy(s, kind))
-    yield from forward.by_view(s)
+    yield from memory.by_view(s)
     yield from forward.parity(s)
     yield from s.attempt("determinism", "packed", lambda: forward.determinism(s, CANCELLING))
     yield forward.random_layouts(s)

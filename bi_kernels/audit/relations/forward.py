@@ -1,6 +1,6 @@
 """The four relations of a forward op, each judged on its own: invariance, determinism, accuracy, parity."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,20 +8,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
-from bi_kernels.audit.evidence import coverage
+from bi_kernels.audit.accuracy import against_bound
+from bi_kernels.audit.checks.memory import by_view
 from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
 from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Auditable, Row
+from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.call_layouts import Call, layouts, of_each_token, random_layout, shapes_launched
 from bi_kernels.audit.problem.inputs import INTEGERS, KINDS
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, each, refusal
-from bi_kernels.audit.relations.views import VIEWED, by_view
 from bi_kernels.contract import SWEEP
 
 PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
 ACCURATE_ROWS = 512  # tokens that are held against fp64
-PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
 
 
 def supported(subject: OpUnderTest) -> Row | None:
@@ -179,50 +178,6 @@ def against_fp64(
     return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 
-def against_bound(
-    subject: Auditable,
-    relation: str,
-    y: torch.Tensor,
-    exact: torch.Tensor,
-    limit: torch.Tensor,
-    dtype: torch.dtype,
-    kind: str,
-    n: int,
-    detail: str,
-    tensor: str = "out",
-) -> Row:
-    """Returns the row that says how much of the bound `limit` the error of y takes; elements above it are its
-    mismatches."""
-    said = {"against": "fp64", "inputs": kind, "rows": n, "tensor": tensor}
-    if y.dtype != dtype or y.shape != exact.shape:
-        detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
-        drift = Drift(exact.numel(), exact.numel(), float("inf"))
-        return subject.row(relation, "rows", drift, detail=detail, **said)
-    parts = (t.reshape(-1).split(PIECE) for t in (y, exact, limit))
-    wrongs, firsts, shares, gaps, relatives = zip(*map(_error, *parts))
-    at = next((i * PIECE + first for i, first in enumerate(firsts) if first is not None), None)
-    if at is not None:
-        at = tuple(map(int, torch.unravel_index(torch.tensor(at), y.shape)))
-        detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
-    drift = Drift(sum(wrongs), y.numel(), max(gaps), max(relatives), first_index=at)
-    worst = "inf" if max(shares) == float("inf") else max(shares)
-    return subject.row(relation, "rows", drift, detail=detail, max_ulp=None, threshold_share=worst, **said)
-
-
-def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
-    """(elements above the limit, the first of them, the largest share of it, largest error, largest relative one)."""
-    gap = (y.double() - exact).abs()
-    # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
-    infinite = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y.double() == exact.sign() * torch.inf)
-    right = torch.where(exact.isnan(), y.isnan(), infinite)
-    finite = exact.isfinite() & y.isfinite()
-    share = torch.where(right, 0.0, torch.where(finite, gap / limit, torch.inf))
-    relative = gap / exact.abs().clamp(min=torch.finfo(torch.float64).tiny)
-    wrong, most = ~(share <= 1), lambda t: float(t.max()) if t.numel() else 0.0
-    first = int(wrong.nonzero()[0]) if wrong.any() else None
-    return int(wrong.sum()), first, most(share), most(gap[finite]), most(relative[finite])
-
-
 def parity(subject: OpUnderTest) -> list[Row]:
     """Compares layout with layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
     said = {"inputs": CANCELLING, "rows": sum(subject.lengths)}
@@ -248,25 +203,3 @@ def judge(subject: OpUnderTest, examples: int = 5) -> list[Row]:
         rows += subject.attempt("accuracy", "rows", lambda: accuracy(subject, kind), against="fp64", inputs=kind)
     subject.forget()
     return rows
-
-
-def _required(s: OpUnderTest) -> Iterator[dict]:
-    names = layouts(s.lengths, s.problem.seed)
-    assert {name.split(":")[0] for name in names} == set(SWEEP["layouts"])
-    row = lambda relation, layout, **more: {"relation": relation, "layout": layout, **more}
-    yield from (row("invariance", layout) for layout in (*names, "random", *VIEWED))
-    yield from (row("invariance", "rows", rows=m) for m in contract.rows(s.largest))
-    yield from (row("invariance", "rows", inputs=kind) for kind in KINDS)
-    yield from (row("accuracy", "rows", inputs=kind) for kind in s.problem.accurate_on)
-    yield row("determinism", "packed")
-    yield from (row("parity", f"{a}={b}") for a, b in PARITIES)
-
-
-def missing(
-    rows: Sequence[Row], subjects: Sequence[OpUnderTest], required: Callable[[OpUnderTest], Iterable[dict]] = _required
-) -> list[Row]:
-    """Returns a row that needs a fix for everything that the contract requires of a forward op and that was not run."""
-    whose = lambda row: (row.op, row.case, row.dtype)
-    refused = {whose(r) for r in rows if r.verdict == UNSUPPORTED and r.layout == "packed" and not r.control}
-    judged = [s for s in subjects if whose(s.row("", "")) not in refused]
-    return [row for s in judged for row in coverage.missing(rows, s, required(s))]

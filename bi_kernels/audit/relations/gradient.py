@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 from bi_kernels import contract
+from bi_kernels.audit.accuracy import against_bound
+from bi_kernels.audit.checks import memory, single_call
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED, Kind, axes_of
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.evidence.verdicts import ACCURACY, DETERMINISM, INVARIANCE, Row, needs_fix
 from bi_kernels.audit.problem.call_layouts import VIEWS, shapes_launched
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, refusal
-from bi_kernels.audit.relations import forward, usage_modes, views
 from bi_kernels.audit.relations.step import NAN_PADDING, Step, gradient_lengths
-from bi_kernels.audit.static.verdict import LEVELS, STATIC
 from bi_kernels.contract import SWEEP, dtype_name
 from bi_kernels.reference_gradients import gradient
 
@@ -26,7 +26,6 @@ PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach 
 ACCURATE = ("normal", "wide", CANCELLING)  # inputs on which gradients are held against fp64
 ACCURATE_TOKENS = 300
 LEFT = ".grad"  # where a parameter without main_grad has its gradient
-INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"
 
 Gradients = dict  # {input: its gradient}
 
@@ -36,7 +35,7 @@ def judge_gradients(subject: OpUnderTest) -> list[Row]:
     `uses`."""
     rows = list(by_split(subject))
     computes = rows[0].mismatches is not None  # else that row says what it raised
-    return [*rows, *usage_modes.by_use(subject)] if computes else rows
+    return [*rows, *single_call.by_use(subject)] if computes else rows
 
 
 def by_split(subject: OpUnderTest) -> Iterator[Row]:
@@ -64,7 +63,7 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
                 return found
 
             def asked() -> list[Row]:
-                if name in VIEWS and (why := views.layout_refusal(subject, making)):
+                if name in VIEWS and (why := memory.layout_refusal(subject, making)):
                     refused = told | {"against": "packed", "detail": why}
                     rows = [
                         subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left_in}", **refused) for k in base
@@ -178,34 +177,5 @@ def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list
         e, dtype = exact[k], y.dtype
         limit = contract.bound(p.contract_row, dtype, e.exact, e.magnitude, e.n, gradient=k, inputs=p.dtype)
         said = dtype, step.kind, step.count, dtype_name(dtype), tensor
-        rows.append(forward.against_bound(step.subject, ACCURACY, y, e.exact, limit, *said))
+        rows.append(against_bound(step.subject, ACCURACY, y, e.exact, limit, *said))
     return rows
-
-
-def missing(rows: Sequence[Row], subjects: Sequence[OpUnderTest]) -> list[Row]:
-    """Returns a row that needs a fix for every gradient, layout and relation that is required and was not run."""
-    return forward.missing(rows, subjects, _required)
-
-
-def _required(s: OpUnderTest) -> Iterator[dict]:
-    row = lambda *values: dict(zip(("relation", "layout", "tensor", "inputs"), values))
-    op = s.problem.op
-    yield row(STATIC, LEVELS, "out", "")
-    yield from usage_modes.required(s)
-    padded = {NAN_PADDING: PADDED} if op.shared else {}
-    for kind, names in ({CANCELLING: (*LAYOUTS, *VIEWS), "nonfinite": WITH_NEIGHBOURS} | padded).items():
-        trained = {"relation": "invariance", "against": NO_GRAD_NEEDED, "inputs": kind}
-        yield from (trained | {"layout": layout} for layout in names)
-    for k, dims in (op.tokens | op.shared).items():
-        if dims.endswith((":id", ":bool")):
-            continue
-        yield from (row(INVARIANCE, layout, f"d{k}", CANCELLING) for layout in (*LAYOUTS, *VIEWS))
-        yield row(DETERMINISM, "packed", f"d{k}", CANCELLING)
-        yield from (row(ACCURACY, "rows", f"d{k}", kind) for kind in ACCURATE)
-        if k in op.tokens:
-            yield from (row(INVARIANCE, layout, f"d{k}", "nonfinite") for layout in WITH_NEIGHBOURS)
-        if op.shared:
-            yield from (row(INVARIANCE, layout, f"d{k}.grad", CANCELLING) for layout in (*ALONE, UNALIGNED))
-            yield from (row(INVARIANCE, layout, f"d{k}", NAN_PADDING) for layout in PADDED)
-        if k in op.shared:
-            yield row(ACCURACY, "rows", f"d{k}.grad", "normal")

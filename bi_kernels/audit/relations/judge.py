@@ -5,8 +5,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from bi_kernels.audit import parallel
+from bi_kernels.audit.checks import limits
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row
-from bi_kernels.audit.relations import forward, gradient, long_sequences, offsets
+from bi_kernels.audit.relations import forward, gradient, long_sequences
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.static.binary import examined
@@ -32,7 +33,7 @@ def judge_subject(
         return rows, None
     if wants_forward:
         subject.forget()
-        rows += offsets.judge(subject, wants_backward)
+        rows += limits.judge(subject, wants_backward)
     if not wants_backward:
         return rows, None
     rows += gradient.judge_gradient_accuracy(subject) + long_sequences.judge(subject)
@@ -60,9 +61,5 @@ def judge(
     rest: list[Row] = []
     if wants_backward:
         rest, session.variants = atomics_free(launched)
-    if wants_forward:
-        rest += forward.missing(added, subjects) + forward.missing(added, subjects, offsets.required)
-    if wants_backward:
-        rest += gradient.missing(added + rest, subjects) + forward.missing(added, subjects, long_sequences.required)
     session.add(rest)
     return added + rest

@@ -52,16 +52,3 @@ def accurate(subject: OpUnderTest, lengths: list[int]) -> list[Row]:
         return gradient.against_fp64(step, {f"d{k}": (k, y) for k, y in step.gradients().items()})
 
     return subject.attempt(gradient.ACCURACY, "rows", rows, against="fp64", inputs="normal", rows=sum(lengths))
-
-
-def required(subject: OpUnderTest) -> Iterator[dict]:
-    """Yields what `judge` has rows of."""
-    if not applies(subject):
-        return
-    op = subject.problem.op
-    trained = [k for k, dims in (op.tokens | op.shared).items() if not dims.endswith((":id", ":bool"))]
-    for k in trained:
-        said = {"tensor": f"d{k}", "rows": sum(LONG["lengths"])}
-        yield from ({"relation": gradient.INVARIANCE, "layout": name} | said for name in LAYOUTS)
-        said |= {"rows": sum(LONG["accurate"])}
-        yield {"relation": gradient.ACCURACY, "layout": "rows"} | said

@@ -12,14 +12,13 @@ import cloudpickle
 import torch
 
 from bi_kernels import checks
-from bi_kernels.audit.callables.demand import STEPS
-from bi_kernels.audit.callables.memory import places
-from bi_kernels.audit.callables.modes import FEW, modes
-from bi_kernels.audit.callables.relations import RANDOM, output_names, plan
+from bi_kernels.audit.callables.relations import RANDOM, plan
 from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts, layouts
 from bi_kernels.audit.callables.target import SAMPLE, Layout, Target
-from bi_kernels.audit.evidence.verdicts import Row, sentence
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
+from bi_kernels.audit.checks.memory import places
+from bi_kernels.audit.checks.modes import FEW, modes
+from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE, WIDER
+from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row, sentence
 from bi_kernels.audit.reproduce import gradient_programs, programs, script
 from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.reproduce.gradient_programs import Backward
@@ -27,6 +26,7 @@ from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal
 from bi_kernels.audit.reproduce.script import Script, in_turn, render, unscripted, verify_scripts
 
+STEPS = EXPANDED, STRIDED, WIDER, TWICE  # of a backward
 MEMORIES = "", "00", "10", "01", "11"  # what fresh memory may hold in the first call of both results
 
 
@@ -84,7 +84,7 @@ class Judged:
         if key not in self.writers:
             self.writers[key] = Writer(t, r.inputs, self.function)
         w = self.writers[key]
-        if r.tensor in output_names(t):
+        if r.tensor in t.output_names():
             found = [forward(copy_with(w, memory=memory), r) for memory in MEMORIES]
         else:
             if key not in self.backwards:
@@ -147,7 +147,7 @@ def forward(w: Writer, r: Row) -> Program:
 
 def calls_of(t: Target, r: Row) -> tuple[Layout, str]:
     """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
-    forward = r.tensor in output_names(t)
+    forward = r.tensor in t.output_names()
     every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
     if r.inputs in ("resampled", *SHARP):
         every |= layouts(t, r.inputs) if forward else gradient_layouts(t)
@@ -213,7 +213,7 @@ def export(
 
 def slug(stem: str, t: Target, r: Row) -> str:
     """Names the script of a row by what it shows."""
-    parts = stem, "" if r.tensor in output_names(t) else r.tensor, r.layout, r.inputs if r.inputs != "given" else ""
+    parts = stem, "" if r.tensor in t.output_names() else r.tensor, r.layout, r.inputs if r.inputs != "given" else ""
     return "-".join(re.sub(r"\W+", "-", part).strip("-") for part in parts if part)
 
 

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
-from bi_kernels.audit.callables.demand import EXPANDED, STRIDED, TWICE
 from bi_kernels.audit.callables.relations import samples_of
 from bi_kernels.audit.callables.step import Step
+from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE, WIDER
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.reproduce.programs import INTEGER, Program, Writer, ascending, has_empty, layout, numbers, several
 
 UPSTREAM = {  # what comes upstream of an output y whose gradient is dy, as both results have it
     EXPANDED: ("lambda y, dy: torch.full_like(y, 0.75)", "lambda y, dy: y.new_full((), 0.75).expand(y.shape)"),
-    STRIDED: ("lambda y, dy: dy", "lambda y, dy: torch.cat((dy, dy), -1)[..., : dy.shape[-1]]"),
+    STRIDED: ("lambda y, dy: dy", "lambda y, dy: torch.stack((dy, dy), -1)[..., 0]"),
+    WIDER: ("lambda y, dy: dy", "lambda y, dy: torch.cat((dy, dy), -1)[..., : dy.shape[-1]]"),
 }
 
 
@@ -25,9 +26,9 @@ class Backward:
         t = w.t
         self.w, self.t = w, t
         self.step = Step(t, w.kind)
-        self.found = self.step.gradients([t.every])
+        self.found = self.step.gradients()
         self.plain = len(self.step.trained) == 1 and w.is_plain(self.step.trained[0])
-        self.dys = {f"dy{i}" if len(self.step.trained) > 1 else "dy": dy for i, dy in enumerate(self.step.upstream)}
+        self.dys = {f"dy{i}" if len(self.step.trained) > 1 else "dy": dy for i, dy in enumerate(self.step.dy)}
 
     def upstream(self) -> dict[str, torch.Tensor]:
         """Returns the upstream gradients that a script loads, a row a sample."""
@@ -84,7 +85,7 @@ class Backward:
         and its upstream gradient another one, or `times`, that the graph is gone through."""
         t, (leaves, arguments) = self.t, self._inputs(calls, filler)
         inner = leaves + self._backward(calls, arguments, more)
-        if self.step.folded and not t.batch:
+        if self.step.folded_names and not t.batch:
             x = t.values[t.first]
             length = x.shape[1 : -1 if x.is_floating_point() else None].numel()
             inner = [f"with of_samples(rows, {length}):", *(f"    {line}" for line in inner)]
@@ -92,13 +93,13 @@ class Backward:
         body = [f'"""{self.tensor} that backward leaves when each of these calls is a micro-batch."""', *self._reset()]
         body += ["parts = []"] * self.of_input + ["for rows in calls:", *(f"    {line}" for line in inner)]
         joined = "torch.cat(parts)" if ascending(calls) else "in_order(calls, parts)"
-        held = f"{self.python(self.key)}.{'main_grad' if self.tensor in self.step.folded else 'grad'}"
+        held = f"{self.python(self.key)}.{'main_grad' if self.tensor in self.step.folded_names else 'grad'}"
         body.append(f"return {joined if self.of_input else held}")
         return [f"def gradient(calls{f', {more}' * bool(more)}):", *(f"    {line}" for line in body), "", ""]
 
     def _reset(self) -> list[str]:
         """Returns the lines after which no backward has left anything."""
-        folded = [self.python(tensor.removeprefix("d")) for tensor in sorted(self.step.folded)]
+        folded = [self.python(tensor.removeprefix("d")) for tensor in sorted(self.step.folded_names)]
         lines = [] if self.of_input else [f"{self.python(self.key)}.grad = None"]
         return lines + [f"{p}.main_grad = torch.zeros_like({p}, dtype=torch.float32)" for p in folded]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from bi_kernels import checks
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.checks.limits import OVER_INT32
+from bi_kernels.audit.checks.memory import ALIGNED
+from bi_kernels.audit.checks.single_call import SINGLE_CALL
+from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
+from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row
 from bi_kernels.audit.problem.call_layouts import VIEWS
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE, NO_GRAD_NEEDED
 from bi_kernels.audit.relations.long_sequences import LONG
-from bi_kernels.audit.relations.offsets import OVER_INT32
-from bi_kernels.audit.relations.usage_modes import SINGLE_CALL
-from bi_kernels.audit.relations.views import ALIGNED
 from bi_kernels.audit.reproduce.imports import import_of
 from bi_kernels.audit.reproduce.script import Script, render, unscripted
 from bi_kernels.contract import dtype_name

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from bi_kernels.audit.callables.memory import COLUMNS, GIVEN
-from bi_kernels.audit.callables.modes import AUTOCAST, FEW, WANTED
-from bi_kernels.audit.callables.relations import output_names, samples_of
+from bi_kernels.audit.callables.relations import samples_of
 from bi_kernels.audit.callables.target import Target, filling, tensors
+from bi_kernels.audit.checks.memory import COLUMNS, GIVEN
+from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
 from bi_kernels.audit.evidence.verdicts import Row
 
 HELPERS = "take", "in_order", "over_used_memory", "of_samples", "in_larger", "with_strides"
@@ -185,7 +185,7 @@ def forward(w: Writer, r: Row, calls: Sequence[Sequence[int]], filler: str) -> P
 
 def output(t: Target, r: Row) -> int:
     """Returns the number of the output that a row compares."""
-    return t.judged[output_names(t).index(r.tensor)]
+    return t.judged[t.output_names().index(r.tensor)]
 
 
 def has_empty(calls: Sequence[Sequence[int]]) -> bool:

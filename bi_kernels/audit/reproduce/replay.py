@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
+from bi_kernels.audit.checks import memory, single_call
 from bi_kernels.audit.problem import call_layouts
 from bi_kernels.audit.problem.attention_keys import keys
 from bi_kernels.audit.problem.call_layouts import VIEWS
@@ -15,7 +16,6 @@ from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import POISONED, OpUnderTest, fill, gather, places
-from bi_kernels.audit.relations import usage_modes, views
 from bi_kernels.audit.relations.step import Step, token_layout
 from bi_kernels.contract import DTYPES
 
@@ -119,7 +119,7 @@ class Operator:
         """Runs backward; every token has an upstream gradient of its own, whichever call it is in, and padding none."""
         outputs, index = outputs if isinstance(outputs, (tuple, list)) else (outputs,), call.tokens.reshape(-1)
         if not self.step.dy:
-            self.step.upstream(outputs, call.tokens.dim())
+            self.step.draw(outputs, call.tokens.dim())
         pairs = []
         for y, dy in zip(outputs, self.step.dy):
             own = dy[index.clamp(min=0)]
@@ -137,7 +137,7 @@ class Operator:
         """Calls fn on the inputs in one piece, and lying otherwise in memory."""
         s = self._subject(fn)
         with torch.no_grad():
-            return tuple(_listed(made(s, view, self.kind)) for made in (views.run_contiguous, views.run_on_view))
+            return tuple(_listed(made(s, view, self.kind)) for made in (memory.run_contiguous, memory.run_on_view))
 
     def gradients_viewed(self, fn: Callable, view: str, tensor: str) -> tuple[Parts, Parts]:
         """Runs forward and backward on the inputs in one piece, and lying otherwise in memory, upstream too."""
@@ -155,9 +155,9 @@ class Operator:
         return plain, [y.clone() for y in step.outputs]
 
     def used(self, fn: Callable, axis: str, way: str) -> tuple[Parts, Parts]:
-        """Calls fn as usual, and in another way of use, with what it gives there: see `relations.usage_modes`."""
+        """Calls fn as usual, and in another way of use, with what it gives there: see `checks.single_call`."""
         s = self._subject(fn)
-        return tuple(usage_modes.again(s, axis, way, once) for once in (True, False))
+        return tuple(single_call.again(s, axis, way, once) for once in (True, False))
 
     def _subject(self, fn: Callable) -> OpUnderTest:
         return OpUnderTest(self.problem, fn, "", "")

@@ -1,35 +1,67 @@
-"""The calls before: whatever they were, and whatever a parameter held then, the next call has the bits of the first."""
+"""The calls before: whatever they were, and whatever a tensor held then, the next call has the bits of the first."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from bi_kernels.audit.callables.relations import compared, output_names
 from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.checks.modes import untrained
+from bi_kernels.audit.checks.requests import Variant
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.step import Results
+from bi_kernels.contract import DTYPES
 
 UPDATED = "weights updated in place"
 OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
 
-
-def _one(t: Target) -> None:
-    t.call([0])
+# ops of the registry
 
 
-def _reversed(t: Target) -> None:
-    t.call(t.every[::-1])
+def op_order(u: Step) -> dict[str, Variant]:
+    """Returns what an op is asked after other calls: in other shapes and dtypes, and on the same tensors when they held
+    other numbers."""
+
+    def after_others() -> tuple[Results, Results]:
+        for dtype in DTYPES.values():
+            with contextlib.suppress(Exception):  # what the candidate refuses; in its own dtype it is judged
+                _of_first_samples(u, dtype)
+        return u.made(), u.base
+
+    def refilled() -> tuple[Results, Results]:
+        given = u.inputs()
+        u.rolled(given)
+        for k, t in u.others().items():
+            given[k].copy_(t)
+        rolled = untrained(u.rolled(given))
+        expected = u.made(u.others())
+        others = {k: expected[k] for k in u.results}
+        return u.made(given) | rolled, expected | untrained(others)
+
+    return {"after other calls": after_others, "tensors written to": refilled}
 
 
-def _nonfinite(t: Target) -> None:
-    t.call([-1] * t.count, "nonfinite")
+def _of_first_samples(u: Step, dtype: torch.dtype) -> None:
+    """Calls the candidate on the first sample, and on the first three, in a dtype; backward, too."""
+    given = {k: t.to(dtype) if k in u.floating else t for k, t in u.inputs().items()}
+    for count in (1, 3):
+        rows = sum(u.lengths[:count])
+        tokens, shared = u.parts({k: t.clone().requires_grad_(k in u.floating) for k, t in given.items()})
+        tokens = {k: t[:rows] for k, t in tokens.items()}
+        outputs = u.subject.outputs(u.subject.forward(tokens, shared, (rows,), u.at[:rows]))
+        sum(o.float().sum() for o in outputs if o.requires_grad).backward()
+
+
+# any callable
 
 
 def _other_dtype(t: Target) -> None:
-    """A module's parameters stay as they are: it may refuse."""
+    """Calls a target on inputs of another dtype. A module's parameters stay as they are: it may refuse."""
     arguments = t.take(t.every)
     for k, v in tensors(arguments).items():
         if v.is_floating_point():
@@ -38,19 +70,24 @@ def _other_dtype(t: Target) -> None:
         t.results(arguments)
 
 
-BEFORE = {"one sample": _one, "another order": _reversed, "NaN": _nonfinite, "another dtype": _other_dtype}
+BEFORE: dict[str, Callable[[Target], object]] = {
+    "one sample": lambda t: t.call([0]),
+    "another order": lambda t: t.call(t.every[::-1]),
+    "NaN": lambda t: t.call([-1] * t.count, "nonfinite"),
+    "another dtype": _other_dtype,
+}
 
 
-def _after(t: Target, layout: str, before: Callable, whole: list[torch.Tensor]) -> list[Row]:
+def _after(t: Target, layout: str, before: Callable, whole: list[Tensor]) -> list[Row]:
     said = {"against": "the first call", "rows": t.count, "axes": [Kind.HISTORY]}
     try:
         before(t)
     except Exception as error:
         said["detail"] = f"the call before was refused: {sentence(error)}"
-    return compared(t, "invariance", layout, t.whole(), whole, **said)
+    return t.compared("invariance", layout, t.whole(), whole, **said)
 
 
-def _weights(t: Target) -> dict[str, torch.Tensor]:
+def _weights(t: Target) -> dict[str, Tensor]:
     """Returns what may be updated between two calls: a module's parameters, the floating tensors that all samples
     share."""
     if t.module:
@@ -72,19 +109,19 @@ def _others(module: torch.nn.Module, fresh: dict[torch.nn.Parameter, torch.nn.Pa
             m._parameters[k] = p
 
 
-def _called(t: Target, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _called(t: Target, weights: dict[str, Tensor]) -> list[Tensor]:
     """Calls a target on the whole batch; of a function these very tensors are what all samples share."""
     arguments = t.take(t.every) | ({} if t.module else weights)
     with torch.no_grad(), t.layout(t.every):
         return [y.clone() for y in t.rows(t.results(arguments), t.count)]
 
 
-def _moved(v: torch.Tensor) -> torch.Tensor:
+def _moved(v: Tensor) -> Tensor:
     """Returns what an optimizer might make of a weight."""
     return v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)
 
 
-def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
+def _updated(t: Target, whole: list[Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
     own = _weights(t)
@@ -112,19 +149,15 @@ def _updated(t: Target, whole: list[torch.Tensor]) -> list[Row]:
             for k, v in weights.items():
                 v.copy_(kept[k])
     said = {"against": "fresh tensors of equal values", "rows": t.count, "axes": [Kind.HISTORY]}
-    rows = compared(t, "invariance", UPDATED, found, wanted, **said)
-    if whole and t.module and not any(compare(a, b).mismatches for a, b in zip(found, whole)) and _trained(t):
+    rows = t.compared("invariance", UPDATED, found, wanted, **said)
+    unmoved = whole and t.module and not any(compare(a, b).mismatches for a, b in zip(found, whole))
+    if unmoved and any(k[1:] in own and bool(g.any()) for k, g in t.trained.items()):
         stale = "the update changed nothing, although backward leaves the weights a gradient"
-        rows.append(t.row("invariance", UPDATED, tensor=output_names(t)[0], detail=stale, **said))
-    return rows + compared(t, "invariance", UPDATED, t.whole(), whole, **said | {"against": "before the update"})
+        rows.append(t.row("invariance", UPDATED, tensor=t.output_name(t.judged[0]), detail=stale, **said))
+    return rows + t.compared("invariance", UPDATED, t.whole(), whole, **said | {"against": "before the update"})
 
 
-def _trained(t: Target) -> bool:
-    """Tells whether a module's results depend on its parameters."""
-    return any(k.removeprefix("d") in _weights(t) and bool(g.any()) for k, g in t.trained.items())
-
-
-def history(t: Target, whole: list[torch.Tensor]) -> dict[str, Callable[[], list[Row]]]:
+def history(t: Target, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges the whole batch after each call before it."""
     out = {f"after {k}": partial(_after, t, f"after {k}", before, whole) for k, before in BEFORE.items()}
     return out | ({UPDATED: partial(_updated, t, whole)} if _weights(t) else {})

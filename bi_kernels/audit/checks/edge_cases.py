@@ -1,4 +1,4 @@
-"""Samples and sizes that no layout holds, as ways of one call: see `uses`."""
+"""Samples and sizes that no layout holds: a token without a batch, one id everywhere, no rows, no columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,12 +11,14 @@ from bi_kernels import RopeTable
 from bi_kernels.audit.evidence.drift import Tensors
 from bi_kernels.audit.problem.registry import Op
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.one_call import ALIKE, BaselineCall, Outputs, gradients
 from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.step import Results
 from bi_kernels.contract import CONTRACT
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout
 
+LENGTHS = (5, 1, 17, 40)  # tokens of the samples of one call
+ALIKE = 19  # tokens of samples of one length
 LEAST = 2.0**15  # −LEAST is a logit of which exp is 0 beside any other
 USED = 150, 1, 40  # tokens of samples in which one id is in most positions
 ONE_TOKEN = "one token without a batch"
@@ -24,12 +26,19 @@ KEYS = (5, 12), (33, 66), (2, 65), (1, 4)  # queries of samples, and their keys
 NO_COLUMNS = {k: f"no {k}" for k in ("hidden", "mlp", "N", "K")}  # dimensions of which there may be none
 
 
-def populations(op: Op) -> dict[str, Callable[[BaselineCall], tuple[Outputs, Outputs]]]:
+def begun(subject: OpUnderTest, lengths: Sequence[int] = LENGTHS) -> Step:
+    """Returns the step of one packed call, which was made once. Raises what the candidate raises."""
+    u = Step(subject, CANCELLING, lengths)
+    assert u.base
+    return u
+
+
+def populations(op: Op) -> dict[str, Callable[[Step], tuple[Results, Results]]]:
     """Returns what an op is asked on samples that no layout holds: a token without a batch, one id in most positions,
     what is masked, no columns."""
     found: dict = {}
     if not op.positions and not op.cache:
-        found[ONE_TOKEN] = lambda u: (u.one_token(()), u.one_token((1,)))
+        found[ONE_TOKEN] = lambda u: (_one_token(u, ()), _one_token(u, (1,)))
     elif op.positions:
         found["positions for all"] = _positions_for_all
     elif op.cache:
@@ -39,7 +48,7 @@ def populations(op: Op) -> dict[str, Callable[[BaselineCall], tuple[Outputs, Out
         found["one id in most positions"] = _one_id
         found["ids in int32"] = _int32
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
-        found["NaN under the mask"] = lambda u: (u.made(given=_masked(u, masks[0])), u.base)
+        found["NaN under the mask"] = lambda u: (u.made(_masked(u, masks[0])), u.base)
     if op.ieee and not op.positions:
         found["zeros of either sign"] = _signed_zeros
     if "logits" in op.tokens:
@@ -49,7 +58,21 @@ def populations(op: Op) -> dict[str, Callable[[BaselineCall], tuple[Outputs, Out
     return found | {way: partial(_no_columns, name=k) for k, way in none.items()}
 
 
-def _positions_for_all(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _one_token(u: Step, lead: tuple[int, ...]) -> Results:
+    """Returns what is made of the first token, given with the leading shape `lead`."""
+    given = {k: t[:1] if k in u.tokens else t for k, t in u.inputs().items()}
+    leaves = {k: t.clone().requires_grad_(k in u.floating) for k, t in given.items()}
+    tokens, shared = u.parts(leaves)
+    own = {k: t.reshape(lead + t.shape[1:]) for k, t in tokens.items()}
+    outputs = u.subject.outputs(u.subject.forward(own, shared, lead, u.at[:1]))
+    trained = [(o, dy[:1].reshape(o.shape)) for o, dy in zip(outputs, u.dy) if o.requires_grad]
+    outs, dys = zip(*trained)
+    grads = u.grad(outs, [leaves[k] for k in u.floating], dys)
+    made = {k: t.reshape(1, *t.shape[len(lead) :]) for k, t in u.named(outputs).items()}
+    return made | {f"d{k}": g for k, g in zip(u.floating, grads)}
+
+
+def _positions_for_all(u: Step) -> tuple[Results, Results]:
     """Gives a batch of samples of one length the positions of one of them, and a table of which every other number
     counts."""
     step = Step(u.subject, CANCELLING, [ALIKE] * 3)
@@ -60,24 +83,24 @@ def _positions_for_all(u: BaselineCall) -> tuple[Outputs, Outputs]:
     one = torch.cat((one, one + 1, one + 2))[:ALIKE]  # what lies behind it in memory is not the same again
     apart = RopeTable(*(torch.stack((t, t), -1)[..., 0] for t in told["table"]))
 
-    def made(**more) -> Outputs:
+    def made(**more) -> Results:
         x = tensors[0].clone().requires_grad_()
         (y,) = u.subject.outputs(u.subject.called(x, *tensors[1:], **told | more))
-        return u.named([y]) | {"dx": u.backward([y], [x], [tensors[0].flip(0).contiguous()])[0]}
+        return u.named([y]) | {"dx": u.grad([y], [x], [tensors[0].flip(0).contiguous()])[0]}
 
     return made(positions=one, table=apart), made()
 
 
-def _more_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _more_keys(u: Step) -> tuple[Results, Results]:
     """Compares samples that have more keys than queries, as behind a prefix: packed, each alone, and, but for dk and
     dv, with queries for all keys, of which those before have no gradient upstream."""
     counts = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*KEYS)]
 
-    def made(samples: Sequence[int], full: bool = False) -> Outputs:
+    def made(samples: Sequence[int], full: bool = False) -> Results:
         rows = [[range(of[i], of[i + 1]) for i in samples] for of in counts]
         before = [[-1] * (len(k) - len(q)) * full for q, k in zip(*rows)]
-        q_rows = torch.tensor([r for some, q in zip(before, rows[0]) for r in (*some, *q)], device=u.step.at.device)
-        k_rows = torch.tensor([r % u.step.count for k in rows[1] for r in k], device=u.step.at.device)
+        q_rows = torch.tensor([r for some, q in zip(before, rows[0]) for r in (*some, *q)], device=u.at.device)
+        k_rows = torch.tensor([r % u.count for k in rows[1] for r in k], device=u.at.device)
         leaves = {k: t[k_rows if k in ("k", "v") else q_rows].clone().requires_grad_() for k, t in u.inputs().items()}
         ends = [np.cumsum([0, *(len(some) + len(q) for some, q in zip(before, rows[0]))])]
         ends.append(np.cumsum([0, *map(len, rows[1])]))
@@ -85,9 +108,9 @@ def _more_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
         with TokenLayout.packed(ends[0].tolist()):
             outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **u.subject.constants()))
         zero = lambda dy: dy[q_rows].masked_fill((q_rows < 0).view(-1, *[1] * (dy.dim() - 1)), 0)
-        trained = [(o, zero(dy)) for o, dy in zip(outputs, u.step.dy) if o.requires_grad]
+        trained = [(o, zero(dy)) for o, dy in zip(outputs, u.dy) if o.requires_grad]
         outs, dys = zip(*trained)
-        grads = u.backward(outs, list(leaves.values()), dys)
+        grads = u.grad(outs, list(leaves.values()), dys)
         of_queries = {k: t[q_rows >= 0] for k, t in (u.named(outputs) | {"dq": grads[0]}).items()}
         return of_queries | ({} if full else {f"d{k}": g for k, g in list(zip(leaves, grads))[1:]})
 
@@ -99,67 +122,68 @@ def _more_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
     }
 
 
-def _own_keys(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _own_keys(u: Step) -> tuple[Results, Results]:
     """Compares them where each head of queries has keys of its own, whatever the case has."""
     p = u.subject.problem
     sizes = p.sizes | {"kv_heads": p.dims["heads"]}
-    return _more_keys(BaselineCall(replace(u.subject, problem=replace(p, sizes=sizes), memo={})))
+    return _more_keys(begun(replace(u.subject, problem=replace(p, sizes=sizes), memo={}), u.lengths))
 
 
-def _one_id(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _one_id(u: Step) -> tuple[Results, Results]:
     """Compares gradients of one call and of a call a sample, where two ids in a hundred are others."""
     step = Step(u.subject, CANCELLING, USED)
     for k, dims in u.subject.problem.op.tokens.items():
         if dims.endswith(":id"):
             step.tokens[k] = torch.where(torch.arange(step.count, device=step.at.device) % 50 == 9, step.tokens[k], 5)
-    return gradients(step), gradients(step, "micro_batches:each")
+    named = lambda made: {f"d{k}": t for k, t in made.items()}
+    return named(step.gradients()), named(step.gradients("micro_batches:each"))
 
 
-def _int32(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _int32(u: Step) -> tuple[Results, Results]:
     """Compares ids in int32 with the same in int64."""
     ids = [k for k, dims in u.subject.problem.op.tokens.items() if dims.endswith(":id")]
-    return u.made(given=u.inputs() | {k: t.int() for k, t in u.inputs().items() if k in ids}), u.base
+    return u.made(u.inputs() | {k: t.int() for k, t in u.inputs().items() if k in ids}), u.base
 
 
-def _masked(u: BaselineCall, mask: str) -> dict:
+def _masked(u: Step, mask: str) -> dict:
     given = u.inputs()
     return {k: t.masked_fill(given[mask], float("nan")) if t.is_floating_point() else t for k, t in given.items()}
 
 
-def _rounded(s: OpUnderTest, exact: Tensors, count: int) -> Outputs:
+def _rounded(s: OpUnderTest, exact: Tensors, count: int) -> Results:
     """Returns the `count` outputs of a reference by name, in the dtypes that the contract promises."""
     outputs = exact if isinstance(exact, tuple) else exact.unbind(-1) if count > 1 else (exact,)
     dtypes = list(s.problem.returned.values())
     return s.named([t.to(dtype) for t, dtype in zip(outputs, dtypes * (count // len(dtypes)), strict=True)])
 
 
-def _signed_zeros(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _signed_zeros(u: Step) -> tuple[Results, Results]:
     """Compares zeros of either sign with fp64, whose arithmetic has the same zeros."""
-    step, s = u.step, u.subject
+    s = u.subject
     zero = lambda t: torch.zeros_like(t).copysign(t) if t.is_floating_point() else t
     given = {k: zero(t) for k, t in u.inputs().items()}
-    exact, _ = s.problem.reference(*u.parts(given), s.constants(), step.at, step.lengths)
+    exact, _ = s.problem.reference(*u.parts(given), s.constants(), u.at, u.lengths)
     found = u.rolled(given)
     return found, _rounded(s, exact, len(found))
 
 
-def _block_of_nothing(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def _block_of_nothing(u: Step) -> tuple[Results, Results]:
     """Compares logits of −inf in the first 4096 places, or behind them, with logits of which exp is 0 as well."""
     p, block = u.subject.problem, CONTRACT["arithmetic"]["vocabulary_block"]
     wide = replace(u.subject, problem=replace(p, sizes=p.sizes | {"vocab": block + 70}), memo={})
 
-    def made(nothing: float) -> Outputs:
-        other = BaselineCall(wide, [3, 2])
+    def made(nothing: float) -> Results:
+        other = begun(wide, [3, 2])
         given = other.inputs()
         given["logits"][:3, :block], given["logits"][3:, block:] = nothing, nothing
         if "targets" in given:
             given["targets"] = torch.tensor([block, block + 9, block + 69, 0, block - 1], device=p.device)
-        return {k: t.clamp(min=-LEAST) for k, t in other.made(given=given).items()}
+        return {k: t.clamp(min=-LEAST) for k, t in other.made(given).items()}
 
     return made(-float("inf")), made(-LEAST)
 
 
-def _no_columns(u: BaselineCall, name: str) -> tuple[Outputs, Outputs]:
+def _no_columns(u: Step, name: str) -> tuple[Results, Results]:
     """Compares calls in which a dimension is 0 with fp64: sums of nothing are zeros."""
     p = u.subject.problem
     s = replace(u.subject, problem=replace(p, sizes=p.sizes | {name: 0}), memo={})
@@ -179,7 +203,7 @@ def _no_columns(u: BaselineCall, name: str) -> tuple[Outputs, Outputs]:
     return found, expected
 
 
-def no_rows(u: BaselineCall) -> tuple[Outputs, Outputs]:
+def no_rows(u: Step) -> tuple[Results, Results]:
     """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
     found, expected = {}, {}
     for way in ("grad", "main_grad"):
@@ -190,9 +214,9 @@ def no_rows(u: BaselineCall) -> tuple[Outputs, Outputs]:
             if way == "main_grad" and k in shared:
                 leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
         nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
-        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.step.at[:0], (0, 0)))
+        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.at[:0], (0, 0)))
         trained = [o for o in outputs if o.requires_grad]
-        grads = u.backward(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
+        grads = u.grad(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
         made = dict(zip(u.floating, grads)) | {f"{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in shared}
         made = u.named(outputs) | {f"d{k}": t for k, t in made.items() if t is not None}  # no gradient is zeros
         wanted = {k: t[:0] for k, t in u.results.items()}

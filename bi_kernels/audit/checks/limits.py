@@ -1,30 +1,37 @@
-"""One call whose widest tensor has more than 2**31 elements, the last of which no offset of 32 bits reaches. On a GPU,
-in bf16, by the audit that judges an op's forward; gradients and all. Tensors lie token by token, without pages; heads
-that lie far apart are an experiment of attention's.
+"""Calls whose widest tensor has more than 2**31 elements, the last of which no offset of 32 bits reaches. On a GPU, in
+bf16; gradients and all.
 
-Packed are sequences of one length: all have the content A, but for the last two, which have another, B, and lie wholly
-beyond `elements`. So what is read from, or written to, an offset that wrapped is A where B belongs, or the reverse, or
-nothing at all. Every sequence's outputs and gradients must be bit-identical to those of its own call, and the gradients
-of parameters to what the sequences' own calls, one after another, leave.
+An op is given packed sequences of one length: all have the content A, but for the last two, which have another, B, and
+lie wholly beyond `elements`. So what is read from, or written to, an offset that wrapped is A where B belongs, or the
+reverse, or nothing at all. Every sequence's outputs and gradients must be bit-identical to those of its own call, and
+the gradients of parameters to what the sequences' own calls, one after another, leave. Any other callable is given its
+first sample over and over, and its last one where no offset of 32 bits reaches.
 """
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from bi_kernels.audit.evidence.drift import Drift, compare, joined
+from bi_kernels.audit.callables.step import gradients_kept
+from bi_kernels.audit.callables.target import OutOfTime, Target, by_sample, tensors
+from bi_kernels.audit.evidence.drift import AT_ONCE, Drift, compare, joined
 from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row
 from bi_kernels.audit.memory import in_turn
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, of_candidate, poisoned_memory
 from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.step import prepare
 from bi_kernels.contract import evaluate
 from bi_kernels.tokens import SLAB, TokenLayout
 
+LOST = getattr(torch, "AcceleratorError", ())  # of an access to memory that is not there
+WRAPPED = "samples beyond 2**31 elements read from the first on"
 OVER_INT32, LOGITS_KEPT = "beyond 2**31 elements", "beyond 2**31 elements, logits kept"
 OFFSETS = "offsets"  # what flags a control that only they show
 ELEMENTS = 2**31
@@ -136,8 +143,7 @@ def spread(pair: torch.Tensor, a: int, b: int) -> torch.Tensor:
 def _parameters(step: Step) -> dict[str, torch.Tensor]:
     """Returns new ones, each with a main_grad of zeros."""
     made = {k: t.detach().clone().requires_grad_() for k, t in step.shared.items()}
-    for t in made.values():
-        t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+    prepare(made.values(), main_grad=True)
     return made
 
 
@@ -158,8 +164,7 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
         outputs = s.outputs(s.called(*tensors, **where, **told))
     if not backward:
         return s.named(outputs)
-    if not step.dy:
-        step.upstream(outputs, 1)
+    step.draw(outputs)
     upstream = [(y, spread(dy, a, b)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
     if not upstream:
         raise ValueError("no output of the candidate requires a gradient")
@@ -172,7 +177,91 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     return s.named(outputs) | {f"d{k}": t.grad for k, t in trained.items()}
 
 
-def required(subject: OpUnderTest) -> Iterator[dict]:
-    """Yields what `judge` has rows of."""
-    if applies(subject):
-        yield from ({"relation": "invariance", "layout": call.layout} for call in calls(subject))
+# any callable
+
+
+def applies_to(t: Target) -> bool:
+    """Tells whether a batch beyond 2**31 elements is asked of a callable: on a GPU, in bf16."""
+    return t.device.type == "cuda" and t.dtype == torch.bfloat16
+
+
+def beyond(t: Target, elements: int = ELEMENTS, seconds: float = 120) -> list[Row]:
+    """Compares the results and the gradients of a batch whose largest tensor has more than so many elements with those
+    of two samples: the first one over and over, and the last one where no offset of 32 bits reaches. A callable that
+    refuses so many samples, or for which memory is lacking, is not judged; one after which the GPU answers no more
+    needs a fix."""
+    clear = lambda error: NEEDS_FIX if isinstance(error, LOST) or "CUDA error" in str(error) else UNSUPPORTED
+    made = partial(in_turn, partial(_of_callable, t, elements))
+    t.deadline = time.monotonic() + seconds
+    try:
+        return t.attempt("invariance", OVER_INT32, made, clear, against="two samples")
+    except OutOfTime:
+        return [t.row("invariance", OVER_INT32, verdict=UNSUPPORTED, detail=f"not made within {seconds:g} s")]
+    finally:
+        t.deadline = math.inf
+
+
+def wrapped(y: torch.Tensor, x: torch.Tensor, t: Target, held: dict) -> torch.Tensor:
+    """Gives the last samples of a large batch the results of the first: the control of `beyond`."""
+    rows = y.movedim(t.batch, 0)
+    return torch.cat((rows[:-LAST], rows[:LAST])).movedim(0, t.batch) if len(rows) > LAST else y
+
+
+def _of_callable(t: Target, elements: int) -> list[Row]:
+    upstream: list[torch.Tensor] = []
+    few = _two_samples(t, 1, 1, upstream)
+    held = [v.movedim(t.batch, 0) for k, v in tensors(t.values).items() if k in t.batched]
+    width = max(v[0].numel() for v in (*held, *few.values()))
+    count = -(-elements // width) + LAST
+    many, rows = _two_samples(t, count - LAST, LAST, upstream), []
+    said = {"against": "two samples", "rows": count, "detail": f"{count * width} elements in the largest tensor"}
+    for name, (first, last) in few.items():
+        step = max(1, AT_ONCE // max(1, first.numel()))
+        starts = [*range(0, count - LAST, step), count - LAST]
+        parts = []
+        for at, end in zip(starts, [*starts[1:], count]):
+            part = many[name][at:end]
+            drift = compare(part, (last if end == count else first).expand(part.shape))
+            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
+            parts.append(replace(drift, first_index=first_at))
+        of_input = name not in t.output_names()
+        told = said | ({"side": Side.INPUT} if of_input else {})
+        relation = "gradient invariance" if of_input else "invariance"
+        rows.append(t.row(relation, OVER_INT32, joined(parts), tensor=name, **told))
+    return rows
+
+
+def _two_samples(t: Target, a: int, b: int, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns what a call on the first sample `a` times and the last one `b` times gives, a row a sample: results and,
+    where there is a backward, gradients of inputs; upstream: of two samples, drawn where there is none."""
+    arguments, leaves = dict(t.values), {}
+    for k, v in tensors(t.values).items():
+        arguments[k] = _spread(v, t.batch, a, b) if k in t.batched else v.clone()
+        if k in t.batched and k not in t.outputs and f"d{k}" in t.trained:
+            leaves[k] = arguments[k].requires_grad_()
+            arguments[k] = leaves[k].clone()  # so that it may work in place
+    with gradients_kept(t.module), torch.set_grad_enabled(bool(leaves)):
+        for p in t.module.parameters() if t.module else ():
+            vars(p).pop("main_grad", None)
+        outputs = t.results(arguments)
+        found = dict(zip(t.output_names(), (y.detach() for y in t.rows(outputs, a + b))))
+        trained = [(y, d) for y, d in zip(outputs, t.dims) if d is not None and y.requires_grad]
+        if not leaves or not trained:
+            return found
+        if not upstream:
+            g = generator(t.device, t.seed, OVER_INT32)
+            made = (by_sample(y, d, 2) for y, d in trained)
+            upstream += [torch.randn(y.shape, generator=g, device=t.device).to(y.dtype) for y in made]
+        given = [_spread(dy, 0, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
+        grads = torch.autograd.grad([y for y, _ in trained], [*leaves.values()], given, allow_unused=True)
+    return found | {f"d{k}": g.movedim(t.batch, 0) for k, g in zip(leaves, grads) if g is not None}
+
+
+def _spread(v: torch.Tensor, batch: int, a: int, b: int) -> torch.Tensor:
+    """Returns the first sample of a tensor `a` times, and then its last one `b` times."""
+    shape = list(v.shape)
+    shape[batch] = a + b
+    whole = v.new_empty(shape)
+    whole.narrow(batch, 0, a).copy_(v.narrow(batch, 0, 1))
+    whole.narrow(batch, a, b).copy_(v.narrow(batch, v.shape[batch] - 1, 1))
+    return whole

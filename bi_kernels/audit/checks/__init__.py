@@ -1,0 +1,1 @@
+"""The checks of one call made in other ways: its mode, the gradients requested, memory, the calls before."""

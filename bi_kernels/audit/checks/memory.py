@@ -1,0 +1,186 @@
+"""Memory: where inputs and results lie, what is written into, and whether a result outlives later calls."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bi_kernels.audit.callables import step as callables
+from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.checks.edge_cases import ALIKE, no_rows
+from bi_kernels.audit.checks.modes import untrained
+from bi_kernels.audit.checks.requests import Variant
+from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
+from bi_kernels.audit.evidence.kinds import Kind
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.problem.call_layouts import VIEWS, unaligned
+from bi_kernels.audit.problem.problem import joined
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.relations import step as ops
+from bi_kernels.audit.reproduce.samples import in_larger, with_strides
+from bi_kernels.audit.step import Results, Step
+from bi_kernels.tokens import TokenLayout
+
+VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
+ALIGNED, ADDRESSES = "aligned", "every address"
+OFFSETS, FEW = range(1, 17), 5  # elements between an aligned address and a tensor; tokens of a call at each
+VIEWED = (*VIEWS, ADDRESSES)
+NO_ROWS = "no rows"
+LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
+BACKWARD = "kept: a backward after a later call"
+
+
+def after_a_later_call(step: Step, main_grad: bool = False) -> tuple[Results, Results]:
+    """Compares a backward before which the target was called on others: what its forward saved must be its own."""
+    base = step.folded if main_grad else step.base
+    between = lambda: step.made(step.others(), main_grad=main_grad)
+    return step.made(main_grad=main_grad, between=between), base
+
+
+# ops of the registry
+
+
+def op_memory(u: ops.Step) -> dict[str, Variant]:
+    """Returns what an op is asked of what it writes: inputs, what comes upstream, outputs that a caller keeps, and no
+    rows at all."""
+
+    def untouched() -> tuple[Results, Results]:
+        given, seen = u.inputs(), {}
+
+        def upstream(number: int, dy: Tensor) -> Tensor:
+            seen[f"upstream[{number}]"] = dy
+            return dy
+
+        u.made(given, upstream=upstream)
+        rolled = u.inputs()
+        with torch.no_grad():
+            u.outputs_of(rolled)
+        expected = u.inputs() | {f"upstream[{i}]": dy for i, dy in enumerate(u.dy)}
+        held = {k: t.detach() for k, t in given.items()} | seen
+        return held | untrained(rolled), {k: expected[k] for k in held} | untrained(u.inputs())
+
+    def kept() -> tuple[Results, Results]:
+        with torch.no_grad():
+            rolled = u.named(u.outputs_of(u.inputs()))
+        made = u.made()
+        u.made(u.others())
+        u.rolled(u.others())
+        return made | untrained(rolled), u.base | untrained(u.results)
+
+    def shapes_alone() -> tuple[Results, Results]:
+        """Compares gradients of samples of one length where a token layout says so and where shapes do."""
+        step = ops.Step(u.subject, CANCELLING, [ALIKE] * 3)
+        told = step.gradients("batch")
+        with TokenLayout([0], [step.count], step.count):
+            pass  # what was left again must not count
+        step.says_layout = False
+        named = lambda made: {f"d{k}": t for k, t in made.items()}
+        return named(step.gradients("batch")), named(told)
+
+    return {
+        "no token layout": shapes_alone,
+        "inputs and upstream": untouched,
+        "outputs kept": kept,
+        "backward after a later call": lambda: after_a_later_call(u),
+        NO_ROWS: lambda: no_rows(u),
+    }
+
+
+def by_view(subject: OpUnderTest, kind: str = CANCELLING) -> Iterator[Row]:
+    """Compares the same values in views that lie otherwise in memory."""
+    m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
+    for name in VIEWED:
+        said = {"against": ALIGNED, "inputs": kind, "rows": FEW if name == ADDRESSES else m, "axes": [Kind.MEMORY]}
+
+        def asked() -> Drift | Row:
+            if why := layout_refusal(subject, lambda: run_on_view(subject, name, kind)):
+                return subject.row("invariance", name, Drift(0, 0), detail=why, **said)
+            return compare(run_on_view(subject, name, kind), run_contiguous(subject, name, kind))
+
+        yield from subject.attempt("invariance", name, asked, **said)
+
+
+def _given(subject: OpUnderTest, name: str, kind: str) -> tuple[dict, dict, tuple, Tensor]:
+    m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
+    tokens, shared = subject.inputs(kind, m)
+    m = FEW if name == ADDRESSES else m
+    return {k: t[:m] for k, t in tokens.items()}, shared, (m,), torch.arange(m, device=subject.problem.device)
+
+
+def run_on_view(subject: OpUnderTest, name: str, kind: str) -> Tensors:
+    """Returns what is made of the tensors in a view; of every address a tuple, one each."""
+    tokens, shared, *rest = _given(subject, name, kind)
+
+    def made(view: Callable) -> Tensors:
+        moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
+        return joined(subject.forward(*moved, *rest))
+
+    return tuple(made(lambda t: unaligned(t, n)) for n in OFFSETS) if name == ADDRESSES else made(VIEWS[name])
+
+
+def run_contiguous(subject: OpUnderTest, name: str, kind: str) -> Tensors:
+    """Returns what a view is compared with."""
+    out = subject.call(*_given(subject, name, kind))
+    return (out,) * len(OFFSETS) if name == ADDRESSES else out
+
+
+def layout_refusal(subject: OpUnderTest, ask: Callable) -> str:
+    """Returns in which words a candidate refuses how its inputs lie in memory, '' where it does not."""
+    try:
+        if subject.candidate != "bi_kernels":
+            ask()
+    except Exception as error:
+        clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
+        if clear and any(word in str(error) for word in ("contiguous", "stride", "aligned")):
+            return f"refused: {sentence(error)}"
+    return ""
+
+
+# any callable
+
+
+def _kept(t: Target) -> list[Row]:
+    """Another call, on other samples in the same shapes, must leave alone what the first one returned."""
+    with torch.no_grad(), t.layout(t.every):
+        first = t.results(t.take(t.every))
+        before = [y.clone() for y in first]
+        t.results(t.take(t.every[::-1]))
+    said = {"against": "itself before", "rows": t.count, "axes": [Kind.KEPT]}
+    said["detail"] = "a later call writes into what this one returned"
+    return t.compared("invariance", LATER, t.rows(first, t.count), t.rows(before, t.count), **said)
+
+
+def places(t: Target) -> dict[str, Callable]:
+    """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
+    sliced = lambda dims: lambda k, v: in_larger(v, dims(v)) if k in t.batched else v.clone()
+    out = {SLICE: sliced(lambda v: {t.batch}), COLUMNS: sliced(lambda v: {t.batch, v.dim() - 1})}
+    if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
+        out[GIVEN] = lambda k, v: with_strides(v, v.stride())
+    return out
+
+
+def _placed(t: Target, layout: str, place: Callable, whole: list[Tensor]) -> list[Row]:
+    """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
+    what does not lie in one piece, and says so, is not judged."""
+    arguments = t.take(t.every)
+    arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
+    said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
+    try:
+        with torch.no_grad(), t.layout(t.every):
+            found = t.rows(t.results(arguments), t.count)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
+    return t.compared("invariance", layout, found, whole, **said)
+
+
+def memory(t: Target, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what judges each place in memory against the whole batch."""
+    out = {layout: partial(_placed, t, layout, place, whole) for layout, place in places(t).items()}
+    return {LATER: partial(_kept, t)} | out
+
+
+def backward_memory(t: Target, step: callables.Step) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what judges a backward before which the callable was called again."""
+    said = {"against": "without the later call", "rows": t.count, "axes": [Kind.KEPT]}
+    return {BACKWARD: lambda: t.gradient_rows(BACKWARD, lambda: after_a_later_call(step, main_grad=True), **said)}

@@ -1,0 +1,185 @@
+"""The mode of a call: whether a gradient is wanted, inference, autocast, compiled, captured. The bits are one."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from triton.runtime.errors import InterpreterError
+
+from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.checks.requests import CHECKPOINTED, Variant, checkpointed
+from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.evidence.kinds import Kind
+from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.step import Results
+
+INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
+DEFAULT = "bf16 as torch's default dtype"
+WANTED, FEW = "a gradient wanted", ", few samples"
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Turns torch's deterministic algorithms on, without its warnings."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ops of the registry
+
+
+def op_modes(u: Step) -> dict[str, Variant]:
+    """Returns what an op is asked in another mode of PyTorch: compiled by Inductor on a GPU, traced as it would be
+    elsewhere; in a checkpoint."""
+    device = u.subject.problem.device.type
+
+    def inference() -> tuple[Results, Results]:
+        given, before = u.inputs(), u.inputs()
+        with torch.inference_mode():
+            found = {k: t.clone() for k, t in u.named(u.outputs_of(given)).items()}
+        held = lambda held: {f"{k} as given": t.detach() for k, t in held.items()}
+        return found | held(given), u.results | held(before)
+
+    def within(mode: Callable) -> tuple[Results, Results]:
+        with mode():
+            return u.made() | untrained(u.rolled()), u.base | untrained(u.results)
+
+    def autocast() -> tuple[Results, Results]:
+        with torch.autocast(device, torch.bfloat16):
+            return u.made(), u.base
+
+    def compiled() -> tuple[Results, Results]:
+        torch.compiler.reset()  # what was compiled for other ops counts against the limit of recompilations
+        function = torch.compile(u.subject.function, backend="inductor" if device == "cuda" else "aot_eager")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # what Dynamo says of a kernel on Triton's interpreter
+                made = u.made(function=function) | untrained(u.rolled(function=function))
+        except InterpreterError as error:
+            if u.subject.candidate == "bi_kernels":
+                raise
+            raise NotImplementedError(f"compiled, a bare kernel is traced into Triton's interpreter: {error}") from None
+        return made, u.base | untrained(u.results)
+
+    def captured() -> tuple[Results, Results]:
+        tensors, told = u.arguments(u.call, *u.parts(u.others()))
+        values, _ = u.arguments(u.call, *u.parts(u.inputs()))
+        with torch.no_grad():
+            u.subject.function(*tensors, **told)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = u.subject.outputs(u.subject.function(*tensors, **told))
+            for into, value in zip(tensors, values):
+                into.copy_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+        return u.named(out), u.results
+
+    found = {
+        INFERENCE: inference,
+        DETERMINISTIC: lambda: within(deterministic),
+        DEFAULT: lambda: within(lambda: default_dtype(torch.bfloat16)),
+        AUTOCAST: autocast,
+        "compiled": compiled,
+        CHECKPOINTED: lambda: checkpointed(u),
+    }
+    return found | ({"captured": captured} if device == "cuda" else {})
+
+
+def untrained(made: Results) -> Results:
+    """Returns the same under names that say that no gradient is wanted."""
+    return {f"{k}, no gradient wanted": t for k, t in made.items()}
+
+
+# any callable
+
+
+def _wanted(t: Target, samples: list[int]) -> list[Tensor]:
+    arguments = t.take(samples)
+    with torch.enable_grad(), t.layout(samples):
+        for k, v in tensors(arguments).items():
+            if v.is_floating_point() and k not in t.outputs:
+                arguments[k] = v.requires_grad_().clone()  # which it may write into
+        return [y.detach() for y in t.results(arguments)]
+
+
+def _inference(t: Target, samples: list[int]) -> list[Tensor]:
+    arguments = t.take(samples)
+    with torch.inference_mode(), t.layout(samples):
+        return t.results(arguments)
+
+
+def _within(mode: Callable) -> Callable[[Target, list[int]], list[Tensor]]:
+    def call(t: Target, samples: list[int]) -> list[Tensor]:
+        with mode(t):
+            return t.call(samples)
+
+    return call
+
+
+def _by_design(m: nn.Module) -> bool:
+    """Tells whether a module is there to compute something else in training: it draws, or it looks at the batch."""
+    drops = isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
+    return drops or isinstance(m, nn.modules.batchnorm._NormBase)
+
+
+@contextlib.contextmanager
+def _switched(module: nn.Module) -> Iterator[None]:
+    """Puts a module that trains into eval(), and another into train(); leaves it as it was."""
+    training, buffers = {m: m.training for m in module.modules()}, [(b, b.clone()) for b in module.buffers()]
+    try:
+        module.train(not module.training)
+        yield
+    finally:
+        for m, was in training.items():
+            m.training = was
+        with torch.no_grad():
+            for b, value in buffers:
+                b.copy_(value)
+
+
+def modes(t: Target) -> dict[str, Callable[[Target, list[int]], list[Tensor]]]:
+    """Returns what calls a target on samples in each mode but the one in which it is judged, without gradients."""
+    found = {WANTED: _wanted, INFERENCE: _inference, DETERMINISTIC: _within(lambda t: deterministic())}
+    found[AUTOCAST] = _within(lambda t: torch.autocast(t.device.type, torch.bfloat16))
+    if t.module and not any(map(_by_design, t.module.modules())):
+        found["eval()" if t.module.training else "train()"] = _within(lambda t: _switched(t.module))
+    return found
+
+
+def judged(t: Target, mode: str, whole: list[Tensor]) -> list[Row]:
+    """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Autocast may
+    compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
+    judged there, nor one that draws in the other of train() and eval()."""
+    said = {"against": "no_grad", "rows": t.count, "axes": [Kind.MODE]}
+    made = lambda samples: t.rows(modes(t)[mode](t, samples), len(samples))
+    try:
+        found = [y.clone() for y in made(t.every)]
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        if mode not in (WANTED, AUTOCAST):
+            raise
+        return [t.row("invariance", mode, verdict=UNSUPPORTED, detail=sentence(error), **said)]
+    if mode.endswith("()") and any(compare(a, b).mismatches for a, b in zip(found, made(t.every))):
+        return []
+    rows = [] if mode == AUTOCAST else t.compared("invariance", mode, found, whole, **said)
+    for few in ([0], t.every[: max(2, t.count // 3)]):
+        said, part = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}, made(few)
+        rows += t.compared("invariance", mode + FEW, part, [y[few] for y in found], **said)
+    return rows

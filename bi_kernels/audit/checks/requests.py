@@ -1,0 +1,136 @@
+"""What is requested of a backward: which gradients, of which outputs, from which upstream gradient, and how often."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bi_kernels.audit.relations.step import token_layout
+from bi_kernels.audit.step import Results, Step
+from bi_kernels.tokens import TokenLayout
+
+Variant = Callable[[], tuple[Results, Results]]  # returns what the call gives in another way, and what it is to give
+
+MOST = 6  # inputs and parameters each of which is asked for its gradient alone
+EXPANDED, STRIDED = "an expanded upstream gradient", "a strided upstream gradient"
+WIDER = "an upstream gradient sliced from a wider one"
+TWICE = "a graph kept, backward twice"
+CHECKPOINTED, FROZEN = "checkpointed", "frozen parameters"
+FROZEN_CHECKPOINTED = f"{FROZEN}, {CHECKPOINTED}"
+
+
+def one_number(number: int, dy: Tensor) -> Tensor:
+    """Returns an upstream gradient that is one number for all, as of a sum."""
+    return dy.new_full((), 0.75).expand(dy.shape)
+
+
+def strided(number: int, dy: Tensor) -> Tensor:
+    """Returns every other column of a wider upstream gradient."""
+    return torch.stack((dy, dy), -1)[..., 0]
+
+
+def sliced(number: int, dy: Tensor) -> Tensor:
+    """Returns the first columns of a wider upstream gradient, as of what was concatenated."""
+    return torch.cat((dy, dy), -1)[..., : dy.shape[-1]] if dy.dim() else dy
+
+
+def without_signs_of_zeros(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both without what a term of 0 in a sum may change: the sign of a zero, and what 0 × Inf makes."""
+    return torch.where(wanted.isfinite(), found + 0.0, wanted), wanted + 0.0
+
+
+def gradient_requests(step: Step, main_grad: bool = True, exact: bool = True) -> dict[str, Variant]:
+    """Returns what any backward is asked: one gradient alone, all but one, one output in use, other upstream gradients,
+    and twice over a kept graph. exact: whether zeros upstream of the other outputs may change no sign of a zero."""
+    base = step.folded if main_grad else step.base
+    outputs = {k: t for k, t in base.items() if k[1:] not in step.leaves}
+    names = [k[1:] for k, t in base.items() if k not in outputs and t is not None]
+    made = partial(step.made, main_grad=main_grad)
+    found: dict[str, Variant] = {}
+
+    def some(wanted: list[str]) -> tuple[Results, Results]:
+        all_wanted = outputs | {f"d{k}": step.folded[f"d{k}"] for k in wanted}
+        return step.made(wanted=wanted, main_grad=True), all_wanted
+
+    if len(names) > 1:
+        for name in names[:MOST]:
+            found[f"{name} alone wants a gradient"] = partial(some, [name])
+            if len(names) > 2:
+                found[f"{name} alone is frozen"] = partial(some, [k for k in names if k != name])
+
+    def used(number: int) -> tuple[Results, Results]:
+        zeros = lambda i, dy: dy if i == number else torch.zeros_like(dy)
+        made_of_one, wanted = made(used=[number]), made(upstream=zeros)
+        for k, t in wanted.items():  # an output may be made without some of the inputs: no gradient is zeros
+            if t is not None and made_of_one.get(k) is None:
+                made_of_one[k] = torch.zeros_like(t)
+            if t is not None and not exact and k not in outputs:
+                made_of_one[k], wanted[k] = without_signs_of_zeros(made_of_one[k], t)
+        return made_of_one, wanted
+
+    if len(step.dy) > 1:
+        found |= {f"output {number} alone is used": partial(used, number) for number in range(len(step.dy))}
+    in_memory = lambda i, dy: one_number(i, dy).contiguous()
+    found[EXPANDED] = lambda: (made(upstream=one_number), made(upstream=in_memory))
+    found[STRIDED] = lambda: (made(upstream=strided), base)
+    found[WIDER] = lambda: (made(upstream=sliced), base)
+    found[TWICE] = lambda: (made(times=2), base)
+    return found
+
+
+# ops of the registry
+
+
+def op_requests(u: Step) -> dict[str, Variant]:
+    """Returns what an op's backward is asked."""
+    found = gradient_requests(u, main_grad=False)
+    for name, values in u.subject.free.items():
+        for value in values:
+            function = partial(u.subject.function, **{name: value})
+            found[f"{TWICE}, {name} = {value}"] = partial(lambda f: (u.made(times=2, function=f), u.base), function)
+    if all(trained_and_frozen(u)):
+        found |= {FROZEN: partial(frozen, u), FROZEN_CHECKPOINTED: partial(frozen, u, again=True)}
+    return found
+
+
+def _again(u: Step, layout: TokenLayout | None = None) -> Callable:
+    """Returns the candidate in a checkpoint, under a layout both times where there is one."""
+    call = layout.within(u.subject.called) if layout else u.subject.called
+    return partial(checkpoint, call, use_reentrant=False)
+
+
+def checkpointed(u: Step) -> tuple[Results, Results]:
+    """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well."""
+    function = _again(u, token_layout(u.call, u.lengths))
+    found, expected = u.made(function=function), dict(u.base)
+    if parameters := trained_and_frozen(u)[1]:
+        for into, way in ((found, function), (expected, None)):
+            given = u.inputs()
+            u.made(given, main_grad=True, function=way)
+            into |= {f"main_grad of {k}": given[k].main_grad for k in parameters}  # not what is left in .grad
+    return found, expected
+
+
+def trained_and_frozen(u: Step) -> tuple[list[str], list[str]]:
+    """Returns the names of the floating inputs, of tokens and of parameters."""
+    return [k for k in u.floating if k in u.tokens], [k for k in u.floating if k in u.shared]
+
+
+def frozen(u: Step, again: bool = False) -> tuple[Results, Results]:
+    """Compares what the call gives where no parameter trains, and what their main_grad holds then; again: in a
+    checkpoint. Without trainable parameters nothing is accumulated, so no layout is needed."""
+    tokens, parameters = trained_and_frozen(u)
+    given = u.inputs()
+    for k in parameters:
+        given[k].main_grad = torch.zeros_like(given[k], dtype=torch.float32)
+    u.says_layout = False
+    try:
+        with TokenLayout([0], [1], 1):  # of another call
+            made = u.made(given, wanted=tokens, function=_again(u) if again else None)
+    finally:
+        u.says_layout = True
+    held = {f"main_grad of a frozen {k}": given[k].main_grad for k in parameters}
+    expected = u.results | {f"d{k}": u.base[f"d{k}"] for k in tokens}
+    return made | held, expected | {k: torch.zeros_like(t) for k, t in held.items()}

@@ -1,0 +1,157 @@
+"""A training step of a target: what a real backward() leaves, over the calls of a layout, or of one call made in any
+other way.
+
+The upstream gradient belongs to the step, not to a call: every logical token, or sample, keeps its own in every layout,
+and padding has none.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Results = dict[str, Tensor | None]  # outputs by name, and gradients under "d" and a name; None: there is none
+
+
+class NoBackward(ValueError):
+    """Raised where nothing that a target returns has a gradient."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a call and its backward are made, next to the layout of its tokens."""
+
+    wanted: Collection[str] | None = None  # inputs and parameters whose gradient is wanted; None: of all
+    used: Collection[int] | None = None  # outputs that have an upstream gradient; None: all
+    main_grad: bool = False  # whether parameters have one
+    upstream: Callable[[int, Tensor], Tensor] = lambda number, dy: dy  # changes the upstream gradient of an output
+    times: int = 1  # that the backward runs over the same graph; the last counts
+    between: Callable[[], object] = lambda: None  # what comes between forward and backward
+    function: Callable | None = None  # in place of the target's
+
+    def wants(self, name: str) -> bool:
+        return self.wanted is None or name in self.wanted
+
+
+class Step(ABC):
+    """Inputs of one kind with their upstream gradient, and what a target makes of them.
+
+    A subclass knows one kind of target: an op of the registry, or any callable.
+    """
+
+    def __init__(self):
+        self.dy: list[Tensor] = []  # the upstream gradient of each output, drawn when its shape is known
+        self.in_grad: set[str] = set()  # parameters whose gradient the last backward left in `.grad`
+        self.leaves: set[str] = set()  # what had a gradient wanted, so far
+
+    @property
+    @abstractmethod
+    def floating(self) -> list[str]:
+        """Names the inputs of the whole call that may want a gradient."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Collection[str]:
+        """Names those of them that all tokens share, which may have a main_grad."""
+
+    @abstractmethod
+    def inputs(self) -> dict[str, Tensor]:
+        """Returns the inputs of the whole call by name, new ones each time."""
+
+    @abstractmethod
+    def outputs_of(self, given: dict, function: Callable | None = None) -> Sequence[Tensor]:
+        """Calls the target on all tokens at once."""
+
+    @abstractmethod
+    def named(self, outputs: Sequence[Tensor]) -> Results: ...
+
+    @abstractmethod
+    def draw(self, outputs: Sequence[Tensor]) -> None:
+        """Draws the step's upstream gradient where there is none yet."""
+
+    def upstream(self) -> list[Tensor]:
+        """Returns new upstream gradients of the whole call, in the shapes of its outputs."""
+        return [dy.clone() for dy in self.dy]
+
+    @contextmanager
+    def module_parameters(self, how: Context) -> Iterator[dict[str, Tensor]]:
+        """Yields the parameters of a module that the target is; afterwards their gradients are as they were."""
+        yield {}
+
+    @cached_property
+    def base(self) -> Results:
+        """Holds what the whole call gives, gradients in `.grad`."""
+        return self.made()
+
+    @cached_property
+    def folded(self) -> Results:
+        """Holds what the whole call gives, gradients of parameters in their main_grad."""
+        return self.made(main_grad=True)
+
+    @property
+    def results(self) -> Results:
+        """Returns the outputs of the whole call."""
+        return {k: t for k, t in self.base.items() if k[1:] not in self.leaves}
+
+    def others(self) -> dict[str, Tensor]:
+        """Returns inputs of the same shapes that hold other numbers."""
+        return {k: t.flip(0) if t.dim() else t for k, t in self.inputs().items()}
+
+    def made(self, given: dict | None = None, **how) -> Results:
+        """Returns the outputs of the whole call, and the gradients that its backward leaves; how: see Context."""
+        context, given = Context(**how), given or self.inputs()
+        with self.module_parameters(context) as module:
+            leaves = {k: given[k].requires_grad_() for k in self.floating if context.wants(k)} | module
+            self.leaves |= leaves.keys()
+            shared = {k: t for k, t in leaves.items() if k in module or k in self.parameters}
+            prepare(shared.values(), context.main_grad)
+            outputs = self.outputs_of(given, context.function)
+            self.draw(outputs)
+            self.backward(outputs, self.upstream(), leaves.values(), context)
+            self.in_grad = {k for k, t in shared.items() if t.grad is not None}
+            return self.named(outputs) | {f"d{k}": left(t) for k, t in leaves.items()}
+
+    def rolled(self, given: dict | None = None, function: Callable | None = None) -> Results:
+        """Returns the outputs of the whole call without gradients, as of a rollout."""
+        with torch.no_grad():
+            outputs = self.outputs_of(given or self.inputs(), function)
+            return self.named([t.clone() for t in outputs])
+
+    def backward(
+        self, outputs: Sequence[Tensor], dy: Sequence[Tensor], leaves: Collection[Tensor], how: Context
+    ) -> None:
+        """Runs a real backward of the outputs in use, which adds to the leaves' `.grad` and `main_grad`."""
+        numbers = [i for i, y in enumerate(outputs) if y.requires_grad and (how.used is None or i in how.used)]
+        if not numbers:
+            raise NoBackward("no output of the candidate requires a gradient")
+        how.between()
+        for later in reversed(range(how.times)):
+            with self.memory(later):
+                upstream = [how.upstream(i, dy[i]) for i in numbers]
+                torch.autograd.backward([outputs[i] for i in numbers], upstream, retain_graph=later > 0)
+            if later:
+                prepare(leaves, None)
+
+    @contextmanager
+    def memory(self, later: int) -> Iterator[None]:
+        """Says what fresh memory holds in a backward, of which so many more come."""
+        yield
+
+
+def prepare(parameters: Collection[Tensor], main_grad: bool | None) -> None:
+    """Clears gradients, and gives tensors a main_grad of zeros, or none; None: clears the one that there is."""
+    for t in parameters:
+        t.grad = None
+        if main_grad or (main_grad is None and hasattr(t, "main_grad")):
+            t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+        elif main_grad is False:
+            vars(t).pop("main_grad", None)
+
+
+def left(t: Tensor) -> Tensor | None:
+    """Returns the gradient that a backward left of a tensor: in `.grad`, else in its main_grad."""
+    return getattr(t, "main_grad", None) if t.grad is None else t.grad
