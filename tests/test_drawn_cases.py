@@ -7,21 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bi_kernels.audit.relations.edge_case_inputs import ONE_TOKEN, populations
 
 import bi_kernels
 from bi_kernels.audit import session
 from bi_kernels.audit.broken.uses import _Gradient, doubled_alone, doubled_for_several
-from bi_kernels.audit.drawn.cases import FINITE, POPULATIONS, draw
-from bi_kernels.audit.drawn.questions import ROLLOUT, judge
-from bi_kernels.audit.drawn.session import _parts, judge_cases
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
+from bi_kernels.audit.fuzz.checks import ROLLOUT, judge
 from bi_kernels.audit.parameters import RandomParameters
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, gradient, usage_modes
-from bi_kernels.audit.relations.edge_case_inputs import ONE_TOKEN, populations
 from bi_kernels.contract import DTYPES
+from helpers.fuzz import _parts, judge_cases
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
 # of the casts' dtype each is an audit of its own

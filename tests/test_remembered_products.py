@@ -9,9 +9,9 @@ from test_remembered import BF16
 
 from bi_kernels.audit import start
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
-from bi_kernels.audit.problem import products
 from bi_kernels.ops.gemm import gemm, launch_cache
 from helpers import gemm as experiments
+from helpers import products
 
 ASKED = products.asked(products.SIZES["cpu"][0], BF16, torch.device("cpu"))
 LOOKED_UP = [k for k in ASKED if not any(word in k for word in ("start", "out", "unaligned", "8 bytes", "strided"))]

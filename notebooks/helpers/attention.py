@@ -8,7 +8,6 @@ import torch
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken import attention as controls
 from bi_kernels.audit.broken.judge import groups, judge_control
-from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
@@ -16,6 +15,7 @@ from bi_kernels.audit.relations import gradient as gradients
 from helpers import attention_edges as edges
 from helpers import attention_generation as generation
 from helpers import attention_on_gpu as on_gpu
+from helpers import coverage
 from helpers.common import Counts, differing, is_ours, sixteen_bits
 
 

@@ -11,12 +11,10 @@ from torch import Tensor
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.distance import steps
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem import products
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
@@ -26,6 +24,7 @@ from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.kernel import tiles as every_tile
+from helpers import coverage, products
 from helpers.common import Counts, Found, replayed
 
 FIXED = Tile(128, 128, 64, 8, 3)  # what every tile is held against

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.evidence import coverage
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
@@ -19,6 +18,7 @@ from bi_kernels.audit.relations.forward import supported
 from bi_kernels.audit.relations.gradient import INVARIANCE, LEFT
 from bi_kernels.audit.relations.step import Step
 from bi_kernels.contract import dtype_name
+from helpers import coverage
 from helpers.common import Found, is_ours
 
 LAYOUT = "without main_grad"

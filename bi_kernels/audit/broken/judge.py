@@ -11,10 +11,10 @@ from bi_kernels.audit.broken.forward import CONTROLS, Control
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.uses import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.checks import limits, single_call
-from bi_kernels.audit.drawn import questions
-from bi_kernels.audit.drawn.cases import draw
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row, needs_fix, sentence, up_to_a_drift
+from bi_kernels.audit.fuzz import checks as fuzz
+from bi_kernels.audit.fuzz.cases import draw
 from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.problem.inputs import INTEGERS
 from bi_kernels.audit.problem.subject import OpUnderTest
@@ -88,7 +88,7 @@ def _drawn(s: OpUnderTest, _: list[Control]) -> list[Row]:
     cases = (
         draw(p.op, s.function, number, p.dtype, p.device, p.seed, s.candidate, s.device) for number in range(DRAWS)
     )
-    return _first(up_to_a_drift(row for case in cases for row in questions.judge(case)))
+    return _first(up_to_a_drift(row for case in cases for row in fuzz.judge(case)))
 
 
 _BY_RELATION: dict[str, Callable[[OpUnderTest, list[Control]], list[Row]]] = {

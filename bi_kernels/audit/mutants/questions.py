@@ -10,9 +10,9 @@ import torch
 
 from bi_kernels.audit import load
 from bi_kernels.audit.checks import limits, memory, single_call
-from bi_kernels.audit.drawn import cases as drawn_cases
-from bi_kernels.audit.drawn import questions as drawn
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.fuzz import cases as drawn_cases
+from bi_kernels.audit.fuzz import checks as drawn
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest

@@ -1,7 +1,6 @@
 """Judges cases drawn by seed, of every op: a row an op, dtype and question, and one a case that needs a fix."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
@@ -9,14 +8,14 @@ from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.broken.judge import groups, judge_control
-from bi_kernels.audit.drawn.cases import FINITE, RANDOM, Case, draw
-from bi_kernels.audit.drawn.questions import QUESTIONS, judge
 from bi_kernels.audit.evidence import tables
-from bi_kernels.audit.evidence.coverage import missing
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
+from bi_kernels.audit.fuzz.cases import FINITE, RANDOM, Case, draw
+from bi_kernels.audit.fuzz.checks import QUESTIONS, judge
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.contract import DTYPES, dtype_name
+from helpers.coverage import missing
 
 AT_ONCE = 256, 6  # cases that one process is given, which compiles their kernels first; and of attention
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
@@ -41,7 +40,9 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
         found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
         found = summed(found)
         if any(r.verdict != UNSUPPORTED for r in found):
-            found += missing(found, subject, required())
+            found += missing(
+                found, subject, [{"relation": relation, "layout": layout} for relation, layout in QUESTIONS]
+            )
         session.add(found)
         rows, seen = rows + found, seen + drawn
     return rows, seen
@@ -118,11 +119,6 @@ def populations(seen: list[Seen]) -> Markdown:
 
 def _range(numbers: list[int]) -> str:
     return f"{min(numbers)} to {max(numbers)}"
-
-
-def required() -> Iterator[dict]:
-    """Yields what a few cases of every op hold."""
-    yield from ({"relation": relation, "layout": layout} for relation, layout in QUESTIONS)
 
 
 def figure(seen: list[Seen]) -> plt.Figure:

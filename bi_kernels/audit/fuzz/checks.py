@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.checks.single_call import compared
-from bi_kernels.audit.drawn.cases import FEW, Case
 from bi_kernels.audit.evidence.drift import Tensors, compare
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.fuzz.cases import FEW, Case
 from bi_kernels.audit.problem import problem
 from bi_kernels.audit.problem.call_layouts import Call, pack, spans
 from bi_kernels.audit.problem.subject import refusal
