@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from bi_kernels.audit.evidence.figures import plt  # with the style of every figure
 from bi_kernels.audit.evidence.verdicts import grouped
 from bi_kernels.audit.index.goals import number
+from helpers.figures import plt  # with the style of every figure
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#333333"
 COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, "#888888", BLACK)

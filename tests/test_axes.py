@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bi_kernels.audit.callables.modes import AUTOCAST, FEW, WANTED
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables import demand, history, memory
-from bi_kernels.audit.callables.modes import AUTOCAST, FEW, WANTED
 
 
 class Scaled(torch.autograd.Function):

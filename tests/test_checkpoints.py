@@ -9,6 +9,8 @@ from itertools import accumulate
 
 import pytest
 import torch
+from bi_kernels.audit.relations.one_call import LENGTHS, BaselineCall, Outputs
+from bi_kernels.audit.relations.usage_modes import compared
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
@@ -16,9 +18,7 @@ from bi_kernels import MainGrads
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest, of_candidate, poisoned_memory
-from bi_kernels.audit.relations.one_call import LENGTHS, BaselineCall, Outputs
 from bi_kernels.audit.relations.step import token_layout
-from bi_kernels.audit.relations.usage_modes import compared
 from bi_kernels.tokens import TokenLayout, layout_for
 
 pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either

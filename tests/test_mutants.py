@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from bi_kernels.audit.relations.views import VIEWED
 
 import bi_kernels
 from bi_kernels.audit import load
@@ -20,7 +21,6 @@ from bi_kernels.audit.mutants import document, operators, plan, questions, rates
 from bi_kernels.audit.mutants.reach import on_hopper, ops_for
 from bi_kernels.audit.mutants.run import SEEDS, Server, judged
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.relations.views import VIEWED
 
 TOY = '''
 BLOCK = 32

@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.evidence import escape, figures, tables
+from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, terminal
 from bi_kernels.audit.evidence.drift import compare
@@ -28,6 +28,7 @@ from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.summary import summary
+from helpers import figures
 from helpers.backward import split_said
 
 G = torch.Generator().manual_seed(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from bi_kernels.audit.relations.views import ADDRESSES, OFFSETS
 
 import bi_kernels
 from bi_kernels.audit import audit
@@ -25,7 +26,6 @@ from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, gradient, usage_modes
-from bi_kernels.audit.relations.views import ADDRESSES, OFFSETS
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Judged
 from bi_kernels.audit.reproduce.fork_server import Ended, ForkServer

@@ -16,7 +16,6 @@ from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
 from bi_kernels.audit.chain.relations import PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
@@ -25,6 +24,7 @@ from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
+from helpers.figures import plt  # in the style of all that is drawn
 
 SEPARATE, PADDING = "dW as the sum of separately accumulated partials, trained", "rollouts that see a cache's padding"
 OPS = {

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
+from helpers.figures import plt  # in the style of all that is drawn
 
 LOWEST, HIGHEST = -22, 2  # powers of two between which a difference is shown
 

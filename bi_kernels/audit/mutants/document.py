@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from bi_kernels.audit.evidence import escape, figures, tables  # noqa: F401  (figures sets the style)
+from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped

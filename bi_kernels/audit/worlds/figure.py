@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from bi_kernels.audit.evidence.figures import plt  # in the style of all that is drawn
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
+from helpers.figures import plt  # in the style of all that is drawn
 
 COLUMNS = {"invariance": "logprobs", "parity": "decode", "gradient invariance": "gradients", Side.TRAINED: "weights"}
 
