@@ -15,7 +15,8 @@ Variant = Callable[[], tuple[Results, Results]]  # returns what the call gives i
 
 MOST = 6  # inputs and parameters each of which is asked for its gradient alone
 EXPANDED, STRIDED = "an expanded upstream gradient", "a strided upstream gradient"
-WIDER = "an upstream gradient sliced from a wider one"
+APART = "an upstream gradient in every other column"
+AGAINST = {EXPANDED: "the same in memory"}  # what a request is compared with, where it is not all gradients
 TWICE = "a graph kept, backward twice"
 CHECKPOINTED, FROZEN = "checkpointed", "frozen parameters"
 FROZEN_CHECKPOINTED = f"{FROZEN}, {CHECKPOINTED}"
@@ -26,12 +27,12 @@ def one_number(number: int, dy: Tensor) -> Tensor:
     return dy.new_full((), 0.75).expand(dy.shape)
 
 
-def strided(number: int, dy: Tensor) -> Tensor:
+def apart(number: int, dy: Tensor) -> Tensor:
     """Returns every other column of a wider upstream gradient."""
     return torch.stack((dy, dy), -1)[..., 0]
 
 
-def sliced(number: int, dy: Tensor) -> Tensor:
+def strided(number: int, dy: Tensor) -> Tensor:
     """Returns the first columns of a wider upstream gradient, as of what was concatenated."""
     return torch.cat((dy, dy), -1)[..., : dy.shape[-1]] if dy.dim() else dy
 
@@ -75,7 +76,6 @@ def gradient_requests(step: Step, main_grad: bool = True, exact: bool = True) ->
     in_memory = lambda i, dy: one_number(i, dy).contiguous()
     found[EXPANDED] = lambda: (made(upstream=one_number), made(upstream=in_memory))
     found[STRIDED] = lambda: (made(upstream=strided), base)
-    found[WIDER] = lambda: (made(upstream=sliced), base)
     found[TWICE] = lambda: (made(times=2), base)
     return found
 
@@ -86,6 +86,7 @@ def gradient_requests(step: Step, main_grad: bool = True, exact: bool = True) ->
 def op_requests(u: Step) -> dict[str, Variant]:
     """Returns what an op's backward is asked."""
     found = gradient_requests(u, main_grad=False)
+    found[APART] = lambda: (u.made(upstream=apart), u.base)
     for name, values in u.subject.free.items():
         for value in values:
             function = partial(u.subject.function, **{name: value})
