@@ -13,7 +13,7 @@ from bi_kernels import contract
 from bi_kernels.audit.accuracy import against_bound
 from bi_kernels.audit.callables.step import Step
 from bi_kernels.audit.callables.target import SAMPLE, WHOLE, Layout, Target, tensors
-from bi_kernels.audit.checks.requests import MOST, gradient_requests
+from bi_kernels.audit.checks.requests import AGAINST, MOST, gradient_requests
 from bi_kernels.audit.evidence.drift import compare, raw
 from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import (
@@ -169,7 +169,9 @@ def requests(t: Target, step: Step) -> dict[str, Callable[[], list[Row]]]:
     if len(step.folded) - len(step.trained) > MOST:
         count = len(step.folded) - len(step.trained)
         t.refused["each gradient alone"] = f"there are {count}, of which the first {MOST} were asked"
-    out = {name: partial(t.gradient_rows, name, variant, **said) for name, variant in asked.items()}
+    of_zeros = lambda name: "zeros of the others" if name.startswith("output ") else said["against"]
+    against = {name: {"against": AGAINST.get(name, of_zeros(name))} for name in asked}
+    out = {name: partial(t.gradient_rows, name, variant, **said | against[name]) for name, variant in asked.items()}
     told = said | {"against": "the whole batch, in its order", "axes": [Kind.PLACE]}
     return out | {UNBUFFERED: partial(t.gradient_rows, UNBUFFERED, unbuffered, **told), KEPT: kept}
 

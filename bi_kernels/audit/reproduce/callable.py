@@ -17,7 +17,7 @@ from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts, layouts
 from bi_kernels.audit.callables.target import SAMPLE, Layout, Target
 from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
-from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE, WIDER
+from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
 from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row, sentence
 from bi_kernels.audit.reproduce import gradient_programs, programs, script
 from bi_kernels.audit.reproduce.fork_server import ForkServer
@@ -26,7 +26,7 @@ from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal
 from bi_kernels.audit.reproduce.script import Script, in_turn, render, unscripted, verify_scripts
 
-STEPS = EXPANDED, STRIDED, WIDER, TWICE  # of a backward
+STEPS = EXPANDED, STRIDED, TWICE  # of a backward
 MEMORIES = "", "00", "10", "01", "11"  # what fresh memory may hold in the first call of both results
 
 

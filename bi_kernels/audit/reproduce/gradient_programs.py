@@ -6,14 +6,13 @@ import torch
 
 from bi_kernels.audit.callables.relations import samples_of
 from bi_kernels.audit.callables.step import Step
-from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE, WIDER
+from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.reproduce.programs import INTEGER, Program, Writer, ascending, has_empty, layout, numbers, several
 
 UPSTREAM = {  # what comes upstream of an output y whose gradient is dy, as both results have it
     EXPANDED: ("lambda y, dy: torch.full_like(y, 0.75)", "lambda y, dy: y.new_full((), 0.75).expand(y.shape)"),
-    STRIDED: ("lambda y, dy: dy", "lambda y, dy: torch.stack((dy, dy), -1)[..., 0]"),
-    WIDER: ("lambda y, dy: dy", "lambda y, dy: torch.cat((dy, dy), -1)[..., : dy.shape[-1]]"),
+    STRIDED: ("lambda y, dy: dy", "lambda y, dy: torch.cat((dy, dy), -1)[..., : dy.shape[-1]]"),
 }
 
 
