@@ -17,7 +17,7 @@ from IPython.display import Markdown
 
 from benchmarks import attention, cases, linear, measure, rows, tables
 from benchmarks.session import MEASURES
-from bi_kernels.audit import parameters, start, timing, worker
+from bi_kernels.audit import executor, parameters, start, timing
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.static import profiler
@@ -297,7 +297,7 @@ def test_the_starved_process_has_the_environment_that_the_contract_says():
     names = list(BENCH["gemm"]["environment"])
     assert names == ["CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"]
     for name, value in BENCH["gemm"]["environment"].items():
-        assert worker.call("os:getenv", name, environment=BENCH["gemm"]["environment"]) == value != os.getenv(name)
+        assert executor.call("os:getenv", name, environment=BENCH["gemm"]["environment"]) == value != os.getenv(name)
 
 
 # Goals
@@ -399,20 +399,21 @@ def test_an_unknown_group_is_one_sentence(bi_audit):
 )
 def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypatch):
     from bi_kernels.audit import commands
-    from bi_kernels.audit.runs import given
+    from bi_kernels.audit.options import Bench
+    from bi_kernels.audit.runs import checked
 
     ran = []
-    for module in (commands, given):
+    for module in (commands, checked):
         monkeypatch.setattr(module, "choose", lambda device, shapes="": torch.device("cuda"))
-    monkeypatch.setattr(given, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(given, "writable", lambda option, file: None)
-    monkeypatch.setattr(commands, "run", lambda **told: ran.append(told))
-    commands.bench(groups, "auto", seed=5, tiny=False, out=None, publish=True)
+    monkeypatch.setattr(checked, "device_name", lambda device: "Fake GPU")
+    monkeypatch.setattr(checked, "writable", lambda option, file: None)
+    monkeypatch.setattr(commands, "run", ran.append)
+    commands.bench(Bench(groups, seed=5, publish=True))
     (told,) = ran
-    assert (told["names"], told["out"], told["seed"], told["publish"]) == (("bench",), None, 5, True)
-    assert told["extra"] == ([("groups", "rows;calls")] if groups else [])
-    read = {"groups": "", "shapes": told["shapes"], "device": "auto"} | dict(told["extra"])
-    place, narrowed = given.place("bench", read, None, publish=True, quick=False)
+    assert (told.names, told.out, told.seed, told.publish) == (("bench",), None, 5, True)
+    assert told.extra == ([("groups", "rows;calls")] if groups else [])
+    read = {"groups": "", "shapes": told.shapes, "device": "auto"} | dict(told.extra)
+    place, narrowed = checked.place("bench", read, None, publish=True, quick=False)
     assert place == Path("audits", folder) and bool(narrowed) == bool(groups)
 
 

@@ -35,10 +35,10 @@ from bi_kernels.audit.callables.step import NoBackward, Step
 from bi_kernels.audit.callables.target import OutOfTime, Target
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, sentence
+from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce.callable import export
-from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free

@@ -19,9 +19,9 @@ from bi_kernels.audit.callables.relations import RANDOM, output_names, plan
 from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts, layouts
 from bi_kernels.audit.callables.target import SAMPLE, Layout, Target
 from bi_kernels.audit.evidence.verdicts import Row, sentence
+from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.relations.gradient import DETERMINISM, INVARIANCE
 from bi_kernels.audit.reproduce import gradient_programs, programs, script
-from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.reproduce.gradient_programs import Backward
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal

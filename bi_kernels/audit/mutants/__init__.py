@@ -1,1 +1,0 @@
-"""Mutants of our own kernels and launchers, and which of the audits' questions kills each."""
