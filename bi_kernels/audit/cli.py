@@ -68,8 +68,10 @@ def main() -> None:
     try:
         run(sys.argv[1:])
         status = 0
-    except (UsageError, ModuleNotFoundError) as error:
+    except UsageError as error:
         said = str(error)
+    except ModuleNotFoundError as error:
+        status, said = 1, str(error)
     except KeyboardInterrupt:
         status, said = 130, "interrupted; finished documents are whole, and --resume does not make them again"
     except OSError as error:  # a full disk, a folder that went away
