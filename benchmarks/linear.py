@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import bi_kernels
 from benchmarks import cases
+from benchmarks.clock import DeviceClock, Timing, time_in_turns
 from benchmarks.measure import OURS, Bench, Numbers, rotated
 from bi_kernels.audit import executor
-from bi_kernels.audit.timing import DeviceClock, Timing, time_in_turns
 from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.gemm import cheapest, product
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
