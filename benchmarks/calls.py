@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 
 import bi_kernels
+from benchmarks.clock import spread
 from benchmarks.measure import OURS, TORCH, Bench, Call
 from bi_kernels.audit.chain import plain
 from bi_kernels.audit.chain.speed import Exact, decode_step
-from bi_kernels.audit.timing import spread
 from bi_kernels.model import CONFIGS, Decoder
 
 MODULES = {OURS: bi_kernels, TORCH: plain}

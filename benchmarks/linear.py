@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import bi_kernels
 from benchmarks import cases
+from benchmarks.clock import DeviceClock, Timing, time_in_turns
 from benchmarks.measure import OURS, Bench, Numbers, rotated
-from bi_kernels.audit import worker
-from bi_kernels.audit.timing import DeviceClock, Timing, time_in_turns
+from bi_kernels.audit import executor
 from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.gemm import cheapest, product
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
@@ -145,8 +145,8 @@ def _starved(bench: Bench, shapes: list[tuple[int, int, int]]) -> dict[tuple[int
     given = shapes, bench.seed, bench.settings["cold_bytes"], bench.rounds
     try:
         with bench.alone():
-            return worker.call(f"{__name__}:linears", *given, environment=bench.settings["gemm"]["environment"])
-    except worker.Died as died:
+            return executor.call(f"{__name__}:linears", *given, environment=bench.settings["gemm"]["environment"])
+    except executor.Died as died:
         bench.keep({"group": "gemm", "case": STARVED, "errors": {STARVED: str(died)}})
         return {}
 

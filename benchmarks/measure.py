@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.clock import DeviceClock, OperatorCounter, Timing, time_in_turns
 from bi_kernels.audit.evidence.verdicts import sentence
-from bi_kernels.audit.timing import GPU, DeviceClock, OperatorCounter, Timing, time_in_turns
+from bi_kernels.audit.timing import GPU
 
 OURS, TORCH, COMPILED, LIGER = "bi_kernels", "torch", "torch.compile", "Liger"
 FASTEST = "the fastest"  # peer

@@ -8,6 +8,7 @@ import torch
 
 import bi_kernels
 from benchmarks import attention, calls, cases, linear, rows
+from benchmarks.goals import evaluate
 from benchmarks.measure import Bench
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
 from bi_kernels.audit.index import goals
@@ -82,7 +83,7 @@ class BenchSession(Session):
     def goals(self) -> list[dict]:
         """Compares the measurements with the contract's goals, and writes goals.json. No goal is for tiny shapes."""
         records = [] if self.parameters["shapes"] == "tiny" else self.bench.records
-        found = goals.evaluate(records, self.bench.settings["goals"])
+        found = evaluate(records, self.bench.settings["goals"])
         if self.out:
             (self.out / goals.FILE).write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return found

@@ -16,8 +16,10 @@ import torch
 from IPython.display import Markdown
 
 from benchmarks import attention, cases, linear, measure, rows, tables
+from benchmarks import clock as clock_module
+from benchmarks import goals as evaluated
 from benchmarks.session import MEASURES
-from bi_kernels.audit import parameters, start, timing, worker
+from bi_kernels.audit import executor, parameters, start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.static import profiler
@@ -30,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "audits/nvidia-h200-qwen3-8b/bench"
 
 
-class Clock(timing.OperatorCounter):
+class Clock(clock_module.OperatorCounter):
     """Gives each call the milliseconds that `ms` says, and notes who was timed with which inputs."""
 
     unit = "ms"
@@ -120,7 +122,7 @@ def test_every_goal_is_of_something_that_is_measured():
     for group in MEASURES.values():
         group(made)
     assert not [r for r in made.records if "error" in r]
-    found = goals.evaluate(made.records, BENCH["goals"])
+    found = evaluated.evaluate(made.records, BENCH["goals"])
     unknown = [f["what"] for f in found if f["met"] is None]
     sizes = {f"{batch} × {length}" for batch, length in BENCH["attention"]["sizes"]}
     assert all(
@@ -140,8 +142,8 @@ def test_a_group_measures_as_many_cells_as_it_is_to_have(group):
 
 
 def test_a_spread_is_the_median_and_the_quartiles():
-    assert timing.spread([5.0, 1.0, 4.0, 2.0, 3.0]) == (3.0, 2.0, 4.0)
-    assert timing.spread([7.0]) == (7.0, 7.0, 7.0)
+    assert clock_module.spread([5.0, 1.0, 4.0, 2.0, 3.0]) == (3.0, 2.0, 4.0)
+    assert clock_module.spread([7.0]) == (7.0, 7.0, 7.0)
 
 
 HOW = {"rounds": 5, "round_ms": 3.0, "most_calls": 24}
@@ -150,7 +152,7 @@ HOW = {"rounds": 5, "round_ms": 3.0, "most_calls": 24}
 def test_calls_take_turns_and_never_meet_the_inputs_of_the_one_before():
     first, second = (lambda i: None), (lambda i: None)
     clock = Clock(lambda call: 0.5)
-    timing.time_in_turns({"a": first, "b": second}, clock, **HOW, walls=0)
+    clock_module.time_in_turns({"a": first, "b": second}, clock, **HOW, walls=0)
     order = [call for call, _, count in clock.seen if count == 6]  # 3 ms of half a millisecond each
     assert order == [first, second] * 5
     given = [set(range(at, at + count)) for _, at, count in clock.seen if count == 6]
@@ -159,14 +161,14 @@ def test_calls_take_turns_and_never_meet_the_inputs_of_the_one_before():
 
 def test_medians_forget_a_round_that_was_disturbed():
     taken = iter([1.0, 1.0, 1.0, 1.0, 99.0, 1.2, 1.1])
-    found = timing.time_in_turns({"a": lambda i: None}, Clock(lambda call: next(taken)), **HOW, walls=0)["a"]
+    found = clock_module.time_in_turns({"a": lambda i: None}, Clock(lambda call: next(taken)), **HOW, walls=0)["a"]
     assert found.device == (1.1, 1.0, 1.2) and found.wall is None
 
 
 @pytest.mark.parametrize("ms, count", [(100.0, 1), (1.0, 3), (0.001, 24), (0.0, 24)])
 def test_a_short_call_is_repeated_and_a_long_one_is_not(ms, count):
     clock = Clock(lambda call: ms)
-    timing.time_in_turns({"a": lambda i: None}, clock, **HOW)
+    clock_module.time_in_turns({"a": lambda i: None}, clock, **HOW)
     assert {c for _, _, c in clock.seen[2:]} == {count}
 
 
@@ -178,7 +180,7 @@ def test_a_graph_holds_every_set_of_inputs_and_its_time_is_divided_by_its_calls(
 
     clock = Graphs(lambda call: 8.0)
     clock.replays = []
-    found = timing.time_in_turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
+    found = clock_module.time_in_turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
     assert clock.replays == [16] * 5 and found.device.median == 0.5
 
 
@@ -192,11 +194,11 @@ def test_the_device_sleeps_until_a_round_is_queued(woke, given, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **how: event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = timing.DeviceClock()
+    clock = clock_module.DeviceClock()
     call = lambda i: (seen.append(i), time.perf_counter())
     clock.queued_us[call] = 50.0
     assert clock.device(call, 0, 3) == 2.0 and seen == given
-    assert slept[0] == int(timing.CYCLES * (50 + 1.5 * 3 * 50)) and len(slept) == len(given) / 3
+    assert slept[0] == int(clock_module.CYCLES * (50 + 1.5 * 3 * 50)) and len(slept) == len(given) / 3
 
 
 def test_a_slower_candidate_is_found_slower_by_the_counter_and_by_the_clock():
@@ -229,7 +231,7 @@ def test_a_peer_that_cannot_is_said_and_ours_that_cannot_is_a_cell_without_a_mea
 def test_ratios_are_the_peers_time_over_ours_and_rates_are_of_ours():
     made = bench()
     made.clock, made.limits = Clock(), {"TB/s": 4.0}
-    of = lambda ms: timing.Timing(timing.spread([ms]), None)
+    of = lambda ms: clock_module.Timing(clock_module.spread([ms]), None)
     found = {"bi_kernels": of(2.0), "slow": of(5.0), "fast": of(1.0)}, {}
     made.add("decode", "attention", found, measure.FASTEST, {"direction": "paged"}, flops=4e9, size=6e9)
     (said,) = made.records
@@ -297,7 +299,7 @@ def test_the_starved_process_has_the_environment_that_the_contract_says():
     names = list(BENCH["gemm"]["environment"])
     assert names == ["CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"]
     for name, value in BENCH["gemm"]["environment"].items():
-        assert worker.call("os:getenv", name, environment=BENCH["gemm"]["environment"]) == value != os.getenv(name)
+        assert executor.call("os:getenv", name, environment=BENCH["gemm"]["environment"]) == value != os.getenv(name)
 
 
 # Goals
@@ -324,9 +326,9 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
         {"group": "drawn", "op": "linear", "case": "x", "ratio": 0.01},
         {"group": "gemm", "case": "x", "error": "e"},
     ]
-    (found,) = goals.evaluate(records + other, [GOAL | goal])
+    (found,) = evaluated.evaluate(records + other, [GOAL | goal])
     assert found["met"] is met and found["reached"] == reached
-    (line,) = goals.lines([found])
+    (line,) = evaluated.lines([found])
     assert line[""] == {True: "✔", False: "✘", None: "–"}[met] and line["measurements"] == len(values)
     if values:
         worst = min(values) if "least" in goal else max(values)
@@ -399,20 +401,21 @@ def test_an_unknown_group_is_one_sentence(bi_audit):
 )
 def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypatch):
     from bi_kernels.audit import commands
-    from bi_kernels.audit.runs import given
+    from bi_kernels.audit.options import Bench
+    from bi_kernels.audit.runs import checked
 
     ran = []
-    for module in (commands, given):
+    for module in (commands, checked):
         monkeypatch.setattr(module, "choose", lambda device, shapes="": torch.device("cuda"))
-    monkeypatch.setattr(given, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(given, "writable", lambda option, file: None)
-    monkeypatch.setattr(commands, "run", lambda **told: ran.append(told))
-    commands.bench(groups, "auto", seed=5, tiny=False, out=None, publish=True)
+    monkeypatch.setattr(checked, "device_name", lambda device: "Fake GPU")
+    monkeypatch.setattr(checked, "writable", lambda option, file: None)
+    monkeypatch.setattr(commands, "run", ran.append)
+    commands.bench(Bench(groups, seed=5, publish=True))
     (told,) = ran
-    assert (told["names"], told["out"], told["seed"], told["publish"]) == (("bench",), None, 5, True)
-    assert told["extra"] == ([("groups", "rows;calls")] if groups else [])
-    read = {"groups": "", "shapes": told["shapes"], "device": "auto"} | dict(told["extra"])
-    place, narrowed = given.place("bench", read, None, publish=True, quick=False)
+    assert (told.names, told.out, told.seed, told.publish) == (("bench",), None, 5, True)
+    assert told.extra == ([("groups", "rows;calls")] if groups else [])
+    read = {"groups": "", "shapes": told.shapes, "device": "auto"} | dict(told.extra)
+    place, narrowed = checked.place("bench", read, None, publish=True, quick=False)
     assert place == Path("audits", folder) and bool(narrowed) == bool(groups)
 
 
@@ -510,7 +513,7 @@ def test_counters_are_read_by_case_and_name_no_host():
     assert found[0]["µs"] == 1.25 and found[0]["waits for"] == "barrier 75%" and found[1]["waits for"] == "wait 100%"
     assert found[2]["SM %"] == 40 and found[2]["DRAM %"] is None
     assert "somewhere" not in str(found)
-    assert tables.counters([{"group": "counters"} | line for line in found])[2]["DRAM %"] == goals.UNKNOWN
+    assert tables.counters([{"group": "counters"} | line for line in found])[2]["DRAM %"] == evaluated.UNKNOWN
 
 
 def test_without_a_profiler_a_sentence_says_so(monkeypatch, tmp_path):

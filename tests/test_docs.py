@@ -13,14 +13,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import papermill
 import pytest
 
-from bi_kernels.audit.cli import cli
+from bi_kernels.audit import cli
+from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.localiser import command as localiser
-from bi_kernels.audit.mutants import command as mutants
 from bi_kernels.audit.runs import quick, runner
+from mutation import command as mutants
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)
@@ -284,12 +284,12 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run", lambda names, parameters, *rest: started.append((names, parameters)))
     monkeypatch.setattr(quick, "run", lambda of_each, *rest: started.append(of_each) or {})
     monkeypatch.setattr(localiser, "run", lambda candidate, *rest: started.append(candidate) or "")
-    monkeypatch.setattr(mutants, "run", lambda names, sample, *rest: (started.append((names, sample)) or "", []))
+    monkeypatch.setattr(mutants, "run", lambda given, out: (started.append(given) or [], False))
     (tmp_path / "runs/interpreter-tiny").mkdir(parents=True)
-    with pytest.raises((SystemExit, click.UsageError)) as end:
-        cli.main(arguments, standalone_mode=False)
+    with pytest.raises((SystemExit, UsageError)) as end:
+        cli.run(arguments)
         raise SystemExit
-    refused = isinstance(end.value, click.UsageError)
+    refused = isinstance(end.value, UsageError)
     assert refused == ("qwen3-8b" in arguments) and (not refused or "needs a CUDA device" in str(end.value))
     assert bool(started) == (arguments[0] in ("run", "mutate", "locate") and not refused)
 

@@ -11,6 +11,7 @@ import torch
 from bi_kernels.audit import faults, load, parallel
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.executor import Died
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,11 +106,11 @@ def test_a_check_asked_twice_has_two_names():
 
 def test_an_error_of_a_part_is_raised_and_its_process_replaced_and_no_other_is(tmp_path):
     with parallel.Processes(1, "elementwise", GIVEN) as pool:
-        first = pool.submit(process, 1, ()).result()[0]
-        assert pool.submit(process, 1, ()).result()[0] == first
-        with pytest.raises(ZeroDivisionError):
-            pool.submit(process, 0, ()).result()
-        assert pool.submit(process, 1, ()).result()[0] not in (first, os.getpid())
+        first = pool.begin(process, 1, ()).result()[0]
+        assert pool.begin(process, 1, ()).result()[0] == first
+        with pytest.raises(Died, match="ZeroDivisionError"):
+            pool.begin(process, 0, ()).result()
+        assert pool.begin(process, 1, ()).result()[0] not in (first, os.getpid())
 
 
 def process(session, item):

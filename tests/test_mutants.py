@@ -9,18 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-from bi_kernels.audit.relations.views import VIEWED
 
 import bi_kernels
 from bi_kernels.audit import load
+from bi_kernels.audit.checks.memory import VIEWED
+from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
-from bi_kernels.audit.mutants import document, operators, plan, questions, rates, run
-from bi_kernels.audit.mutants.reach import on_hopper, ops_for
-from bi_kernels.audit.mutants.run import SEEDS, Server, judged
 from bi_kernels.audit.problem.registry import OPS
+from mutation import document, operators, plan, questions, rates, run
+from mutation.reach import on_hopper, ops_for
+from mutation.run import SEEDS, Copy, copies, judged
 
 TOY = '''
 BLOCK = 32
@@ -176,6 +176,7 @@ def test_the_report_is_written_from_what_the_run_left_alone(every, tmp_path, mon
     monkeypatch.setattr(plan, "every", lambda hopper: pytest.fail("the kernels here may be others"))
     page.write_anew(tmp_path)
     text = (tmp_path / "gpu" / "mutants" / "README.md").read_text()
+    assert rates.of_kind(found, "generated", {}) in (tmp_path / "README.md").read_text(), "the index quotes it"
     assert "```diff\n---" in text and f"line {some[1].line}" in text and len(evidence) == 3
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == evidence
 
@@ -231,8 +232,8 @@ def test_a_window_is_asked_what_is_asked_of_attention_but_for_other_widths(monke
 def test_what_judges_mutants_has_each_gpu_in_turn(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     made = []
-    monkeypatch.setattr(run.subprocess, "Popen", lambda command, env, **pipes: made.append(env) or Mock())
-    with run.servers(3, "cuda"):
+    monkeypatch.setattr(run, "Copy", lambda device, environment, server: made.append(environment))
+    with copies(3, "cuda"):
         pass
     assert [env["CUDA_VISIBLE_DEVICES"] for env in made] == ["2", "5", "2"]
     assert made[0]["TMPDIR"] == made[2]["TMPDIR"] != made[1]["TMPDIR"], "where those of a GPU wait for its memory"
@@ -320,12 +321,8 @@ def test_rates_of_mutants_made_by_hand_and_generated_stand_apart_each_with_its_i
     by_hand, generated = (rates.of_kind(found, kind, there) for kind in rates.KINDS)
     assert "70 of 70 killed (100.0%, 95% interval 94.8% to 100.0%; 72 of 72 judged, 2 of them explained)" in by_hand
     assert "23 of 24 killed (95.8%, 95% interval 79.8% to 99.3%; 28 of 4,571 judged, 4 of them" in generated
-    place = tmp_path / "gpu" / "mutants"
-    place.mkdir(parents=True)
-    (place / "mutants.json").write_text(json.dumps(found))
-    (place / rates.FILE).write_text(json.dumps(there))
-    index = page.report(tmp_path)["README.md"]
-    assert f"{by_hand} {generated} 1 survived." in index and "98.94" not in index
+    (tmp_path / rates.FILE).write_text(json.dumps(there))
+    assert f"{by_hand} {generated} 1 survived." in rates.told(tmp_path, found)
     assert rates.of_kind(found[:70], "generated", there).startswith("Generated mutants: no rate (0 of 4,571")
 
 
@@ -376,9 +373,8 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
         asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
 
-    monkeypatch.setattr(Server, "__init__", lambda self, *of: None)
-    monkeypatch.setattr(Server, "close", lambda self: None)
-    monkeypatch.setattr(Server, "judge", judge)
+    monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
+    monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
     for asked, expected in (([], 2 * len(SEEDS) + 2), ([], 0)):
         found = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
@@ -424,9 +420,8 @@ def test_a_mutant_of_attention_survives_only_if_every_part_does(every, tmp_path,
         killed = mutant and mutant.id == one.id and tuple(ops) + tuple(dtypes) == killer
         return {"verdict": "killed" if killed else "survived", "checks": 1, "seconds": 0.1, "longest": 0.1}
 
-    monkeypatch.setattr(Server, "__init__", lambda self, *of: None)
-    monkeypatch.setattr(Server, "close", lambda self: None)
-    monkeypatch.setattr(Server, "judge", judge)
+    monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
+    monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["attention", "attention_window"]][:2]
     for number, part in enumerate(run.asked_apart(["attention", "attention_window"])):
         killer = (*part[0], *part[1])
@@ -437,32 +432,31 @@ def test_a_mutant_of_attention_survives_only_if_every_part_does(every, tmp_path,
             assert found[1]["checks"] == 4, "each part counts"
 
 
-def test_what_judges_a_mutant_ends_with_its_server(every, tmp_path):
+def body(text: str) -> operators.Mutant:
+    return operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=text)
+
+
+def test_what_judges_a_mutant_ends_with_its_server(tmp_path):
     said = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
-    body = f"import os, pathlib\n{said}\nwhile True:\n    pass\n"
-    server = Server("cpu")
-    hangs = operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=body)
+    hangs = body(f"import os, pathlib\n{said}\nwhile True:\n    pass\n")
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(server.judge, hangs, ["silu"], (600, 600))
-        assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
-        pid = int((tmp_path / "pid").read_text())
-        server.close()
-        assert isinstance(pending.exception(60), (RuntimeError, OSError))
+        with copies(1, "cpu") as call:
+            pending = pool.submit(call, Copy.judge, hangs, ["silu"], (600, 600))
+            assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
+            pid = int((tmp_path / "pid").read_text())
+        assert isinstance(pending.exception(60), Died), "and it is no verdict"
     assert waits_for(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in status(pid), 30)
 
 
 @pytest.mark.slow
-def test_a_mutant_that_hangs_or_ends_its_process_is_killed(every):
-    body = lambda text: operators.Mutant("ops/activations.py", "silu", "x", 1, 0, 0, "", "", more=text)
+def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
     hanging = "\n\ndef silu(x):\n    while True:\n        pass\n"
-    server = Server("cpu")
-    try:
-        hangs = server.judge(body("\nwhile True:\n    pass\n"), ["silu"], (3, 3))
-        silent = server.judge(body(hanging), ["silu"], (120, 5))
-        ends = server.judge(body("\nimport os\nos.abort()\n"), ["silu"], (60, 60))
-        fine = server.judge(None, ["add"], (600, 100), [0])
-    finally:
-        server.close()
+    with copies(1, "cpu") as call:
+        judge = lambda *of: call(Copy.judge, *of)
+        hangs = judge(body("\nwhile True:\n    pass\n"), ["silu"], (20, 20))
+        silent = judge(body(hanging), ["silu"], (120, 5))
+        ends = judge(body("\nimport os\nos.abort()\n"), ["silu"], (60, 60))
+        fine = judge(None, ["add"], (600, 100), [0])
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]

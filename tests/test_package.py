@@ -92,14 +92,13 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.digests import golden
-from bi_kernels.audit.mutants import plan
 from bi_kernels.ops.gemm import cost
 
 x, weight = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
 together = bi_kernels.rms_norm(x, weight)
 alone = torch.cat([bi_kernels.rms_norm(row[None], weight) for row in x])
 assert together.view(torch.int16).equal(alone.view(torch.int16))
-assert cost.FITTED and golden.FILE.is_file() and plan.hand_made() and plan.equivalents()
+assert cost.FITTED and golden.FILE.is_file()
 print(bi_kernels.__file__, version("bi-kernels"), "{}.{}".format(*sys.version_info))
 """
 
@@ -147,7 +146,7 @@ def test_every_python_reads_the_sources(version):
 @pytest.mark.parametrize("version", sorted({*PYTHONS, RUNNING}))
 def test_every_python_with_an_environment_runs_the_wheel(version, installed, tmp_path):
     python = python_of(version)
-    if run(python, "-c", "import torch, triton, numba, papermill, click", cwd=tmp_path).returncode:
+    if run(python, "-c", "import torch, triton, numba, papermill, rich", cwd=tmp_path).returncode:
         pytest.skip(f"Python {version} has no environment here: make test PYTHON=python{version} VENV=.venv-{version}")
     smoke(python, installed, tmp_path)
 

@@ -63,7 +63,7 @@ sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed
             "import os; os.environ['TRITON_INTERPRET'] = '1'; import bi_kernels; bi_kernels.linear",
             "interpreter",
         ),
-        (["click"], "from bi_kernels.audit.__main__ import main; main()", "audit"),
+        (["rich"], "sys.argv = ['bi-audit', 'list']; from bi_kernels.audit.__main__ import main; main()", "audit"),
         (["rich"], "from bi_kernels.audit import audit", "audit"),
         (["transformers"], "from bi_kernels.integrations.transformers import apply", "transformers"),
     ],

@@ -21,6 +21,7 @@ from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.executor import Ended, ForkServer
 from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
@@ -28,7 +29,6 @@ from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, gradient, usage_modes
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Judged
-from bi_kernels.audit.reproduce.fork_server import Ended, ForkServer
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.replay import Operator
 

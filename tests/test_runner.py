@@ -1,118 +1,73 @@
-"""Audits run in the order named; the next one loads while another runs, and begins only at its turn."""
+"""Audits run one after another, each in a process of its own: how these end, and what a run keeps of them."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from bi_kernels.audit import worker
+from bi_kernels.audit import executor
+from bi_kernels.audit.executor import Died
 from bi_kernels.audit.runs import folder, runner
 from bi_kernels.audit.runs.runner import Audit
-from bi_kernels.audit.worker import Died, Worker, closed_gate, wait_at
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["dtype", "gemm", "rms_norm"]
 
 
-def test_a_gate_holds_up_until_it_is_closed_or_gone():
-    gate, passed = closed_gate(), threading.Event()
-    waiting = threading.Thread(target=lambda: (wait_at(gate.name), passed.set()), daemon=True)
-    waiting.start()
-    assert not passed.wait(0.3)
-    gate.close()
-    assert passed.wait(10)
-    wait_at(gate.name)  # whose file is gone
-
-
-class Stub:
-    """A worker that notes when it was loaded, passed its gate, ended and was stopped."""
-
-    def __init__(self, said: list, fails: str = ""):
-        self.said, self.fails = said, fails
-
-    def __call__(self, function, name, *given):
-        stub = Stub(self.said, self.fails)
-        stub.name, stub.began = name, threading.Event()
-        self.said.append(f"load {name}")
-        threading.Thread(target=stub.begin, args=(given[-1],), daemon=True).start()
-        return stub
-
-    def begin(self, gate):
-        wait_at(gate)
-        if f"stop {self.name}" not in self.said:  # else its process is no more
-            self.said.append(f"begin {self.name}")
-            self.began.set()
-
-    def result(self, progress):
-        assert self.began.wait(10)
-        following = NAMES[NAMES.index(self.name) + 1 :][:1]
-        self.wait_for(*(f"load {name}" for name in following))
-        time.sleep(0.2)  # in which nobody else may begin
-        if self.name == self.fails:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            self.wait_for(f"stop {self.name}")
-            raise Died("stub", -signal.SIGTERM, [])
-        self.said.append(f"end {self.name}")
-        return f"# {self.name}", "", False, ""
-
-    def wait_for(self, *words):
-        deadline = time.monotonic() + 10
-        while not {*words} <= {*self.said} and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def stop(self):
-        self.said.append(f"stop {self.name}")
-
-
 @pytest.fixture
-def stubbed(tmp_path, monkeypatch):
-    """Runs NAMES with stubs for workers, one at a time: what happened, in order."""
+def runs(tmp_path, monkeypatch):
+    """Runs NAMES with processes that `begin` makes, one at a time; what happened, in order."""
 
-    def call(fails: str = "") -> list[str]:
-        said: list[str] = []
+    def call(begin) -> None:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's processes ignore
         monkeypatch.setenv("BI_AUDIT_JOBS", "1")
-        monkeypatch.setattr(runner, "Worker", Stub(said, fails))
+        monkeypatch.setattr(runner.executor, "begin", begin)
         (notebook := tmp_path / "notebook.ipynb").write_text('{"cells": []}')
         monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, notebook, n, ()) for n in NAMES})
         try:
             runner.run(NAMES, dict.fromkeys(NAMES, {}), tmp_path / "out", 1, Console(quiet=True), {})
-        except KeyboardInterrupt:
-            said.append("interrupted")
         finally:
             signal.signal(signal.SIGINT, before)
-        return said
 
     return call
 
 
-def test_the_next_audit_loads_while_one_runs(stubbed):
-    said = stubbed()
-    assert [word for word in said if not word.startswith("load")] == [
-        f"{what} {name}" for name in NAMES for what in ("begin", "end")
-    ]
-    for name, following in zip(NAMES, NAMES[1:]):
-        assert said.index(f"load {following}") < said.index(f"end {name}"), said
+def test_an_interrupt_stops_what_runs_and_begins_nothing(runs, tmp_path):
+    said, stopped = [], threading.Event()
+
+    def begin(function, name, *given):
+        def result(progress):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert stopped.wait(10)
+            raise Died("stub", -signal.SIGKILL, [])
+
+        said.append(name)
+        return SimpleNamespace(result=result, stop=stopped.set)
+
+    with pytest.raises(KeyboardInterrupt):
+        runs(begin)
+    assert said == NAMES[:1] and not list((tmp_path / "out").glob(".*")), "what recorded nothing leaves nothing"
 
 
 def test_a_report_that_cannot_be_written_loses_no_evidence(tmp_path, monkeypatch):
     """As where nbconvert finds no templates: neither the audit's process nor the one after it ends well."""
 
-    class Fails:
-        def __init__(self, function, name, *given):
-            if function.endswith(":made"):
-                (folder.building(tmp_path / "out", name) / "evidence.txt").write_text("kept")
+    def begin(function, name, *given):
+        if function.endswith(":made"):
+            (folder.building(tmp_path / "out", name) / "evidence.txt").write_text("kept")
+        return SimpleNamespace(result=fails)
 
-        def result(self, progress=None):
-            raise Died("documents", 1, ["ValueError: no template"])
+    def fails(*_):
+        raise Died("documents", 1, ["ValueError: no template"])
 
-    monkeypatch.setattr(runner, "Worker", Fails)
+    monkeypatch.setattr(runner.executor, "begin", begin)
     (notebook := tmp_path / "notebook.ipynb").write_text('{"cells": []}')
     monkeypatch.setattr(runner, "audits", lambda: {"gemm": Audit("gemm", notebook, "GEMM", ())})
     console = Console(file=io.StringIO(), width=200)
@@ -122,17 +77,29 @@ def test_a_report_that_cannot_be_written_loses_no_evidence(tmp_path, monkeypatch
     assert "its report could not be written (documents: ValueError: no template)" in console.file.getvalue()
 
 
-def test_an_interrupt_stops_what_is_loaded_and_begins_nothing(stubbed, tmp_path):
-    said = stubbed(fails="dtype")
-    assert said[-1] == "interrupted" and {"stop dtype", "stop gemm"} <= set(said), said
-    assert "begin gemm" not in said and "load rms_norm" not in said, said
-    assert not list((tmp_path / "out").glob(".*")), "a document that never began leaves nothing"
-
-
-def test_a_worker_that_ends_without_a_reply_says_its_last_line():
+def test_a_process_that_ends_without_a_reply_says_its_last_line():
     with pytest.raises(Died, match="runner:nothing: AttributeError: .* has no attribute 'nothing'") as died:
-        Worker("bi_kernels.audit.runs.runner:nothing").result()
+        executor.call("bi_kernels.audit.runs.runner:nothing")
     assert died.value.status == 1
+
+
+def test_a_pool_replaces_a_process_that_died_and_no_other():
+    with executor.Pool(1, "builtins:print", "first") as pool:
+        first = pool.call("os:getpid")
+        assert pool.submit("os:getpid").result() == first != os.getpid()
+        with pytest.raises(Died, match="ZeroDivisionError"):
+            pool.call("operator:floordiv", 1, 0)
+        assert pool.call("os:getpid") not in (first, os.getpid())
+
+
+def test_a_process_has_its_own_environment_and_prints_its_progress():
+    assert executor.call("os:getenv", "TOLD", environment={"TOLD": "too"}) == "too"
+    lines = []
+    assert executor.begin("builtins:print", "one").result(lines.append) is None and lines == ["one"]
+    with pytest.raises(Died) as late:
+        executor.Process().call("time:sleep", 60, seconds=0.2)
+    assert late.value.late and late.value.status == -signal.SIGKILL
+    assert len(executor.call("builtins:bytes", 10**7)) == 10**7
 
 
 def test_a_board_shows_what_an_audit_says_and_how_far_it_is(tmp_path):
@@ -172,12 +139,3 @@ def test_a_notebook_runs_in_one_process_up_to_the_cell_that_raises():
     code = SHELL.format(cells=list(CELLS))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == f"{list(CELLS.values())}\n", done.stdout + done.stderr
-
-
-def test_a_worker_that_was_started_ahead_runs_as_any_other(monkeypatch):
-    worker.warm()
-    (ahead,) = worker._warm
-    monkeypatch.setenv("SET_SINCE", "yes")
-    made = Worker("os:getenv", "SET_SINCE")
-    assert made.process is ahead and made.result() == "yes" and not worker._warm
-    assert worker.call("os:getenv", "TOLD", environment={"TOLD": "too"}) == "too"

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -30,15 +29,6 @@ def test_a_kernel_that_is_interrupted_as_it_says_what_it_is_answers_all_the_same
     parallel.answer_uninterrupted()
     handlers["kernel_info_request"]("stream", "idents", "message")
     assert answered == [("stream", "idents", "message")]
-
-
-def test_a_process_that_judges_parts_is_not_interrupted_with_its_kernel(interruptible, monkeypatch):
-    parent = SimpleNamespace(join=threading.Event().wait)
-    monkeypatch.setattr(parallel.multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr("bi_kernels.audit.load", lambda *made: None)
-    monkeypatch.setattr(parallel, "_own", [])
-    parallel._begin("gemm", {})
-    interruptible()
 
 
 @pytest.mark.parametrize("modules", [{}, {"IPython": SimpleNamespace(get_ipython=lambda: None)}], ids=["none", "shell"])

@@ -5,11 +5,9 @@ drifts.
 """
 
 import importlib
-import os
 import sys
 
 from bi_kernels.audit.runs.notebooks import find_helpers
-from bi_kernels.audit.worker import wait_at
 from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
@@ -28,8 +26,8 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     """Checks the parameters of an audit, chooses the device, and returns the session that judges, shows and records.
 
     Without a CUDA device it turns Triton's interpreter on, so it must come before triton is imported; with one, the
-    processes that judge parts of the audit begin beside this one. Where bi-audit runs several audits, it returns when
-    it is this one's turn. Raises ValueError: one sentence with the parameter, its value and what is allowed.
+    processes that judge parts of the audit begin beside this one. Raises ValueError: one sentence with the parameter,
+    its value and what is allowed.
     """
     from bi_kernels.audit import parallel  # noqa: PLC0415 (imports torch)
     from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
@@ -42,8 +40,6 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     )
     found = load(audit, parameters)
     found.pool = pool
-    if gate := os.environ.get("BI_AUDIT_GATE"):
-        wait_at(gate)
     if on_gpu:
         GPU.share()
     return found

@@ -16,6 +16,10 @@ _asked: Counter = Counter()
 _over = False  # the last check that may be lost is reached
 
 
+class UsageError(ValueError):
+    """Raised for a command that is wrong: one sentence, and exit status 2."""
+
+
 class CannotJudge(ValueError):
     """Raised for what an audit is told and cannot judge, before anything was judged; one sentence."""
 

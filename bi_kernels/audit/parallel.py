@@ -1,20 +1,18 @@
-"""Parts of an audit run several at a time, each in a process of its own: to compile a kernel for a GPU takes a core
-seconds, in which the GPU has nothing to do."""
+"""Judges parts of an audit on a GPU in several processes at a time: to compile a kernel takes a core seconds, in which
+the GPU has nothing to do."""
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from queue import SimpleQueue
+from concurrent.futures import Future
 
 import torch
 
 from bi_kernels.audit import faults
+from bi_kernels.audit.executor import Pool
 from bi_kernels.audit.memory import patiently
 
 # attention's kernels compile longest, a vocabulary's tensors are largest
@@ -24,55 +22,29 @@ _own: list = []  # the session of a process that works for another
 _seen: set[str] = set()  # what that process has told of its launches
 
 
-class Processes:
+class Processes(Pool):
     """Processes of one audit on a GPU, each of which judges one part at a time.
 
-    One that loses its GPU over a check is replaced, and the part begins again without that check: see faults.py. One
-    in which a part raises, or that ends, is replaced too.
+    One that loses its GPU over a check is replaced, and the part begins again without that check: see faults.py.
     """
 
     def __init__(self, count: int, audit: str, parameters: dict):
-        self._made = audit, parameters
-        self._threads = ThreadPoolExecutor(count)
-        self._free: SimpleQueue = SimpleQueue()
-        for _ in range(count):
-            self._free.put(self._one_more())
+        super().__init__(count, f"{__name__}:_begin", audit, parameters)
 
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, *raised) -> None:
-        self._threads.shutdown()
-        while not self._free.empty():
-            self._free.get().shutdown()
-
-    def _one_more(self) -> ProcessPoolExecutor:
-        process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, self._made)
-        process.submit(os.getpid)  # it starts now
-        return process
-
-    def submit(self, function: Callable, item, args: tuple) -> Future:
+    def begin(self, function: Callable, item, args: tuple) -> Future:
         """Begins a part; its result is what `function` returns and what was compiled for it."""
-        return self._threads.submit(self._part, function, item, args)
+        return self.threads.submit(self._part, function, item, args)
 
     def _part(self, function: Callable, item, args: tuple):
-        process, rows, every = self._free.get(), {}, {}
-        try:
-            for _ in range(2 * faults.MOST):  # a fault that comes and goes may come elsewhere each time
-                answers = False
-                try:
-                    found, launched, answers, lost = process.submit(_one, function, item, args, rows).result()
-                finally:
-                    if not answers:
-                        process.shutdown()  # it ends, and gives back its memory
-                        process = self._one_more()
-                every |= launched
-                if lost is None:
-                    return found, every
-                rows |= lost
-            raise RuntimeError(f"the GPU stopped answering {2 * faults.MOST} times in one part of the audit")
-        finally:
-            self._free.put(process)
+        rows, every = {}, {}
+        for _ in range(2 * faults.MOST):  # a fault that comes and goes may come elsewhere each time
+            arguments = f"{__name__}:_judge", f"{function.__module__}:{function.__qualname__}", item, args, rows
+            found, launched, lost = self.call(*arguments, keep=lambda told: told[-1])[:3]
+            every |= launched
+            if lost is None:
+                return found, every
+            rows |= lost
+        raise RuntimeError(f"the GPU stopped answering {2 * faults.MOST} times in one part of the audit")
 
 
 def answer_uninterrupted() -> None:
@@ -101,7 +73,7 @@ def ahead(session, function: Callable, items: Iterable, *args) -> None:
     """Begins parts that `each` will be asked for later, so that no process waits for another in between."""
     if session.pool is not None:
         for item in items:
-            session.begun[function, repr(item), args] = session.pool.submit(function, item, args)
+            session.begun[function, repr(item), args] = session.pool.begin(function, item, args)
 
 
 def each(session, function: Callable, items: Iterable, *args) -> Iterator:
@@ -126,33 +98,28 @@ def _result(session, part: Future):
 
 
 def _begin(audit: str, parameters: dict) -> None:
-    """Prepares a process, which ends with the one that it works for: an interrupt of a notebook's kernel, with which
-    its shutdown begins, reaches all of its processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    """Loads the session of a process that judges parts."""
     _own.append(importlib.import_module(__package__).load(audit, parameters))
 
 
-def _one(function: Callable, item, args: tuple, rows: dict) -> tuple:
-    """Runs one part, and gives back the memory that it took; rows: of its checks that lost a process before.
+def _judge(function: str, item, args: tuple, rows: dict) -> tuple[object, dict, dict | None, bool]:
+    """Judges one part, and gives back the memory that it took; rows: of its checks that lost a process before.
 
-    Returns what it found, what was compiled for it, whether the GPU still answers, and, in place of what it found, the
-    row of the check that lost it, by its name.
+    Returns what it found; what was compiled for it; in place of what it found, the row of the check that lost the GPU,
+    by its name; and whether the GPU still answers.
     """
+    module, _, name = function.partition(":")
+    judge = getattr(importlib.import_module(module), name)
+    found, lost = None, None
     try:
-        found = patiently(lambda: _judged(function, item, args, rows))
-    except faults.Lost as lost:
-        return None, _launched(), False, {lost.key: lost.row}
+        with faults.going_on(rows):
+            found = patiently(lambda: judge(_own[0], item, *args))
+    except faults.Lost as check:
+        lost = {check.key: check.row}
     finally:
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers
             torch.cuda.empty_cache()
-    return found, _launched(), faults.answers(), None
-
-
-def _judged(function: Callable, item, args: tuple, rows: dict):
-    with faults.going_on(rows):
-        return function(_own[0], item, *args)
+    return found, _launched(), lost, lost is None and faults.answers()
 
 
 def _launched() -> dict:

@@ -1,6 +1,6 @@
-"""What an audit may be told, and the device that it runs on; imports neither triton nor what imports it.
+"""The parameters of audits, which are options of the command line too, and the device that an audit runs on.
 
-`choose` turns Triton's interpreter on, which has to happen before triton is imported.
+Imports neither torch, which takes seconds, nor triton: `choose` turns Triton's interpreter on before that is imported.
 """
 
 import gc
@@ -8,44 +8,60 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
-
-import torch
-
-from bi_kernels.contract import DTYPES, SHAPES
-
-# `bi-audit run --dtype`; others: `-p NAME VALUE`
-OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed", "nproc")
 
 GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
 CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
 MOST = 2**63 - 1  # of an integer
 
 
-def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:
-    for name in names:
-        value = getattr(parameters, name)
-        low = -MOST if least is None else least
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MOST:
-            allowed = f"an integer from {low} to {MOST}"
-            raise ValueError(f"{name} is {value!r}, expected {allowed}")
+def option(default=None, help: str = "", **how):
+    """Returns a dataclass's field that is an option of the command line. how: what argparse is told besides."""
+    return field(default=default, metadata=how | {"help": help})
 
 
-def _dtype_and_shapes(parameters: "Parameters") -> None:
-    if parameters.dtype not in ("all", *DTYPES):
-        raise ValueError(f"dtype is {parameters.dtype!r}, expected all, {', '.join(DTYPES)}")
-    _shapes(parameters.shapes)
+# `bi-audit run --dtype`; other parameters: `-p NAME VALUE`
+OPTIONS = {
+    "candidate": "What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function.",
+    "dtype": "bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models.",
+    "shapes": "tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only.",
+    "inputs": "For the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function.",
+    "device": "auto (default), cpu or cuda.",
+    "seed": "Seed of the inputs. Default: 0.",
+    "nproc": "For the audit world: number of processes, with a GPU each if there are. Default: 4.",
+}
 
 
-def _shapes(shapes: str) -> None:
-    if shapes not in list(SHAPES):
-        raise ValueError(f"shapes is {shapes!r}, expected one of {', '.join(SHAPES)}")
+def integer(default: int, least: int = -MOST):
+    return field(default=default, metadata={"least": least})
 
 
 @dataclass(frozen=True)
-class RegistryParameters:
+class Parameters:
+    """What every kind of parameters checks: the dtype, the shapes and all integers."""
+
+    dtypes: ClassVar[tuple[str, ...]] = ()  # all, and those of the contract
+
+    def __post_init__(self):
+        from bi_kernels.contract import DTYPES, SHAPES  # noqa: PLC0415 (imports torch)
+
+        dtypes = self.dtypes or ("all", *DTYPES)
+        for name, allowed in (("dtype", dtypes), ("shapes", SHAPES)):
+            value = getattr(self, name, None)
+            if value is not None and value not in list(allowed):
+                expected = " or ".join(allowed) if self.dtypes else ", ".join(allowed)
+                raise ValueError(f"{name} is {value!r}, expected {'one of ' * (name == 'shapes')}{expected}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "least" in f.metadata and not (type(value) is int and f.metadata["least"] <= value <= MOST):
+                allowed = f"an integer from {f.metadata['least']} to {MOST}"
+                raise ValueError(f"{f.name} is {value!r}, expected {allowed}")
+
+
+@dataclass(frozen=True)
+class RegistryParameters(Parameters):
     """Parameters of an audit of the registry's ops."""
 
     kind: ClassVar[str] = "registry"  # of session that begins it
@@ -53,68 +69,50 @@ class RegistryParameters:
     candidate: str = "bi_kernels"
     shapes: str = "tiny"
     device: str = "auto"
-    seed: int = 0
+    seed: int = integer(0, least=0)
     op: str = ""  # which op a single function stands for
-
-    def __post_init__(self):
-        _dtype_and_shapes(self)
-        _integers(self, "seed", least=0)
 
 
 @dataclass(frozen=True)
 class RandomParameters(RegistryParameters):
     """Parameters of the audit of cases that are drawn."""
 
-    cases: int = 8  # of each op and dtype
-    first: int = 0  # the number of the first
-
-    def __post_init__(self):
-        super().__post_init__()
-        _integers(self, "cases", least=1)
-        _integers(self, "first", least=0)
+    cases: int = integer(8, least=1)  # of each op and dtype
+    first: int = integer(0, least=0)  # the number of the first
 
 
 @dataclass(frozen=True)
-class ModelParameters:
+class ModelParameters(Parameters):
     """Parameters of an audit of a whole model of this package's ops."""
 
     kind: ClassVar[str] = "model"
     dtype: str = "bf16"
     shapes: str = "tiny"
     device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self):
-        _dtype_and_shapes(self)
-        _integers(self, "seed", least=0)
+    seed: int = integer(0, least=0)
 
 
 @dataclass(frozen=True)
 class WorldParameters(ModelParameters):
-    """Parameters of the audit of worlds, in processes of their own."""
+    """Parameters of the audit of parallelism, in processes of their own."""
 
     kind: ClassVar[str] = "world"
-    nproc: int = 4  # processes, and GPUs, at most
-    least: int = 2  # processes of the smallest world, beside one process and the controls
-    seconds: int = 600  # that all worlds of as many processes may take
+    nproc: int = integer(4, least=1)  # processes, and GPUs, at most
+    least: int = integer(2, least=1)  # processes of the smallest world, beside one process and the controls
+    seconds: int = integer(600, least=1)  # that all worlds of as many processes may take
 
     def __post_init__(self):
         super().__post_init__()
-        _integers(self, "nproc", "least", "seconds", least=1)
         if self.least > self.nproc > 1:
             raise ValueError(f"least is {self.least}, expected at most nproc, {self.nproc}")
 
 
 @dataclass(frozen=True)
 class RecipesParameters(ModelParameters):
-    """Parameters of the audit of recipes, which cuBLAS has for 16 bits."""
+    """Parameters of the audit of cuBLAS settings, which exist for 16 bits."""
 
     kind: ClassVar[str] = "recipes"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dtype not in ("bf16", "fp16"):
-            raise ValueError(f"dtype is {self.dtype!r}, expected bf16 or fp16")
+    dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,19 @@ class IntegrationParameters(ModelParameters):
 
 
 @dataclass(frozen=True)
-class AnyParameters:
+class AnyParameters(Parameters):
     """Parameters of the audit `any`, of one callable in no registry."""
 
     kind: ClassVar[str] = "callable"
     candidate: str = ""
     inputs: str = ""
-    batch: int = 0  # the dimension of the first tensor that counts samples
+    batch: int = integer(0)  # the dimension of the first tensor that counts samples
     shared: str = ""  # tensors that all samples share, where it is not found out
     outputs: str = ""  # arguments that it writes into, of a launcher
     reference: str = ""  # as the candidate: able to compute in fp64
-    seconds: int = 120
+    seconds: int = integer(120, least=1)
     device: str = "auto"
-    seed: int = 0
+    seed: int = integer(0)
 
     def __post_init__(self):
         if not self.candidate:
@@ -147,40 +145,41 @@ class AnyParameters:
                 "inputs is empty, expected the inputs, as in 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or "
                 "path/to/file.py:function that returns them"
             )
-        _integers(self, "seed", "batch")
-        _integers(self, "seconds", least=1)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class ZooParameters:
+class ZooParameters(Parameters):
     """Parameters of the audit `zoo`, of a corpus of third-party ops."""
 
     kind: ClassVar[str] = "third-party"
     callables: str = ""  # nothing: a few; all; or some names, with ";" between
-    seconds: int = 60  # of each
+    seconds: int = integer(60)  # of each
     device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self):
-        _integers(self, "seconds", "seed")
+    seed: int = integer(0)
 
 
 @dataclass(frozen=True)
-class BenchParameters:
+class BenchParameters(Parameters):
     """Parameters of `bench`, which times, in a checkout."""
 
     kind: ClassVar[str] = "bench"
     shapes: str = "tiny"  # a few small cells; else the whole grid, which has shapes of its own
     groups: str = ""  # all; or some names, with ";" between
     device: str = "auto"
-    seed: int = 0
+    seed: int = integer(0, least=0)
 
     def __post_init__(self):
-        if not all((CHECKOUT / name).exists() for name in ("pyproject.toml", "benchmarks")):
-            raise ValueError("bench: benchmarks need a checkout of bi-kernels; an installed package has none")
+        in_checkout("bench", "benchmarks")
         groups_of(self.groups)
-        _shapes(self.shapes)
-        _integers(self, "seed", least=0)
+        super().__post_init__()
+
+
+def in_checkout(command: str, folder: str) -> Path:
+    """Returns the checkout that holds a folder next to the package. Raises ValueError where there is none."""
+    if not all((CHECKOUT / name).exists() for name in ("pyproject.toml", folder)):
+        raise ValueError(f"{command}: {folder} needs a checkout of bi-kernels; an installed package has none")
+    return CHECKOUT
 
 
 def groups_of(text: str) -> list[str]:
@@ -192,7 +191,6 @@ def groups_of(text: str) -> list[str]:
     return list(dict.fromkeys(names)) or list(GROUPS)
 
 
-Parameters = RegistryParameters | ModelParameters | AnyParameters | ZooParameters | BenchParameters
 OTHERS = {  # every other audit is of the registry's ops, at shapes that somebody chose
     "random": RandomParameters,
     "any": AnyParameters,
@@ -233,12 +231,14 @@ def command(audit: str, parameters: Mapping) -> str:
     return " ".join(["bi-audit run", audit, *flags])
 
 
-def choose(device: str, shapes: str = "tiny") -> torch.device:
+def choose(device: str, shapes: str = "tiny") -> "torch.device":  # noqa: F821
     """Returns the device that the parameter `device` means; for a CPU, turns Triton's interpreter on.
 
     Raises ValueError for a device that there is not, for a CPU once triton was imported without its interpreter, and
     for shapes that it cannot run.
     """
+    import torch  # noqa: PLC0415 (help is shown without it)
+
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {device!r}, expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -258,6 +258,8 @@ def choose(device: str, shapes: str = "tiny") -> torch.device:
     return torch.device("cpu")
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: "torch.device") -> str:  # noqa: F821
     """Names the GPU, or says 'interpreter'."""
+    import torch  # noqa: PLC0415 (likewise)
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"

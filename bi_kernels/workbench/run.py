@@ -13,7 +13,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import InterpretedFunction
 
-from bi_kernels.audit import worker
+from bi_kernels.audit import executor
 from bi_kernels.audit.evidence import markdown
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
@@ -76,7 +76,7 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     grid, given = arguments("run", kernel, grid, args, options)
     text, name = source(kernel), kernel.fn.__name__
     # its arguments go there before the launch here writes into them
-    compiling = worker.Worker(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
+    compiling = executor.begin(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
     try:
         tensors = launched(kernel, grid, copied(given))
         backwards = None
@@ -90,7 +90,7 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
         raise
     try:
         result, refusal = compiling.result(), ""
-    except worker.Died as died:
+    except executor.Died as died:
         result, refusal = None, binary._refusal("\n".join(died.said))
     if isinstance(result, KernelError):
         line = line_in_cell(kernel, text, result.kernel, result.line)

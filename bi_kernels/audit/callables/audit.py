@@ -35,9 +35,9 @@ from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import Kind
 from bi_kernels.audit.evidence.verdicts import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
+from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.reproduce.callable import export
-from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free

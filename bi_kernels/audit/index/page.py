@@ -1,9 +1,13 @@
 """The generated index: what every report below a folder was asked and found, and the status matrix over them."""
 
+import importlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit import kernels
 from bi_kernels.audit.evidence import escape
@@ -15,12 +19,14 @@ from bi_kernels.audit.index import goals
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE, lead
-from bi_kernels.audit.mutants import rates
+from bi_kernels.audit.parameters import CHECKOUT
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"
 OLDER = "older kernels"  # of a report, where the kernels or the contract here are others than those it was made of
-ASKED = "Bugs planted in our own kernels: how many do the audits catch?"
+HERE = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
 
 
 @dataclass
@@ -28,7 +34,7 @@ class Document:
     """What an audit, or `bi-audit mutate`, left in a folder."""
 
     path: Path
-    rows: list[dict]  # its verdicts; of mutants, what came of each
+    rows: list[dict]  # its verdicts; none of mutants
     made: dict  # its provenance; empty if the notebook stopped before it
 
     @property
@@ -41,24 +47,42 @@ class Document:
         word = "" if self.mutants else verdict_of(self.rows)
         return "" if word == PASS and (self.path / goals.FILE).exists() and not compares_bits(self.rows) else word
 
-    @property
-    def title(self) -> str:
-        """Returns what was asked: the document's heading."""
-        text = self.path / PAGE
-        first = next(iter(text.read_text(encoding="utf-8").splitlines()), "") if text.exists() else ""
-        return ASKED if self.mutants else first.lstrip("# ") or self.path.name
-
-    @property
-    def found(self) -> str:
-        """Returns the sentence on its rows."""
+    def line(self, folder: Path, here: str) -> dict:
+        """Returns its line in the index: what was asked and found, when, and whether of older kernels than `here`."""
+        page = self.path / PAGE
+        lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
         if self.mutants:
-            return rates.told(self.path, self.rows)
-        said = lead(self.path, self.rows)
-        verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
-        return " ".join(filter(None, (said.finding, verdict, said.goals)))
+            found = next((line.split("**")[1] for line in lines if line.startswith("**")), "")
+        else:
+            said = lead(self.path, self.rows)
+            verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
+            found = " ".join(filter(None, (said.finding, verdict, said.goals)))
+        older = [OLDER] * (bool(self.made) and self.made.get("kernels") != here)
+        return {
+            "document": self.link(folder, self.path.name),
+            "what was asked": next(iter(lines), "").lstrip("# ") or self.path.name,
+            "what was found": found,
+            "date": ", ".join([self.made.get("date", MARK[""]), *older]),
+        }
+
+    def detail(self, folder: Path) -> dict:
+        """Returns what it is made of: checks, controls, commit and command."""
+        controls = [r for r in self.rows if r["control"]]
+        evidence = {"verdicts.json": "verdicts.json", "notebook": reports.NOTEBOOK}
+        return {
+            "document": self.link(folder, self.path.relative_to(folder).as_posix()),
+            "verdicts": f"{len(self.rows) - len(controls):,}",
+            "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
+            "evidence": ", ".join(self.link(folder, name, file) for name, file in evidence.items()),
+            "commit": self.made.get("commit", MARK[""]),
+            "command": self.made.get("command", MARK[""]),
+        }
+
+    def link(self, folder: Path, name: str, file: str = PAGE) -> str:
+        return escape.link(name, f"{self.path.relative_to(folder).as_posix()}/{file}")
 
 
-def _read(path: Path, kind: type = dict):
+def _read(path: Path, kind: type):
     """Returns what a document has in a file. Raises ValueError where that is something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -74,14 +98,13 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
     first, those of the interpreter last. Raises ValueError for a file that no audit wrote."""
     found = []
     for path in sorted([*folder.rglob("verdicts.json"), *folder.rglob("mutants.json")]):
-        place = path.parent
+        place, made = path.parent, path.with_name("provenance.json")
         if place == folder or any(part.startswith(".") for part in place.relative_to(folder).parts):
             continue
         if path.name == "verdicts.json" and list(place.glob("*/verdicts.json")):
             continue  # the rows of the documents below it once more
-        rows = checked_rows(path) if path.name == "verdicts.json" else _read(path, list)
-        made = place / "provenance.json"
-        found.append(Document(place, rows, _read(made) if made.exists() else {}))
+        rows = checked_rows(path) if path.name == "verdicts.json" else _read(path, list) and []
+        found.append(Document(place, rows, _read(made, dict) if made.exists() else {}))
     places = grouped(found, lambda d: d.path.parent)
     return dict(sorted(places.items(), key=lambda item: _rank(*item)))
 
@@ -93,52 +116,12 @@ def _rank(place: Path, found: Sequence[Document]) -> tuple:
     return not told & {*CONTRACT["architectures"]["promised"]}, "interpreter" in told, theirs, -len(found), place
 
 
-def _findings(folder: Path, found: Sequence[Document]) -> str:
-    """Returns a line a document: what was asked and found, when, and whether of older kernels than those here."""
-    here = kernels.digest()
-    older = lambda made: [OLDER] * (bool(made) and made.get("kernels") != here)
-    return table(
-        [
-            {
-                "document": escape.link(d.path.name, f"{d.path.relative_to(folder).as_posix()}/{PAGE}"),
-                "what was asked": d.title,
-                "what was found": d.found,
-                "date": ", ".join([d.made.get("date", MARK[""]), *older(d.made)]),
-            }
-            for d in found
-        ]
-    )
-
-
 def _sum(found: Sequence[Document]) -> str:
     """Says on which device the documents of a folder were made, and how many pass."""
-    judged = [d for d in found if d.verdict]
+    verdicts = [d.verdict for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
-    good = sum(d.verdict == PASS for d in judged)
     where = reports.ON_INTERPRETER if devices == "interpreter" else f"{escape.text(devices)}."
-    return f"{where} {f'{good} of {len(judged)} pass.' * bool(judged)}".strip()
-
-
-def _made(folder: Path, found: Sequence[Document]) -> str:
-    """Returns of what each document is made: checks, controls, commit and command."""
-    lines = []
-    for d in found:
-        mine, controls = ([r for r in d.rows if r["control"] is is_one] for is_one in (False, True))
-        where = d.path.relative_to(folder).as_posix()
-        lines.append(
-            {
-                "document": escape.link(where, f"{where}/{PAGE}"),
-                "verdicts": f"{len(mine):,}",
-                "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
-                "evidence": ", ".join(
-                    escape.link(name, f"{where}/{file}")
-                    for name, file in (("verdicts.json", "verdicts.json"), ("notebook", "notebook.ipynb"))
-                ),
-                "commit": d.made.get("commit", MARK[""]),
-                "command": d.made.get("command", MARK[""]),
-            }
-        )
-    return table(lines)
+    return f"{where} {verdicts.count(PASS)} of {len(verdicts)} pass." if verdicts else where
 
 
 def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
@@ -151,31 +134,31 @@ def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
 def report(folder: Path) -> dict[str, str]:
     """Returns the files of a folder's index by name, made of every document below it; the picture is of two folders and
     more. Raises ValueError for a file there that no audit wrote."""
-    places = documents(folder)
-    named = {place: _name(folder, place, found) for place, found in places.items()}
-    judged = [d for found in places.values() for d in found if not d.mutants]
-    by_place = {named[place]: [r for d in found if not d.mutants for r in d.rows] for place, found in places.items()}
-    status = {name: found for name, rows in by_place.items() if (found := cells(rows))}
-    files, parts = {}, []
+    here, places, rows, files = kernels.digest(), [], {}, {}
+    every = documents(folder)
+    for place, found in every.items():
+        name = _name(folder, place, found)
+        places.append({"name": name, "sum": _sum(found), "findings": [d.line(folder, here) for d in found]})
+        rows[name] = [r for d in found for r in d.rows]
+    status = {name: found for name in rows if (found := cells(rows[name]))}
     if len(status) > 1:
         from bi_kernels.audit.index.picture import draw  # noqa: PLC0415 (the library that draws takes half a second)
 
         title = f"{len(RELATION)} properties of every op, by device and shapes: how many of the dtypes asked pass"
         files[PICTURE] = draw(status, title)
-        parts.append(f"![For every op, property and device: how many of the dtypes asked pass]({PICTURE})")
-    for place, found in places.items():
-        parts.append(f"### {named[place]}\n\n{_sum(found)}\n\n{_findings(folder, found)}")
-    if judged:
-        parts.append("## In detail")
-        parts.append(folded("Verdicts, controls, commits and commands", _made(folder, judged)))
-    parts += [folded(f"{name}: op × relation", matrix(by_place[name])) for name in status]
-    head = (
-        f"{TITLE} from the verdicts beside it. ✅ pass, ❌ needs-fix, ⬜ unsupported, – not judged here. A verdict of "
-        f"the interpreter is no statement about a GPU. *{OLDER.capitalize()}*: the kernels or the contract have "
-        f"changed since the report was made. {promised(folder)}"
+    text = HERE.get_template("index.md.jinja").render(
+        title=TITLE,
+        older=OLDER,
+        promised=promised(folder),
+        picture=PICTURE if files else "",
+        places=places,
+        made=[d.detail(folder) for found in every.values() for d in found if not d.mutants],
+        matrices={name: rows[name] for name in status},
+        table=table,
+        folded=folded,
+        matrix=matrix,
     )
-    body = "\n\n".join(["## Findings", *parts] if places else ["## Findings", "No document here yet."])
-    return files | {PAGE: f"{head.rstrip()}\n\n{body.rstrip()}\n"}
+    return files | {PAGE: "\n".join(line.rstrip() for line in text.rstrip().splitlines()) + "\n"}
 
 
 def write(folder: Path) -> None:
@@ -186,13 +169,12 @@ def write(folder: Path) -> None:
 
 
 def write_anew(folder: Path) -> None:
-    """Writes every report below a folder from its own evidence, and the indexes. Raises ValueError for a file there
-    that no audit wrote."""
+    """Writes every report below a folder from its own evidence, and the indexes; of mutants in a checkout alone, which
+    has what writes them. Raises ValueError for a file there that no audit wrote."""
     for d in (d for found in documents(folder).values() for d in found):
         if not d.mutants:
             reports.write(d.path)
-        elif (d.path / rates.FILE).is_file():  # else of before it was recorded
-            from bi_kernels.audit.mutants import document  # noqa: PLC0415 (it imports triton)
-
-            document.write(d.path)
+        elif (d.path / "population.json").is_file() and (CHECKOUT / "mutation").is_dir():
+            sys.path.insert(0, str(CHECKOUT))
+            importlib.import_module("mutation.document").write(d.path)
     write(folder)

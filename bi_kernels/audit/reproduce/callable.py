@@ -19,8 +19,8 @@ from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
 from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
 from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row, sentence
+from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.reproduce import gradient_programs, programs, script
-from bi_kernels.audit.reproduce.fork_server import ForkServer
 from bi_kernels.audit.reproduce.gradient_programs import Backward
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.programs import HELPERS, Program, Writer, literal

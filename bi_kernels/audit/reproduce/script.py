@@ -14,8 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.evidence.kinds import by_kind
 from bi_kernels.audit.evidence.verdicts import Row, grouped
+from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.memory import SHORT
-from bi_kernels.audit.reproduce.fork_server import ForkServer
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),

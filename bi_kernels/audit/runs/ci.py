@@ -14,8 +14,8 @@ from bi_kernels.audit.evidence.condensed import where, wrapped
 from bi_kernels.audit.evidence.distance import number, size, steps
 from bi_kernels.audit.evidence.kinds import BITS
 from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, needs_fix
+from bi_kernels.audit.options import LEVELS
 
-LEVELS = ("never", "drift", "needs-fix", "warning")  # each fails on all that the one before it fails on
 # relations; "": it did not run to its end
 DRIFT = (*BITS, LOCALISER, "atomics-free", "")
 LAYOUTS = 6  # named in one line
@@ -49,16 +49,12 @@ def reproducer(row: dict, out: Path) -> str:
     return shlex.join([python, (out / row["audit"] / script).as_posix(), *words])
 
 
-def off(r: dict) -> str:
-    """Says what is wrong with the elements that a row counts."""
-    return "exceed the bound" if r["threshold_share"] is not None else "differ"
-
-
 def counted(r: dict) -> str:
     """Says how many of a row's elements are wrong, '' where none were compared."""
     if not r["elements"] or r["relation"] == "atomics-free":
         return ""
-    return f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']} {off(r)}"
+    off = "exceed the bound" if r["threshold_share"] is not None else "differ"
+    return f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']} {off}"
 
 
 def lines(rows: list[dict], out: Path) -> list[str]:

@@ -45,20 +45,18 @@ def about(path: Path, candidate: str) -> NotebookNode:
     return notebook
 
 
-def execute(
-    name: str, path: Path, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
-) -> tuple[str, str]:
+def execute(name: str, path: Path, parameters: dict, folder: Path, seconds: tuple[float, float]) -> tuple[str, str]:
     """Runs a notebook in this process, and leaves in `folder` what it records and the notebook. seconds: that a cell
-    and the audit may take, 0 for any number; gate: where it waits once it is loaded.
+    and the audit may take, 0 for any number.
 
     Prints lines for `runner.Board` as it goes. Returns what the notebook raised, and, where it refused what it was
     told before anything was judged, why.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which limits are kept by
     tell = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")  # the cells' own prints are part of the notebook
-    os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_GATE": gate, "BI_AUDIT_TELL": str(tell.fileno())}
+    os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_TELL": str(tell.fileno())}
     notebook = about(path, parameters.get("candidate", "bi_kernels"))
-    limits = Limits(gate, *seconds, tell)
+    limits = Limits(*seconds, tell)
     is_setup = lambda cell: SETUP in cell.metadata.get("tags", [])
 
     def started(cells: list, index: int) -> None:
@@ -97,10 +95,10 @@ def written(name: str, folder: Path, title: str) -> tuple[str, bool]:
 
 
 def made(
-    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float], gate: str
+    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float]
 ) -> tuple[str, str, bool, str]:
     """Runs a notebook and makes its document: returns the Markdown, what the notebook raised, whether that was in its
     last cell, and why it refused what it was told, if it did."""
-    error, refused = execute(name, path, parameters, folder, seconds, gate)
+    error, refused = execute(name, path, parameters, folder, seconds)
     body, finished = ("", False) if refused else written(name, folder, title)
     return body, error, finished, refused

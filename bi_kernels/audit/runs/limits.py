@@ -6,20 +6,16 @@ import threading
 import time
 from typing import TextIO
 
-import psutil
-
-from bi_kernels.audit.worker import wait_at
-
 LOOK = 0.2  # seconds between two looks at the clock
 GRACE = 10  # seconds that an interrupted cell has to end
 
 
 class Limits:
-    """Watches the notebook that this process runs. cell, audit: how many seconds each may take, 0 for any number; they
-    count from when the gate opens. tell: gets a line that says which limit was exceeded."""
+    """Watches the notebook that this process runs. cell, audit: how many seconds each may take, 0 for any number.
+    tell: gets a line that says which limit was exceeded."""
 
-    def __init__(self, gate: str, cell: float, audit: float, tell: TextIO):
-        self.gate, self.cell, self.audit, self.tell = gate, cell, audit, tell
+    def __init__(self, cell: float, audit: float, tell: TextIO):
+        self.cell, self.audit, self.tell = cell, audit, tell
         self.over = False  # the notebook ended
         self.began = time.monotonic()  # of the cell that runs
         self.exceeded = ""  # which limit was, in a sentence
@@ -31,7 +27,6 @@ class Limits:
         self.began = time.monotonic()
 
     def _watch(self) -> None:
-        wait_at(self.gate)
         opened = time.monotonic()
         while not self.exceeded:
             time.sleep(LOOK)
@@ -40,7 +35,7 @@ class Limits:
             now = time.monotonic()
             if self.audit and now - opened > self.audit:
                 self.exceeded = f"the audit took longer than the {self.audit:g} s of --timeout"
-            elif self.cell and now - max(opened, self.began) > self.cell:
+            elif self.cell and now - self.began > self.cell:
                 self.exceeded = f"a cell took longer than the {self.cell:g} s of --cell-timeout"
         self.tell.write(f"late {self.exceeded}\n")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -48,6 +43,4 @@ class Limits:
         while not self.over and time.monotonic() < deadline:
             time.sleep(LOOK)
         if not self.over:  # it does not end by itself
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
             os._exit(1)

@@ -12,6 +12,7 @@ def folder() -> Path | None:
 
 
 def find_helpers() -> None:
-    """Puts the notebooks' folder on sys.path, so that `helpers` is found from any folder and in any process."""
-    if (found := folder()) and str(found) not in sys.path:
-        sys.path.insert(0, str(found))
+    """Puts the notebooks' folder on sys.path, so that `helpers` is found from any folder and in any process, and the
+    checkout, for `benchmarks`."""
+    if found := folder():
+        sys.path[:0] = [path for path in (str(found), str(found.parent)) if path not in sys.path]

@@ -1,15 +1,12 @@
-"""The quick run: what of each op of the registry is asked where nobody wants to wait, in two processes, without
-notebooks. It asks what kills most of the bugs that `bi-audit mutate` plants."""
+"""The quick run: a few checks of each op of the registry, in two processes, without notebooks. They are those that
+catch most of the bugs that `bi-audit mutate` plants."""
 
 import importlib
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.executor import Died, Pool
 from bi_kernels.audit.parameters import OTHERS, command
 from bi_kernels.audit.runs.runner import stopped
 
@@ -28,32 +25,30 @@ def audited(names: list[str]) -> list[str]:
     return mine
 
 
-def run(parameters: dict[str, dict], jobs: int, done: Callable[[str, list[Row]], object]) -> dict[str, list[dict]]:
+def run(parameters: dict[str, dict], jobs: int, say: Callable[[str], object]) -> dict[str, list[dict]]:
     """Judges every op of some audits, and a control of each; returns the rows by audit, with one that says so where a
     process died.
 
-    parameters: of each audit; done: is called with the name of an op and its rows, as they come.
+    parameters: of each audit; say: gets a line an op, as its rows come.
     """
     found: dict[str, list[dict]] = {name: [] for name in parameters}
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        parts = [part for several in pool.map(_parts, *zip(*parameters.items())) for part in several]
-        parts.sort(key=lambda part: part[0] != SLOW)
-        waiting = {pool.submit(_judge, part): part for part in parts}
+    with Pool(jobs) as pool:
+        listed = [pool.submit(f"{__name__}:_parts", *of) for of in parameters.items()]
+        parts = sorted((part for future in listed for part in future.result()), key=lambda part: part[0] != SLOW)
+        waiting = {pool.submit(f"{__name__}:_judge", part): part for part in parts}
         for future in as_completed(waiting):
             audit, _, op, _ = waiting[future]
-            if isinstance(future.exception(), BrokenProcessPool):
-                found[audit].append(stopped(audit, f"{op or 'a control'}: its process, or one beside it, died"))
-            else:
+            try:
                 rows = future.result()
-                found[audit] += [r.json() for r in rows]
-                done(op or f"a control of {audit}", rows)
+            except Died as died:
+                found[audit].append(stopped(audit, f"{op or 'a control'}: its process died ({died})"))
+                continue
+            found[audit] += [r.json() for r in rows]
+            bad, count = needs_fix(rows), len(rows)
+            of_control = "missed" if bad else "caught"
+            word = of_control if rows[0].control else f"{len(bad)} need a fix" if bad else "pass"
+            say(f"  {op or f'a control of {audit}':24} {count:3} check{'s' * (count > 1):1}  {word}")
     return found
-
-
-def _begin() -> None:
-    """Prepares a process, which ends with the one that it works for."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _parts(audit: str, parameters: dict) -> list[Part]:

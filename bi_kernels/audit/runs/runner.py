@@ -1,24 +1,22 @@
-"""Runs audits, each in a process of its own, and puts the document that it leaves in its place."""
+"""Runs audits, each in a process of its own, and puts the report that it leaves in its place."""
 
 import ast
 import json
 import os
 import re
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
+from bi_kernels.audit import executor
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
-from bi_kernels.audit.faults import CannotJudge
+from bi_kernels.audit.faults import CannotJudge, UsageError
 from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import folder, notebooks
-from bi_kernels.audit.worker import Died, Worker, closed_gate
 
 # Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where
 # nobody says in which order: two processes end sooner so.
@@ -52,7 +50,7 @@ def audits() -> dict[str, Audit]:
     """Returns the audits by name, in reading order: `3_gemm.ipynb` is the audit `gemm`."""
     place = notebooks.folder()
     if not place:
-        raise click.UsageError("the notebooks of bi_kernels are missing; install the package again")
+        raise UsageError("the notebooks of bi_kernels are missing; install the package again")
     found = {}
     for path in sorted(place.glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
@@ -66,6 +64,13 @@ def audits() -> dict[str, Audit]:
             notebook["metadata"].get("bi_audit", {}).get("only_named", False),
         )
     return found
+
+
+def show(_given) -> None:
+    """Prints the audits, their notebooks and their parameters."""
+    for audit in audits().values():
+        print(f"{audit.name:12} {audit.title}")
+        print(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(audit.parameters)}")
 
 
 def longest_first(names: list[str]) -> list[str]:
@@ -195,49 +200,32 @@ def run(
     limits: tuple[float, float] = (0.0, 0.0),
     plan: str = "",
 ) -> None:
-    """Runs audits in the order named, `jobs` at a time, each in a process of its own, while the next one loads.
+    """Runs audits in the order named, `jobs` at a time, each in a process of its own.
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
     knows which did; limits: seconds that a cell and an audit may take, 0 for any number; plan: is said once the first
-    audit has begun. Raises CannotJudge, and leaves `out` as it was, where the only audit refuses what it is told.
+    audit has begun. Raises CannotJudge, and leaves `out` as it was, where the only audit refuses its parameters.
     """
     every, board, over = audits(), Board(names, out, console, plan), threading.Event()
     folder.clear(out)
-    loaded: dict[str, tuple] = {}  # by name, its worker and the gate that holds it up
-    loading = threading.Lock()
+    running: dict[str, executor.Process] = {}
+    starting = threading.Lock()
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
-    def load(name: str) -> None:
-        with loading:
-            if name not in loaded and not over.is_set():
-                audit, built = every[name], folder.building(out, name)
-                built.mkdir(parents=True)
-                gate, given = closed_gate(), (name, audit.notebook, audit.title, parameters[name], built, limits)
-                loaded[name] = Worker("bi_kernels.audit.runs.documents:made", *given, gate.name), gate
-
-    def written(name: str) -> tuple[str, bool]:
-        title = every[name].title
-        try:
-            return Worker("bi_kernels.audit.runs.documents:written", name, folder.building(out, name), title).result()
-        except Died as died:  # what was recorded is worth more than how it looks
-            console.print(f"{name}: its report could not be written ({died})", markup=False, highlight=False)
-            return f"# {title}", False
-
     def one(name: str) -> None:
-        audit = every[name]
-        load(name)
-        if over.is_set():
-            return
-        worker, gate = loaded[name]
+        audit, built = every[name], folder.building(out, name)
+        with starting:
+            if over.is_set():
+                return
+            built.mkdir(parents=True)
+            given = name, audit.notebook, audit.title, parameters[name], built, limits
+            running[name] = executor.begin("bi_kernels.audit.runs.documents:made", *given)
         board.begin(name)
-        gate.close()
-        for following in names[names.index(name) + 1 :][:1]:
-            load(following)
-        refused, built = "", folder.building(out, name)
+        refused = ""
         try:
-            body, error, finished, refused = worker.result(lambda line: board.line(name, line))
-        except Died as died:
-            if died.status in (-signal.SIGINT, -signal.SIGTERM):
+            body, error, finished, refused = running[name].result(lambda line: board.line(name, line))
+        except executor.Died as died:
+            if over.is_set():  # it was stopped
                 return
             folder.check_room(out)
             error = board.late.get(name) or f"the process ended with status {died.status}"
@@ -247,16 +235,19 @@ def run(
                 what = "call on the inputs as given" if begun else "import"
                 refused = f"candidate is {spec!r}, whose {what} ended its process with status {died.status}"
             elif name not in board.late:
-                console.print("\n".join(died.said[-15:]), markup=False, highlight=False)
-            body, finished = written(name)
+                board.say("\n".join(died.said[-15:]))
+            try:
+                body, finished = executor.call("bi_kernels.audit.runs.documents:written", name, built, audit.title)
+            except executor.Died as why:  # what was recorded is worth more than how it looks
+                board.say(f"{name}: its report could not be written ({why})")
+                body, finished = f"# {audit.title}", False
         if refused and len(names) == 1:
             board.hide()
             raise CannotJudge(refused)
         board.count(name)
         if error:
             folder.check_room(out)
-        took = board.task(name).elapsed
-        passed = publish(audit, parameters[name], out, body, error, finished, took)
+        passed = publish(audit, parameters[name], out, body, error, finished, board.task(name).elapsed)
         board.short(name, min(jobs, len(names)) - 1)
         seconds[name] = board.end(name, passed)
 
@@ -265,16 +256,14 @@ def run(
         try:
             list(pool.map(one, names))
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            with loading:
+            with starting:
                 over.set()
-            for worker, _ in loaded.values():
-                worker.stop()
-            pool.shutdown()
+            for process in running.values():
+                process.stop()
+            pool.shutdown(cancel_futures=True)
             for name in names:
                 if kept := folder.keep(folder.building(out, name), out / name):
-                    said = f"{name}: what it had recorded is in {kept}"
-                    console.print(said, markup=False, highlight=False, soft_wrap=True)
+                    board.say(f"{name}: what it had recorded is in {kept}")
             raise
         finally:
             over.set()

@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bi_kernels.audit import worker
+from bi_kernels.audit import executor
 from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, SHARED, TOO_LARGE, Finding
 from bi_kernels.audit.static.launches import Launches, Request, Variant
 from bi_kernels.audit.static.source import source
@@ -129,8 +129,8 @@ def _told(tool: str, binary: bytes, *options: str) -> str:
 def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
     """Compiles each launch for sm_90, in a process in which Triton's interpreter is off; or says why it was not."""
     try:
-        return worker.call(f"{__name__}:compiled_for_hopper", messages, interpreter=False) if messages else []
-    except worker.Died as died:
+        return executor.call(f"{__name__}:compiled_for_hopper", messages, interpreter=False) if messages else []
+    except executor.Died as died:
         return [_refusal("\n".join(died.said))] * len(messages)
 
 

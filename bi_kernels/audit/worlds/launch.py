@@ -1,15 +1,13 @@
-"""Starts ranks by torchrun, and collects what they leave: also of ranks that die, or hang."""
+"""Starts the ranks of a process group, and collects what they leave: also of ranks that die, or hang."""
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
+import socket
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-GRACE = 10  # seconds, for torchrun to end the ranks
-DIED = re.compile(r"^\s+rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL | re.MULTILINE)  # in torchrun's report
+from bi_kernels.audit.executor import Died, begin
+
+GRACE = 5  # seconds that other ranks have once one has died: what they miss is not what went wrong
 
 
 def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list[list[dict]], str]:
@@ -20,62 +18,38 @@ def launched(folder: Path, told: dict, ranks: int, seconds: float) -> tuple[list
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(told), encoding="utf-8")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [*run, "-m", "bi_kernels.audit.worlds.rank", str(folder)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    late, said = "", ""
-    try:
-        _, said = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        late = f"the ranks had not ended after {seconds:.0f} s"
-    finally:
-        if process.poll() is None:
-            _end(process, folder)
-    lines = [_lines(folder / f"rank-{rank}.jsonl") for rank in range(ranks)]
-    errors = {rank: of.pop() for rank, of in enumerate(lines) if of and "error" in of[-1]}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    rank = lambda i: group | {"RANK": str(i), "LOCAL_RANK": str(i), "OMP_NUM_THREADS": "1"}
+    processes = [begin("bi_kernels.audit.worlds.rank:main", folder, environment=rank(i)) for i in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        results = [pool.submit(process.result, seconds=seconds) for process in processes]
+        try:
+            wait(results, return_when=FIRST_EXCEPTION)
+            ended, _ = wait(results, GRACE)
+        finally:
+            for process in processes:
+                process.stop()
+    died = {i: e for i, result in enumerate(results) if result in ended and (e := result.exception())}
+    lines = [_lines(folder / f"rank-{i}.jsonl") for i in range(ranks)]
+    errors = {i: of.pop() for i, of in enumerate(lines) if of and "error" in of[-1]}
     whole = min(map(len, lines))
-    why = late or _why(said, process.returncode, errors)
+    why = _why(died, errors, seconds)
     if why:
         why += f"; {whole} of {len(told['jobs'])} jobs had ended on every rank"
     return [[of[job] for of in lines] for job in range(whole)], why
 
 
-def _why(said: str, status: int, errors: dict[int, dict]) -> str:
-    """Returns who ended first, by what torchrun says and what the ranks do: one that died without a word, before those
-    that then missed it; else the first that raised."""
-    if not status:
-        return ""
-    died = {int(rank): int(code) for rank, code in DIED.findall(said) if int(code) != -signal.SIGTERM}
-    for rank, code in died.items():
-        if rank not in errors:
-            return f"rank {rank} ended with status {code}"
-    if errors:
-        return min(errors.values(), key=lambda line: line["time"])["error"]
-    return f"torchrun ended with status {status}: {(said.strip().splitlines() or [''])[-1]:.200}"
-
-
-def _end(process: subprocess.Popen, folder: Path) -> None:
-    """Ends torchrun, which ends the ranks; those that it does not are killed, by the numbers that they left."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            process.send_signal(how)
-            process.wait(GRACE)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    for file in folder.glob("rank-*.pid"):
-        try:
-            os.kill(int(file.read_text()), signal.SIGKILL)
-        except (ProcessLookupError, ValueError):
-            continue
+def _why(died: dict[int, Died], errors: dict[int, dict], seconds: float) -> str:
+    """Returns who ended first: one that died without a word, before those that then missed it; else the first that
+    raised."""
+    if any(died[rank].late for rank in died):
+        return f"the ranks had not ended after {seconds:.0f} s"
+    silent = [rank for rank in died if rank not in errors]
+    if silent:
+        return f"rank {silent[0]} ended with status {died[silent[0]].status}"
+    return min(errors.values(), key=lambda line: line["time"])["error"] if errors else ""
 
 
 def _lines(file: Path) -> list[dict]:

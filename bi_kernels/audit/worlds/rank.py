@@ -1,12 +1,8 @@
-"""What torchrun starts on every rank: computes the jobs of a folder, and leaves a line of evidence for each.
-
-torchrun --nproc-per-node 2 -m bi_kernels.audit.worlds.rank FOLDER
-"""
+"""Runs on every rank: computes the jobs of a folder, and leaves a line of evidence for each."""
 
 import importlib
 import json
 import os
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -21,7 +17,6 @@ from bi_kernels.parallel.tree import agree
 
 
 def main(folder: Path) -> None:
-    (folder / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     told = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     device, rank = choose(told["device"], told["shapes"]), int(os.environ["RANK"])
     if device.type == "cuda":
@@ -59,7 +54,3 @@ def _one(job: dict, told: dict, device: torch.device) -> dict:
     if job["way"] == told.get("timing"):
         return way(told, device, tensor, data)
     return WorldStep(told["shapes"], told["dtype"], device, told["seed"], way, tensor, data, world.tokens).run()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -82,7 +82,7 @@ class Evidence:
 
 @dataclass
 class WorldSession(Session):
-    """A session whose subject is a decoder's step, in processes that torchrun starts."""
+    """A session whose subject is a decoder's step, on ranks that are processes."""
 
     evidence: dict[World, Evidence] = field(default_factory=dict)
     broken: dict[str, Evidence] = field(default_factory=dict)  # by control

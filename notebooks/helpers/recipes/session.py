@@ -14,13 +14,13 @@ import torch
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
+from bi_kernels.audit.executor import Died, Process, begin
 from bi_kernels.audit.index import report
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.problem.subject import CANCELLING, Labelled
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.timing import GPU
-from bi_kernels.audit.worker import Died, Worker
 from helpers.recipes import script, summary
 from helpers.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
 
@@ -73,19 +73,21 @@ class RecipesSession(Session):
         """Runs ours and every recipe; returns the rows of ours, and one of each recipe that left nothing, which it
         records."""
         recipes = OURS, *self.theirs
-        begin = lambda recipe: Worker(f"{cells.__module__}:measured", recipe, self.told, environment=recipe.environment)
+        measure = lambda recipe: begin(
+            f"{cells.__module__}:measured", recipe, self.told, environment=recipe.environment
+        )
         if self.on_gpu:
             with GPU.alone():  # one at a time, for they are timed
                 for recipe in recipes:
-                    self._take(recipe, begin(recipe))
+                    self._take(recipe, measure(recipe))
         else:
-            for recipe, worker in [(recipe, begin(recipe)) for recipe in recipes]:
+            for recipe, worker in [(recipe, measure(recipe)) for recipe in recipes]:
                 self._take(recipe, worker)
         rows = [*self._rows(OURS.name, self.told["shapes"], DIRECTIONS), *self._unmeasured()]
         self.add(rows)
         return rows
 
-    def _take(self, recipe: Recipe, worker: Worker) -> None:
+    def _take(self, recipe: Recipe, worker: Process) -> None:
         try:
             self.found[recipe.name] = worker.result()
         except Died as died:

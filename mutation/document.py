@@ -12,10 +12,10 @@ from bi_kernels.audit.evidence import escape, tables
 from bi_kernels.audit.evidence.limits import promised
 from bi_kernels.audit.evidence.markdown import table
 from bi_kernels.audit.evidence.verdicts import grouped
-from bi_kernels.audit.mutants import plan
-from bi_kernels.audit.mutants.operators import Mutant
-from bi_kernels.audit.mutants.rates import EXPLAINED, FILE, KILLED, SURVIVED, made_by_hand, rate, told
-from bi_kernels.audit.mutants.reach import package
+from mutation import plan
+from mutation.operators import Mutant
+from mutation.rates import EXPLAINED, FILE, KILLED, SURVIVED, made_by_hand, rate, told
+from mutation.reach import package
 
 BUT = "in the file of equivalents, but"
 

@@ -4,9 +4,10 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from queue import SimpleQueue
 
 import torch
 
-from bi_kernels.audit.mutants.operators import Mutant
-from bi_kernels.audit.mutants.reach import ops_for, package
+from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.runs import notebooks
+from mutation.operators import Mutant
+from mutation.reach import ops_for, package
 
-SERVER = Path(__file__).with_name("server.py")
+PRELOAD = "torch", "triton", "numpy", "numba", "hypothesis"
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
@@ -32,31 +34,23 @@ SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 def made_of() -> str:
     """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
     digest = hashlib.sha256()
-    for path in sorted([*package().rglob("*.py"), package() / "contract.toml"]):
+    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *Path(__file__).parent.glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-class Server:
-    """A process that judges mutants of a copy of the package, one after another."""
+class Copy:
+    """A copy of the package, of which one mutant at a time is judged in a process of its own.
 
-    def __init__(self, device: str, number: int = 0, turns: str = ""):
-        self.device, self.folder = device, tempfile.TemporaryDirectory()
-        self.copy = Path(self.folder.name, package().name)
-        shutil.copytree(package(), self.copy)  # with what is compiled of it, numba's cache too
+    environment: of these processes; server: which forks them.
+    """
+
+    def __init__(self, device: str, environment: dict, server: ForkServer):
+        self.device, self.environment, self.server = device, environment, server
+        self.folder = tempfile.TemporaryDirectory()
+        self.package = Path(self.folder.name, package().name)
+        shutil.copytree(package(), self.package)  # with what is compiled of it, numba's cache too
         shutil.copytree(notebooks.folder() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
-        env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-        env.pop("BI_AUDIT_OUT", None)
-        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        if device == "cuda":
-            env.pop("TRITON_INTERPRET", None)
-            env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and Path(p) != package().parent)
-            env["CUDA_VISIBLE_DEVICES"] = gpu = visible()[number % len(visible())]
-            if turns:  # those of one GPU wait for each other's memory, and for nobody else's
-                env["TMPDIR"] = str(Path(turns, gpu))
-                Path(turns, gpu).mkdir(exist_ok=True)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen([sys.executable, str(SERVER)], env=env, text=True, **pipes)
 
     def judge(
         self,
@@ -67,28 +61,32 @@ class Server:
         dtypes: Sequence[str] = DTYPE_ORDER,
     ) -> dict:
         """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer."""
-        path = self.copy / mutant.file if mutant else None
+        path = self.package / mutant.file if mutant else None
         if path:
             text = path.read_text(encoding="utf-8")
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
         asks = [(op, dtype, dtype == DTYPE_ORDER[0] or bool(OPS[op].cache)) for dtype in dtypes for op in ops]
-        job = {"folder": self.folder.name, "asks": asks, "seeds": seeds}
-        job |= {"device": self.device, "seconds": int(limits[0]), "patience": int(limits[1])}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:  # then the copy is of no more use, and may be on its way out
-            raise RuntimeError("the process that judges mutants ended; is there enough memory?")
-        if path:
-            path.write_text(text, encoding="utf-8")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.folder.cleanup()
+        seconds, patience = map(int, limits)
+        began = time.monotonic()
+        try:
+            process = Process(self.server, self.environment)
+            process.begin("mutation.judge:judge", self.folder.name, asks, seeds, self.device, patience)
+            found = process.result(seconds=seconds)
+        except Died as died:
+            if died.status is None:  # the copy is of no more use
+                raise
+            relation, detail = "crashed", f"status {died.status}"
+            if died.late:
+                relation, detail = "time", f"more than {seconds} s"
+            elif died.status == -signal.SIGALRM:
+                relation, detail = "time", f"an answer took more than {patience} s"
+            found = {"verdict": "killed", "relation": relation, "layout": "", "detail": detail}
+        finally:
+            if path:
+                path.write_text(text, encoding="utf-8")
+        return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def visible() -> list[str]:
@@ -98,27 +96,30 @@ def visible() -> list[str]:
 
 
 @contextmanager
-def servers(count: int, device: str) -> Iterator[Callable]:
-    """Yields what calls a function with a server that is free, in a thread of the caller's."""
+def copies(count: int, device: str) -> Iterator[Callable]:
+    """Yields what calls a function with a copy of the package that is free, in a thread of the caller's."""
     free: SimpleQueue = SimpleQueue()
-    turns = tempfile.TemporaryDirectory()
-    several = [Server(device, number, turns.name) for number in range(count)]  # each of a GPU in turn
-    for server in several:
-        free.put(server)
+    every = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    every["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p and Path(p) != package().parent)
+    every |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    every = {k: v for k, v in every.items() if k != "BI_AUDIT_OUT" and (k, device) != ("TRITON_INTERPRET", "cuda")}
+    with tempfile.TemporaryDirectory() as turns, ForkServer(PRELOAD, every) as server:
+        for number in range(count):
+            own = {}
+            if device == "cuda":  # those of one GPU wait for each other's memory, and for nobody else's
+                gpu = visible()[number % len(visible())]
+                own = {"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": str(Path(turns, gpu))}
+                Path(turns, gpu).mkdir(exist_ok=True)
+            free.put(Copy(device, every | own, server))
 
-    def call(function: Callable, *args):
-        server = free.get()
-        try:
-            return function(server, *args)
-        finally:
-            free.put(server)
+        def call(function: Callable, *args):
+            copy = free.get()
+            try:
+                return function(copy, *args)
+            finally:
+                free.put(copy)
 
-    try:
         yield call
-    finally:
-        for server in several:
-            server.close()
-        turns.cleanup()
 
 
 class Clean:
@@ -172,9 +173,9 @@ def judged(
     for found in passed:
         clean.take(found)
     parts: dict[str, list] = {}
-    with servers(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
-        broken = lambda server, m, mine, dtypes: server.judge(m, mine, clean.limits(mine), SEEDS, dtypes)
-        unbroken = lambda server, op, dtype, seed: server.judge(None, [op], (3600, 3600), [seed], [dtype])
+    with copies(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
+        broken = lambda copy, m, mine, dtypes: copy.judge(m, mine, clean.limits(mine), SEEDS, dtypes)
+        unbroken = lambda copy, op, dtype, seed: copy.judge(None, [op], (3600, 3600), [seed], [dtype])
         tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}
 
         def begin() -> None:
@@ -211,7 +212,7 @@ def judged(
 
 
 def asked_apart(ops: Sequence[str]) -> list[tuple[list[str], Sequence[str]]]:
-    """Returns ops and dtypes that one server asks: attention's take minutes each, and have one each."""
+    """Returns ops and dtypes that one process asks: attention's take minutes each, and have one each."""
     rest = [op for op in ops if not OPS[op].cache]
     long = [([op], [dtype]) for dtype in DTYPE_ORDER for op in ops if OPS[op].cache]
     return [*long, *[(rest, DTYPE_ORDER)] * bool(rest)]

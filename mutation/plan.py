@@ -8,12 +8,13 @@ from pathlib import Path
 
 import bi_kernels
 from bi_kernels.audit.evidence.verdicts import grouped
-from bi_kernels.audit.mutants.operators import Mutant, mutants
-from bi_kernels.audit.mutants.rates import HAND_MADE
-from bi_kernels.audit.mutants.reach import ops_for, package, sources
 from bi_kernels.audit.problem.registry import OPS
+from mutation.operators import Mutant, mutants
+from mutation.rates import HAND_MADE
+from mutation.reach import ops_for, package, sources
 
 HERE = Path(__file__).parent
+EQUIVALENTS = HERE / "equivalents.toml"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
     return found
 
 
-def equivalents(path: Path = HERE / "equivalents.toml") -> list[Equivalent]:
+def equivalents(path: Path = EQUIVALENTS) -> list[Equivalent]:
     return [Equivalent(**e) for e in tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])]
 
 

@@ -1,0 +1,121 @@
+"""Checks what a command is given before anything runs: each mistake is one sentence."""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bi_kernels.audit import executor, load
+from bi_kernels.audit.faults import UsageError
+from bi_kernels.audit.parameters import OPTIONS, accepted, choose, defaults, device_name, read
+from bi_kernels.audit.runs import ci, folder, runner
+from bi_kernels.audit.runs.notebooks import find_helpers
+
+OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
+PARTS = "op", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
+
+
+@contextlib.contextmanager
+def refused(junit: Path | None = None) -> Iterator[None]:
+    """Turns what is wrong with a command into a usage error, which the JUnit file has as well."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if junit:
+            with contextlib.suppress(OSError):
+                junit.write_text(ci.refused(str(error)), encoding="utf-8")
+        raise UsageError(str(error)) from None
+
+
+def known(names: Sequence[str], every: Sequence[str]) -> None:
+    for name in names:
+        if name not in every:
+            raise UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
+
+
+def checked(given, judges_one: bool = False) -> tuple[list[str], dict]:
+    """Returns the audits named (all that need no naming if none is) and their parameters. judges_one: of a single
+    audit, the process that judges it finds out whether it takes its candidate."""
+    every = runner.audits()
+    known(given.names, every)
+    names = list(dict.fromkeys(given.names)) or [name for name, audit in every.items() if not audit.only_named]
+    parameters = {k: v for k in OPTIONS if (v := getattr(given, k)) is not None}
+    for name, value in given.extra:
+        if name not in defaults(names[0]):
+            raise UsageError(f"unknown parameter {name!r}, expected one of {', '.join(defaults(names[0]))}")
+        if name in parameters:
+            raise UsageError(f"{name} is given twice, {parameters[name]!r} and {value!r}; give it once")
+        parameters[name] = int(value) if re.fullmatch(r"-?\d{1,30}", value) else value
+    for k in parameters:
+        if not any(accepted(name, {k: 0}) for name in names):
+            raise UsageError(f"{', '.join(names)} has no parameter {k!r}")
+    for option, owner in (("nproc", "world"), ("inputs", "any")):
+        if option in parameters and names != [owner]:
+            raise UsageError(f"--{option} is of the audit {owner}, not of {', '.join(names)}")
+    with refused():
+        of_each = {name: read(name, accepted(name, parameters)) for name in names}
+        for told in of_each.values():
+            choose(told.device, getattr(told, "shapes", "tiny"))
+        find_helpers()
+        if len(names) > 1 or not judges_one:
+            _importable({name: asdict(told) for name, told in of_each.items()})
+    return names, parameters
+
+
+def _importable(of_each: dict[str, dict]) -> None:
+    """Raises ValueError where a candidate cannot be loaded, in a process of its own, which may crash."""
+    theirs = {k: v for k, v in of_each.items() if v.get("op") or v.get("candidate", "") not in OURS}
+    try:
+        if theirs and (why := executor.call(f"{__name__}:refusal", theirs)):
+            raise ValueError(why)
+    except executor.Died as died:
+        spec, last = next(iter(theirs.values()))["candidate"], (died.said or [""])[-1].strip()
+        why = f"ended its process with status {died.status}" + f" ({last})" * bool(last)
+        raise ValueError(f"candidate is {spec!r}, whose import {why}") from None
+
+
+def refusal(of_each: dict[str, dict]) -> str:
+    """Returns why the session of an audit refuses its parameters; '' where none does."""
+    try:
+        for name, given in of_each.items():
+            load(name, given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def place(name: str, told: dict, out: Path | None, publish: bool = False, quick: bool = False) -> tuple[Path, str]:
+    """Returns the folder of a run's reports, and by which parameters it is less than whole audits, '' if it is none.
+    name: of its first audit; told: that audit's parameters."""
+    if publish and (out or quick):
+        raise UsageError(f"--publish is given with --{'out' if out else 'quick'}; give one of them")
+    usual, parts = defaults(name), [slug(device_name(choose(told["device"])))]
+    parts.append(told.get("shapes", "any"))
+    candidate = told.get("candidate", "bi_kernels" if "shapes" in told else name)
+    narrowed = {k: str(told[k]) for k in PARTS if k in told and told[k] != usual[k] and not (quick and k == "dtype")}
+    parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
+    parts += [re.sub(r"\W+", "-", v) for v in narrowed.values()]
+    out = out or Path(folder.PUBLISHED if publish else folder.ignored(), "-".join(parts))
+    writable("--out", out / ".writable")
+    return out, " ".join(f"{k} {shlex.quote(v)}" for k, v in narrowed.items())
+
+
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower())
+
+
+def writable(option: str, file: Path | None) -> None:
+    """Makes the folder of a file; a usage error if the file cannot be written there. Leaves no new file."""
+    if file is None:
+        return
+    new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        where = file.parent if option == "--out" else file
+        raise UsageError(f"{option} is {str(where)!r}, which cannot be written ({error.strerror})") from None

@@ -1,0 +1,29 @@
+"""Judges a mutant in a process forked for it. Imports nothing of bi_kernels before the mutant's copy comes first."""
+
+import resource
+import signal
+import sys
+import traceback
+
+ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
+
+
+def judge(folder: str, asks: list, seeds: list, device: str, patience: int) -> dict:
+    """Returns the verdict on the package in a folder. asks, patience: as `questions.killer` has them."""
+    sys.path.insert(0, folder)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if device == "cpu":
+        resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
+    try:
+        import torch  # noqa: PLC0415 (the server has it)
+
+        from bi_kernels.audit.runs.notebooks import find_helpers  # noqa: PLC0415 (the mutant's copy)
+
+        find_helpers()
+        from mutation.questions import killer  # noqa: PLC0415
+
+        torch.set_num_threads(1)
+        return killer(asks, seeds, device, patience)
+    except Exception as error:
+        said = "".join(traceback.format_exception_only(error)).strip()[:200]
+        return {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}
