@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 
 import bi_kernels
 from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
@@ -80,10 +80,10 @@ def test_stale_padding_is_what_an_op_must_not_read():
 # Controls
 
 
-@pytest.mark.slow(but=["multiprocessors"])
-@pytest.mark.parametrize(
-    "control", [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu], ids=lambda c: c.name
-)
+INVARIANCE_CONTROLS = [c for c in ATTENTION_CONTROLS if c.relation == "invariance" and not c.gpu]
+
+
+@pytest.mark.parametrize("control", slow_but(INVARIANCE_CONTROLS, INVARIANCE_CONTROLS[1]), ids=lambda c: c.name)
 def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
     monkeypatch.setattr(judge.contract, "rows", lambda largest: [31, 129])
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
@@ -383,9 +383,10 @@ def linear(x, weight, bias=None):
 """
 
 
-@pytest.mark.slow(but=["kernels"])
 @pytest.mark.parametrize(
-    "source, drifting, steady", [(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], ids=["torch", "kernels"]
+    "source, drifting, steady",
+    slow_but([(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], WITH_KERNELS),
+    ids=["torch", "kernels"],
 )
 def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, steady):
     file = tmp_path / "candidate.py"
@@ -431,8 +432,7 @@ def twice(*tensors, **named):
 """
 
 
-@pytest.mark.slow(but=["linear", "norm", "softmax", "silu", "embedding", "rope"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", slow_but(OPS, "linear", "rms_norm", "log_softmax", "silu", "embedding", "rope"))
 def test_every_op_has_a_reproducer(op, tmp_path):
     """It gives in this process what the rows say; that a script does in one of its own is tested of one op."""
     file = tmp_path / "candidate.py"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
@@ -106,16 +107,14 @@ DRIFTING = {
 }
 
 
-@pytest.mark.slow(but=["over sequences"])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", slow_but(INVARIANT, "ours over sequences"))
 def test_what_is_invariant_passes(name):
     report = audit(*INVARIANT[name])
     assert report.passed and not in_need(report), report.markdown()
     assert {r.layout for r in report.rows if r.relation == "invariance"} >= {*plan(len(INVARIANT[name][1])), *MODES}
 
 
-@pytest.mark.slow(but=["neighbour"])
-@pytest.mark.parametrize("name", DRIFTING)
+@pytest.mark.parametrize("name", slow_but(DRIFTING, "neighbour"))
 def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch):
     (function, *inputs), relation = DRIFTING[name]
     report = audit(function, *inputs, folder=tmp_path / "repro")
@@ -399,7 +398,6 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_au
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
 
 
-@pytest.mark.slow(but=["dtype 'foo'"])
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -519,14 +517,16 @@ def test_a_candidate_that_raises_on_its_inputs_cannot_be_judged(tmp_path):
     assert spec in str(caught.value) and inputs in str(caught.value) and not session.rows
 
 
-@pytest.mark.slow(but=["scores"])
 @pytest.mark.parametrize(
     "name, inputs, words",
-    [
-        ("scores", "x:fp32[4,8] weight:fp32[5,7]", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        ("scores", "y:fp32[4,8]", "takes x, weight"),
-        ("dies", "x:fp32[4,8]", "ended its process with status 7"),
-    ],
+    slow_but(
+        [
+            ("scores", "x:fp32[4,8] weight:fp32[5,7]", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+            ("scores", "y:fp32[4,8]", "takes x, weight"),
+            ("dies", "x:fp32[4,8]", "ended its process with status 7"),
+        ],
+        "scores",
+    ),
 )
 def test_a_wrong_call_leaves_the_run_before_it_byte_for_byte(name, inputs, words, tmp_path, monkeypatch, bi_audit):
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from conftest import slow_but
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
@@ -145,9 +146,10 @@ def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name
         assert given[k].grad is None and bool((given[k].main_grad == 3).all()), k
 
 
-@pytest.mark.slow(but=["linear", "matmul", "rms_norm", "embedding", "lm_head", "attention-"])
 @EVERY_KIND
-@EVERY
+@pytest.mark.parametrize(
+    "name", slow_but(OPS, "linear", "matmul", "rms_norm", "embedding", "lm_head_logprob", "attention")
+)
 def test_a_call_with_other_lengths_in_between_changes_neither(name, kind):
     """Whose layout is even entered while the first is computed again."""
     u, other = call_of(name), call_of(name, OTHER)

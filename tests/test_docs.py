@@ -263,7 +263,6 @@ def test_a_name_that_is_bound_twice_is_seen(names, twice):
     assert {n for n in found if found.count(n) > 1} == twice
 
 
-@pytest.mark.slow(but=["gemm"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     """What they would run is looked at; the tests run the same elsewhere."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from conftest import slow_but
 
 import bi_kernels as bi
 from bi_kernels.audit import audit
@@ -227,8 +228,9 @@ CALLABLES = {
 }
 
 
-@pytest.mark.slow(but=["torch.compile", "fp64", "views", "attention"])
-@pytest.mark.parametrize("name", CALLABLES)
+@pytest.mark.parametrize(
+    "name", slow_but(CALLABLES, "torch.compile, eager", "layer norm in fp64", "views", "attention")
+)
 def test_a_correct_callable_needs_no_fix(name):
     function, *inputs = CALLABLES[name]
     report = audit(function, *inputs, name=name)
@@ -346,8 +348,7 @@ def test_a_function_typed_at_a_prompt_is_not_called_wrong():
     assert static.verdict == "unsupported" and "not readable" in static.detail
 
 
-@pytest.mark.slow(but=["linear of rows", "softmax"])
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("name", slow_but(CANDIDATES, "linear of rows", "log_softmax in fp64"))
 def test_a_correct_candidate_needs_no_fix(name):
     found = needs_fix(judged(*CANDIDATES[name]))
     assert not found, "\n".join(f"{r.relation} {r.layout} {r.inputs} {r.tensor}: {r.detail}" for r in found)

@@ -162,15 +162,8 @@ def test_every_python_with_an_environment_runs_the_wheel(version, installed, tmp
     smoke(python, installed, tmp_path)
 
 
-@pytest.mark.parametrize("newer", ["type X = int", 'print(f"{\'a\' + f"{1}"}")'], ids=["type", "f-string"])
-def test_ruff_refuses_what_the_oldest_python_cannot_read(newer):
-    done = run(sys.executable, "-m", "ruff", "check", "--stdin-filename", "new.py", "-", cwd=ROOT, input=f"{newer}\n")
-    assert f"on Python {PYTHONS[0]}" in done.stdout, done.stdout
-
-
 def test_pythons_and_what_builds_are_said_alike():
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
-    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "docs" / "limits.md").read_text()
     assert not [v for v in PINNED.values() if "+" in v], "2.13.0 is also the CPU index's 2.13.0+cpu"
     assert PINNED["hatchling"] == TOML["build-system"]["requires"][0].split("==")[1]
 
@@ -188,9 +181,6 @@ def test_versions_of_triton_are_said_alike():
     assert told.specifier == SpecifierSet(f">={compiled[0]},<{after(compiled[-1])}")
     assert PINNED["triton"] in TRITON["interpreter"]
     assert all(told.specifier.contains(version) for version in TRITON["interpreter"])
-    promised = (ROOT / "docs" / "limits.md").read_text().split("## Versions")[1].split("\n## ")[0]
-    assert f"Triton {' and '.join(compiled)}" in promised.replace("\n", " ")
-    assert f"Triton {' or '.join(TRITON['interpreter'])}" in promised.replace("\n", " ")
 
 
 def test_documents_are_of_tested_versions():

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow_but
 from helpers.recipes import figure, products, script, summary
 from helpers.recipes import session as sessions
 from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
@@ -200,8 +201,7 @@ def test_the_figure_has_a_panel_of_each_and_says_what_it_shows(change):
     plt.close(drawn)
 
 
-@pytest.mark.slow(but=["forward"])
-@pytest.mark.parametrize("direction, of", [("forward", 32), ("dX", 128)])
+@pytest.mark.parametrize("direction, of", slow_but([("forward", 32), ("dX", 128)], "forward"))
 def test_a_script_runs_by_torch_alone_and_prints_what_differs(direction, of, tmp_path):
     text, path = script.text(STARVED, direction, (2, 16, 64), TOLD), tmp_path / "script.py"
     assert "bi_kernels" not in re.sub("#.*", "", text)

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
@@ -21,13 +20,10 @@ from bi_kernels.audit.callables.report import Report
 from bi_kernels.audit.evidence import escape, figures, tables
 from bi_kernels.audit.evidence.answer import answer, headline
 from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, terminal
-from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.experiments.backward import split_said
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
-from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.summary import summary
 
 G = torch.Generator().manual_seed(0)
@@ -146,12 +142,6 @@ def test_the_first_line_says_of_what_kind_a_fault_is(name, reports):
     assert report.markdown().splitlines()[0].startswith(f"**{tables.MARK[report.verdict]}: {name}: ")
 
 
-def test_what_does_not_drift_is_said_beside_gradients_that_do(reports):
-    assert "; forward and input gradients do not" in reports["weight"].answer
-    assert {r.gradient for r in reports["weight"].rows if r.verdict == NEEDS_FIX} == {"weight gradients"}
-    assert "weight gradients" in reports["padding"].answer.partition(". Also, ")[2], reports["padding"].answer
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_headline_and_the_table_show_the_same_number(name, reports):
     """Each distance in the sentence stands in a line of the table that is of the same side."""
@@ -253,20 +243,6 @@ def test_rows_of_the_registry_have_their_sentences_too(rows, said):
     assert said in answer(rows) and said in headline(rows) and said in answer([r.json() for r in rows]), answer(rows)
 
 
-@pytest.mark.parametrize(
-    "differ, agree, said",
-    [
-        ({1, 2, 3, 7, 9}, {15, 16}, "calls of 1, 2, 3, 7 and 9 rows differ from the largest call; 15 and more agree"),
-        ({1, 2, 3, 8}, {7, 63}, "calls of 1, 2, 3 and 8 rows differ from the largest call; 7 and 63 agree"),
-        ({17, 31}, {1, 16}, "calls of 17 and 31 rows differ from the largest call; 16 and fewer agree"),
-        ({*range(1, 64)} - {7, 14}, {7, 14}, "calls of 1, 2, 3, 4, 5, 6, … and 63 rows differ"),
-        ({2, 3}, set(), "calls of 2 and 3 rows differ from the largest call"),
-    ],
-)
-def test_a_finding_lists_the_row_counts_that_differ_and_those_that_agree(differ, agree, said):
-    assert said in answer([*(failed(rows=m) for m in differ), *(replace(ROW, rows=m) for m in agree)])
-
-
 @given(st.sets(st.integers(1, 300), min_size=1), st.sets(st.integers(1, 300)))
 def test_no_list_of_row_counts_claims_what_was_not_found(differ, agree):
     """Every count that a sentence names is on its own side, and "and more" holds of all that were asked."""
@@ -277,21 +253,6 @@ def test_no_list_of_row_counts_claims_what_was_not_found(differ, agree):
     named = {int(n) for n in re.findall(r"\d+", rest.partition(", by")[0].partition("(")[0])}
     assert named <= agree and ("more" not in rest or max(differ) < min(agree)), sentence
     assert "fewer" not in rest or min(differ) > max(agree), sentence
-
-
-DTYPES = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
-BITS = st.integers(-(2**15), 2**15 - 1)
-
-
-@given(DTYPES, st.lists(st.tuples(BITS, BITS), min_size=1, max_size=8))
-def test_no_count_is_above_its_elements_and_no_ulp_beyond_a_binade(dtype, bits):
-    """Over any numbers, −0 and +0, NaN and Inf, and those of either sign among them."""
-    wide = dtype == torch.float32
-    held = torch.tensor(bits) << 16 if wide else torch.tensor(bits)
-    drift = compare(*held.to(torch.int32 if wide else torch.int16).T.contiguous().view(dtype))
-    assert drift.mismatches <= drift.elements
-    assert drift.max_ulp == float("inf") or drift.max_ulp <= 1 / torch.finfo(dtype).eps
-    assert "inf ULP" not in str(drift)
 
 
 TEXT = st.text(max_size=30).filter(lambda text: not re.search(r"\d{7}", text))  # no count of ours
@@ -402,17 +363,6 @@ def test_printed_commands_work_when_pasted(tmp_path, monkeypatch, bi_audit):
     assert document.splitlines()[2].startswith("**op fp32: a row's result depends on the values of its neighbours")
 
 
-def test_an_op_is_said_once_with_its_relations_below(tmp_path):
-    rows = [ROW, failed(rows=1), failed(relation="parity", layout="decode=packed", repro="python repro/a.py")]
-    first, *below = ci.lines([r.json() for r in rows], tmp_path)
-    assert first.startswith("needs-fix  linear o bf16: a row's result depends on how many rows are in the call")
-    assert [x.strip().partition(":")[0] for x in below] == [
-        "invariance",
-        "parity",
-        f"python {tmp_path}/gemm/repro/a.py",
-    ]
-
-
 def test_what_differs_most_stands_first_in_a_documents_drifts():
     row = Row("gemm", "linear", "", "mine", "bf16", "gpu", "invariance", "rows", "", "normal", 9, NEEDS_FIX, 1, 100)
     least, most = replace(row, op="add"), replace(row, op="scale", mismatches=99)
@@ -443,58 +393,3 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     assert figures.share(0.9999999999) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
-
-
-def test_backward_passes_that_raise_are_no_passes_that_do_not_drift():
-    nan = float("nan")
-    some = {"a": {"singles": 3, "batch": nan}, "b": {"singles": 0, "batch": 0}}
-    assert split_said(some) == "bf16, normal inputs: 1 of 2 backward passes drift with the split"
-    for line in ({"singles": nan}, {"singles": 0, "batch": nan}):
-        assert (
-            split_said(some | {"c": line})
-            == "bf16, normal inputs: 1 of 2 backward passes drift with the split; 1 raised"
-        )
-
-
-def test_a_contract_that_refuses_what_it_should_is_passed():
-    row = replace(ROW, relation="contract")
-    refused = replace(row, dtype="int8", verdict=UNSUPPORTED)
-    for rows, mark in (
-        ([row, refused], "| ✅ pass, other dtypes refused |"),
-        ([refused], "| ⬜ unsupported |"),
-        ([row, refused, replace(row, verdict=NEEDS_FIX)], "| ❌ needs-fix |"),
-    ):
-        kept = SimpleNamespace(
-            rows=rows, audit="dtype", candidate=SimpleNamespace(spec="x"), device_label="", dtypes=[]
-        )
-        assert mark in " ".join(tables.verdict(kept).markdown.split()), mark
-
-
-def test_a_heat_map_tells_what_was_not_asked_from_what_raised():
-    figure = figures.heat({"a": {"M = 1": 0, "M = 2": float("nan")}, "b": {"M = 1": 3}}, "A map", "elements")
-    ax = figure.axes[0]
-    assert [t.get_text() for t in ax.texts] == ["0", "raised", "3", ""]
-    hatched = [p for p in ax.patches if p.get_hatch()]
-    assert [p.get_xy() for p in hatched] == [(1, 1)]
-    assert ax.get_xlabel() == "hatched: not asked"
-    plt.close(figure)
-
-
-def test_weights_after_training_are_no_forward():
-    row = Row(
-        "world",
-        "decoder",
-        "",
-        "bi_kernels",
-        "bf16",
-        "gpu",
-        "weights after training",
-        "tp2",
-        "",
-        "normal",
-        9,
-        PASS,
-        0,
-        4,
-    )
-    assert "(forward 1, weights after training 1)" in answer([row, replace(row, relation="invariance")])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
@@ -65,19 +66,22 @@ WIDER = {"right_padded", "right_padded far", LEFT, LEFT_FAR}
 LAYOUTS = WIDER | {"unpadded", "packed", "decode", "decode, 3 tokens a call", TOGETHER}
 
 
-@pytest.mark.slow(but=["width", "decode"])
 @pytest.mark.parametrize(
     "fault, broken",
-    [
-        ("", set()),
-        ("decode", {"decode", "decode, 3 tokens a call", TOGETHER}),
-        ("width", WIDER | {"packed", TOGETHER}),
-        ("far", {"right_padded far", LEFT_FAR}),
-        ("chunks", {"decode, 3 tokens a call"}),
-        ("together", {TOGETHER}),
-        ("score", WIDER),
-        ("not packed", set()),
-    ],
+    slow_but(
+        [
+            ("", set()),
+            ("decode", {"decode", "decode, 3 tokens a call", TOGETHER}),
+            ("width", WIDER | {"packed", TOGETHER}),
+            ("far", {"right_padded far", LEFT_FAR}),
+            ("chunks", {"decode, 3 tokens a call"}),
+            ("together", {TOGETHER}),
+            ("score", WIDER),
+            ("not packed", set()),
+        ],
+        "width",
+        "decode",
+    ),
 )
 def test_a_model_is_judged_on_whole_sequences(fault, broken):
     report = audit(Model(fault), IDS, MASK, backward=False)

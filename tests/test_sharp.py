@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow_but
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.target import Target
@@ -68,9 +69,8 @@ def given(op: str, rows: int, seed: int) -> tuple:
     return drawn(rows, *((64, 16) if op == "attention" else (64,))), *(drawn(*shape) for shape in own)
 
 
-@pytest.mark.slow(but=["split-K", "block size"])
 @pytest.mark.parametrize("order", [order for order in ORDERS if order])
-@pytest.mark.parametrize("op", ["linear", "rms_norm", "softmax", "attention"])
+@pytest.mark.parametrize("op", slow_but(["linear", "rms_norm", "softmax", "attention"], "linear", "attention"))
 def test_another_order_is_found_with_every_seed(op, order):
     rows, threshold = (12, 4) if op == "attention" else (300, 8)
     for seed in range(3):

@@ -42,6 +42,8 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     )
     found = load(audit, parameters)
     found.pool = pool
+    if parameters.get("checks") == "quick":
+        print(f"Quick form: a few checks of each op. The whole audit: `bi-audit run {audit}`, or `-p checks all`.")
     if gate := os.environ.get("BI_AUDIT_GATE"):
         wait_at(gate)
     if on_gpu:

@@ -22,6 +22,7 @@ OPTIONS = ("dtype", "candidate", "shapes", "inputs", "device", "seed", "nproc")
 GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
 CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
 MOST = 2**63 - 1  # of an integer
+CHECKS = ("all", "quick")
 
 
 def _integers(parameters: "Parameters", *names: str, least: int | None = None) -> None:
@@ -36,6 +37,8 @@ def _integers(parameters: "Parameters", *names: str, least: int | None = None) -
 def _dtype_and_shapes(parameters: "Parameters") -> None:
     if parameters.dtype not in ("all", *DTYPES):
         raise ValueError(f"dtype is {parameters.dtype!r}, expected all, {', '.join(DTYPES)}")
+    if parameters.checks not in CHECKS:
+        raise ValueError(f"checks is {parameters.checks!r}, expected {' or '.join(CHECKS)}")
     _shapes(parameters.shapes)
 
 
@@ -55,6 +58,7 @@ class RegistryParameters:
     device: str = "auto"
     seed: int = 0
     op: str = ""  # which op a single function stands for
+    checks: str = "all"  # or quick: a few of each op
 
     def __post_init__(self):
         _dtype_and_shapes(self)
@@ -83,6 +87,7 @@ class ModelParameters:
     shapes: str = "tiny"
     device: str = "auto"
     seed: int = 0
+    checks: str = "all"  # or quick: a few of them
 
     def __post_init__(self):
         _dtype_and_shapes(self)
@@ -212,10 +217,9 @@ def defaults(audit: str) -> dict:
 
 
 def accepted(audit: str, given: Mapping) -> dict:
-    """Returns those of `given` that an audit has, and its dtype: all of them for the registry's ops, whose notebooks by
-    themselves may look at one, bf16 for a whole model; `any` and `zoo` have neither dtype nor shapes."""
+    """Returns every parameter of an audit, with those of `given` that it has: a notebook's own defaults ask less."""
     known = defaults(audit)
-    return {k: known[k] for k in ("dtype",) if k in known} | {k: v for k, v in given.items() if k in known}
+    return known | {k: v for k, v in given.items() if k in known}
 
 
 def read(audit: str, given: Mapping) -> Parameters:

@@ -43,6 +43,11 @@ def case(session) -> dict:
     return CONTRACT["chain"]["transformers"]["tiny" if session.parameters["shapes"] == "tiny" else "real"]
 
 
+def architectures(session) -> list[str]:
+    """Returns the names of the models that are judged."""
+    return [*CONFIGS][: 1 if session.quick else None]
+
+
 def vocabulary(session) -> int:
     """Returns how many ids there are in every model."""
     return min(case(session)[name]["vocab_size"] for name in CONFIGS)
