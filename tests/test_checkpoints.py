@@ -195,17 +195,6 @@ def test_a_parameter_of_main_grads_that_is_passed_is_refused_where_its_gradient_
         assert_same(made | {f"d{k}": given[k].main_grad for k in u.parameters}, u.expected(u.floating))
 
 
-def test_what_others_leave_in_grad_or_no_main_grads_has_may_be_passed():
-    weight, other = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
-    x = torch.ones(3, 8, requires_grad=True)
-    grads = MainGrads([weight])
-    calls = (lambda x, w: x @ w, weight), (lambda x, w: bi_kernels.linear(x, w.t()), weight), (bi_kernels.linear, other)
-    for call, passed in calls:
-        checkpoint(TokenLayout.packed([0, 3]).within(call), x, passed, use_reentrant=True).sum().backward()
-    grads.join()
-    assert weight.main_grad.eq(6).all() and other.grad.eq(3).all()
-
-
 def test_a_tensor_that_trains_and_is_no_module_s_may_be_held():
     table = torch.ones(8, 4, requires_grad=True)
     grads = MainGrads([table])

@@ -1,7 +1,5 @@
 """README and docs are executed: every block of code runs from the wheel, and every command is one."""
 
-import ast
-import builtins
 import json
 import os
 import re
@@ -232,35 +230,6 @@ def test_a_block_of_python_runs_from_the_wheel(name, outcome):
 def test_a_long_block_of_python_runs_from_the_wheel(name, wheel, tmp_path):
     said = ran([name], wheel, tmp_path)[name]
     assert not said, said
-
-
-def bound(block: str) -> list[str]:
-    """Returns every name that a block binds at its top level: by assignment, import, def or class; loops apart."""
-    found = []
-    for node in ast.parse(block).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.append(node.name)
-        elif isinstance(node, ast.Assign):
-            found += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-    return found
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_a_block_shadows_no_name_and_fits_a_page(name):
-    names = bound(PYTHON[name])
-    twice = {n for n in names if names.count(n) > 1}
-    assert not twice and not {*names} & {*dir(builtins)}, twice or {*names} & {*dir(builtins)}
-    assert max(map(len, PYTHON[name].splitlines())) <= 88
-
-
-@pytest.mark.parametrize(
-    "names, twice", [("x = 1\nx = 2", {"x"}), ("import torch\ndef torch(): pass", {"torch"}), ("a = 1\nb = 2", set())]
-)
-def test_a_name_that_is_bound_twice_is_seen(names, twice):
-    found = bound(names)
-    assert {n for n in found if found.count(n) > 1} == twice
 
 
 @pytest.mark.parametrize("command", COMMANDS)

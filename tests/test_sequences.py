@@ -163,26 +163,6 @@ def test_what_grows_with_the_width_and_places_that_end_are_no_drift():
     assert report.passed and far.verdict == UNSUPPORTED and "out of range" in far.detail, report.markdown()
 
 
-@pytest.mark.slow
-def test_numbers_of_each_token_beside_the_ids_are_said_not_to_be_laid_out():
-    class Typed(Model):
-        def forward(self, input_ids, attention_mask, token_type_ids):
-            return super().forward(input_ids + token_type_ids, attention_mask)["logits"]
-
-    report = audit(Typed(), IDS, MASK, torch.zeros_like(IDS), backward=False)
-    assert report.passed and any("token_type_ids holds a number for each token" in n for n in report.notes), report
-
-
-@pytest.mark.slow
-def test_a_mask_of_another_name_is_said_not_to_be_asked():
-    class Other(torch.nn.Module):
-        def forward(self, input_ids, padding_mask):
-            return Model()(input_ids, padding_mask)["logits"]
-
-    report = audit(Other(), IDS, MASK, backward=False)
-    assert report.passed and any("its mask is padding_mask" in note for note in report.notes), report.notes
-
-
 def test_a_model_has_a_control_of_its_sequences(tmp_path):
     file = tmp_path / "models.py"
     file.write_text(
