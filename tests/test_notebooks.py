@@ -13,14 +13,14 @@ from pathlib import Path
 import nbformat
 import papermill
 import pytest
-from conftest import wait_for
+from conftest import slow_but, wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit import start
 from bi_kernels.audit.cli import cli
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
-from bi_kernels.audit.parameters import OPTIONS, defaults
+from bi_kernels.audit.parameters import OPTIONS, accepted, defaults
 from bi_kernels.audit.runs.documents import about
 from bi_kernels.audit.runs.notebooks import WITH_HELPERS
 from bi_kernels.audit.runs.runner import audits
@@ -81,9 +81,6 @@ def test_committed_notebooks_carry_what_nbval_compares(path):
 def test_another_candidates_document_is_without_the_cells_about_ours(path):
     whole, mine = about(path, "bi_kernels").cells, about(path, "torch").cells
     assert [c for c in whole if "ours" not in c.metadata.get("tags", [])] == mine
-    assert not any(
-        re.search(r"left fold|slabs of 16|recorded on an H", c.source) for c in mine if c.cell_type == "markdown"
-    )
     names = [n for c in mine if c.cell_type == "code" for n in ast.walk(ast.parse(c.source.replace("%", "#")))]
     kept = {n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     lost = [n for c in whole if c not in mine and c.cell_type == "code" for n in ast.walk(ast.parse(c.source))]
@@ -98,6 +95,25 @@ def test_parameters_are_annotated_and_known(path):
     setup = next(c.source for c in nbformat.read(path, as_version=4).cells if "setup" in c.metadata.get("tags", []))
     assert set(known) == set(re.findall(r"\b(\w+)=\1\b", setup)), "a parameter that start is not given has no effect"
     assert all(p["inferred_type_name"] in ("str", "int") for p in known.values())
+
+
+QUICK = [path for path in NOTEBOOKS if '"quick"' in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", QUICK, ids=lambda p: p.stem)
+def test_a_notebook_by_itself_is_quick_and_says_so_and_bi_audit_run_asks_all(path):
+    (checks,) = (p for name, p in papermill.inspect_notebook(str(path)).items() if name == "checks")
+    assert checks["default"] == '"quick"' and accepted(name_of(path), {})["checks"] == "all"
+    setup = next(c for c in nbformat.read(path, as_version=4).cells if "setup" in c.metadata.get("tags", []))
+    printed = "".join(o.text for o in setup.outputs if o.get("name") == "stdout")
+    assert f"bi-audit run {name_of(path)}" in printed, "in its first lines"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", audits())
+def test_the_long_form_passes(name, tmp_path, bi_audit):
+    done = bi_audit("run", name, "--device", "cpu", "--out", tmp_path)
+    assert done.returncode == 0, done
 
 
 def change_verdict(notebook):
@@ -191,7 +207,7 @@ def test_an_unknown_parameter_is_one_sentence(audit, given, said):
     assert str(error.value) == f"unknown parameter {said}"
 
 
-@pytest.mark.parametrize("name", WITH_HELPERS)
+@pytest.mark.parametrize("name", slow_but(WITH_HELPERS, "zoo"))
 def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(name, tmp_path):
     """As a report's notebook does for whoever opens it: only `start` knows where the helpers are."""
     notebook = nbformat.read(audits()[name].notebook, as_version=4)
@@ -199,16 +215,6 @@ def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(name, tmp_path):
     code = "\n".join(line for c in cells for line in c.source.splitlines() if not line.startswith("%"))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "from helpers" in code and done.returncode == 0, done.stderr
-
-
-def test_only_audits_that_are_known_for_it_import_helpers():
-    found = {name_of(path) for path in NOTEBOOKS if "from helpers" in path.read_text(encoding="utf-8")}
-    assert found == {*WITH_HELPERS}
-
-
-def test_papermill_warns_of_a_parameter_that_the_notebook_does_not_have(tmp_path, caplog):
-    papermill.execute_notebook(str(NOTEBOOKS[1]), str(tmp_path / "out.ipynb"), {"dtyp": "bf16"}, prepare_only=True)
-    assert "unknown parameter: dtyp" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gemm", "any", "zoo"])
@@ -297,16 +303,9 @@ def test_every_notebook_is_an_audits_or_a_workbench():
 
 
 @pytest.mark.parametrize("path", WORKBENCHES, ids=lambda p: p.stem)
-def test_the_workbenches_are_committed_executed_and_open_with_what_they_alone_do(path):
+def test_the_workbenches_are_committed_executed(path):
     cells = nbformat.read(path, as_version=4).cells
     code = [c for c in cells if c.cell_type == "code"]
     assert all(c.execution_count for c in code)
     assert not any(o.output_type == "error" or o.get("name") == "stderr" for c in code for o in c.outputs)
     assert any("nbval-check-output" in c.metadata.get("tags", []) and c.outputs for c in code)
-    heading = next(i for i, c in enumerate(cells) if c.source.startswith("## "))
-    refused, products = (
-        c for c in cells[:heading] if c.cell_type == "code" and re.search("wb.step|golden.digest", c.source)
-    )
-    assert "beyond the end of the memory of x" in refused.outputs[0].data["text/plain"]
-    same, all_of_them = re.match(r"(\d+) of (\d+) bf16 products", products.outputs[0].text).groups()
-    assert same == all_of_them and len(products.source.splitlines()) <= 6 and len(refused.source.splitlines()) <= 9

@@ -12,11 +12,12 @@ from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.experiments.common import Counts, Found, differing, size
 from bi_kernels.audit.problem.call_layouts import layouts
 from bi_kernels.audit.problem.subject import CANCELLING, poisoned_memory
+from bi_kernels.audit.relations import quick
 
 
 def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     """{op: {layout: elements that differ}} of the candidate, and of two broken ops for contrast."""
-    names = list(layouts(size(session)["lengths"]))
+    names = [n for n in layouts(size(session)["lengths"]) if not session.quick or n in quick.LAYOUTS]
     seen: Counts = {}
     for r in rows:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:

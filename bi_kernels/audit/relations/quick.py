@@ -8,7 +8,7 @@ from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
 from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.relations.step import Step
 
-LAYOUTS = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
+LAYOUTS = ("batch", "left_padded:16", "chunked:7", "decode")
 OF_ATTENTION = ("batch", "chunked:7")  # whose calls are many
 GRADIENT_LAYOUTS = ("batch", "permuted")
 
