@@ -3,10 +3,8 @@
 import json
 import math
 import re
-import time
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -26,7 +24,6 @@ from bi_kernels.contract import CONTRACT
 BENCH = CONTRACT["benchmark"]
 TINY = cases.settings("tiny")
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
 
 
 class Clock(timing.OperatorCounter):
@@ -55,18 +52,6 @@ def bench(tmp_path: Path | None = None, clock=None, **settings) -> measure.Bench
 # Which cells
 
 
-def test_a_shape_is_there_once_and_says_every_layer_that_has_it():
-    found = cases.layers(BENCH["gemm"])
-    shapes = [(layer.n, layer.k) for layer in found]
-    assert len(set(shapes)) == len(shapes)
-    named = {name: layer for layer in found for name in layer.names}
-    dense = [f for f, sizes in BENCH["gemm"]["families"].items() if "heads" in sizes]
-    experts = len(BENCH["gemm"]["families"]) - len(dense)
-    assert len(named) == len(dense) * 7 * 4 + experts * 3 == sum(len(layer.names) for layer in found)
-    o, q = (named["Qwen3-8B", layer, 1] for layer in "oq")
-    assert o is q and o[:2] == (4096, 4096), "o and q of the same sizes are one shape"
-
-
 def test_drawn_shapes_follow_the_seed_and_stay_in_their_ranges():
     table = BENCH["drawn"]
     first, again, other = (cases.drawn(table, seed) for seed in (3, 3, 4))
@@ -78,16 +63,6 @@ def test_drawn_shapes_follow_the_seed_and_stay_in_their_ranges():
         logs = [math.log(v / low) / math.log(high / low) for v in values]
         assert 0.4 < sum(logs) / len(logs) < 0.6 and min(logs) < 0.05 and max(logs) > 0.95, f"{name} is log-uniform"
     assert all(n % 8 == k % 8 == 0 for _, n, k in first) and any(m % 8 for m, _, _ in first)
-
-
-def test_decode_has_the_whole_grid_but_for_caches_that_are_too_large():
-    every = list(cases.decode(BENCH["decode"]))
-    assert len(every) == len(set(every)) == 5 * 4 * 3 * 2
-    largest = max(every, key=lambda cell: cell.bytes)
-    assert (largest.batch, largest.keys, largest.grouping, largest.head_dim) == (64, 65536, "MHA", 128)
-    assert largest.bytes == 64 * 65536 * 32 * 128 * 2 * 2 > BENCH["decode"]["largest"]
-    assert cases.expected("decode", "", 0) == 2 * sum(cell.bytes <= BENCH["decode"]["largest"] for cell in every)
-    assert all(cell.keys % BENCH["decode"]["page"] == 0 for cell in every)
 
 
 @pytest.mark.slow
@@ -135,35 +110,6 @@ def test_a_short_call_is_repeated_and_a_long_one_is_not(ms, count):
     clock = Clock(lambda call: ms)
     timing.time_in_turns({"a": lambda i: None}, clock, **HOW)
     assert {c for _, _, c in clock.seen[2:]} == {count}
-
-
-def test_a_graph_holds_every_set_of_inputs_and_its_time_is_divided_by_its_calls():
-    class Graphs(Clock):
-        def captured(self, call, count):
-            self.count = count
-            return lambda i: self.replays.append(count)
-
-    clock = Graphs(lambda call: 8.0)
-    clock.replays = []
-    found = timing.time_in_turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
-    assert clock.replays == [16] * 5 and found.device.median == 0.5
-
-
-@pytest.mark.parametrize(
-    "woke, given", [([False], [0, 1, 2]), ([True, False], [0, 1, 2, 3, 4, 5]), ([True] * 9, [*range(9)])]
-)
-def test_the_device_sleeps_until_a_round_is_queued(woke, given, monkeypatch):
-    """Where it woke before, the round is queued again, with other inputs and a longer sleep; at most three times."""
-    answers, slept, seen = iter(woke), [], []
-    event = SimpleNamespace(record=lambda: None, query=lambda: next(answers), elapsed_time=lambda end: 6.0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **how: event)
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = timing.DeviceClock()
-    call = lambda i: (seen.append(i), time.perf_counter())
-    clock.queued_us[call] = 50.0
-    assert clock.device(call, 0, 3) == 2.0 and seen == given
-    assert slept[0] == int(timing.CYCLES * (50 + 1.5 * 3 * 50)) and len(slept) == len(given) / 3
 
 
 def test_a_slower_candidate_is_found_slower_by_the_counter_and_by_the_clock():
@@ -249,15 +195,6 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
         with pytest.raises(StopIteration):
             rows._op(made, op)
     assert {"cuBLAS", "FA2", "torch", "bi_kernels, paged"} <= set(compared)
-
-
-def test_a_weight_gradient_that_goes_on_adds_what_torch_adds():
-    g = torch.Generator().manual_seed(0)
-    dy, x = (torch.randint(-1, 2, (32, 16), generator=g).bfloat16() for _ in range(2))  # whose sums are exact
-    ours, theirs = torch.ones(16, 16), torch.ones(16, 16)
-    linear.product(dy.t(), x.t(), ours, ours, torch.float32)
-    linear._accumulate(CPU)(theirs, dy, x)
-    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones(16, 16))
 
 
 # Goals
