@@ -62,6 +62,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
+def run(*command: object, **how) -> subprocess.CompletedProcess:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
+
+
+def build(source: Path, folder: Path, *targets: str) -> list[Path]:
+    """Returns what hatchling builds of a source tree: no environment of its own, no network."""
+    flags = [flag for target in targets for flag in ("-t", target)]
+    done = run(sys.executable, "-m", "hatchling", "build", *flags, "-d", folder, cwd=source)
+    assert done.returncode == 0, done.stderr
+    return [next(folder.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[target])) for target in targets]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> list[Path]:
+    return build(ROOT, tmp_path_factory.mktemp("built"), "sdist", "wheel")
+
+
+@pytest.fixture(scope="session")
+def installed(built, tmp_path_factory) -> Path:
+    """A folder into which pip put the wheel, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder, built[1])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.fixture
 def bi_audit(monkeypatch, capsys):
     """`bi-audit` with the arguments given, in this process: its exit status and what it printed."""

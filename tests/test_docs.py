@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -206,18 +205,8 @@ def ran(names: list[str], wheel: Path, folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A folder into which pip put the wheel, and nothing else."""
-    made, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", made], cwd=ROOT, check=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder]
-    subprocess.run([*install, next(made.glob("*.whl"))], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def outcome(wheel, tmp_path_factory) -> dict[str, str]:
-    return ran([name for name in PYTHON if name not in LONG], wheel, tmp_path_factory.mktemp("blocks"))
+def outcome(installed, tmp_path_factory) -> dict[str, str]:
+    return ran([name for name in PYTHON if name not in LONG], installed, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.parametrize("name", [name for name in PYTHON if name not in LONG])
@@ -227,8 +216,8 @@ def test_a_block_of_python_runs_from_the_wheel(name, outcome):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_block_of_python_runs_from_the_wheel(name, wheel, tmp_path):
-    said = ran([name], wheel, tmp_path)[name]
+def test_a_long_block_of_python_runs_from_the_wheel(name, installed, tmp_path):
+    said = ran([name], installed, tmp_path)[name]
     assert not said, said
 
 
@@ -260,19 +249,3 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     refused = isinstance(end.value, click.UsageError)
     assert refused == ("qwen3-8b" in arguments) and (not refused or "needs a CUDA device" in str(end.value))
     assert bool(started) == (arguments[0] in ("run", "mutate", "locate") and not refused)
-
-
-TOOL = runpy.run_path(str(ROOT / "tools" / "readme.py"), run_name="tool")
-
-
-@pytest.mark.parametrize("name", [name for name in TOOL["TABLES"] if name != "versions"])
-def test_a_table_of_the_readme_is_made_anew(name):
-    """By the command that writes it; what takes time is not compared."""
-    assert f"<!-- table: {name} -->\n{TOOL['TABLES'][name]()}\n<!-- end -->" in (ROOT / "README.md").read_text()
-
-
-def test_the_figure_of_the_fold_is_true():
-    tool = runpy.run_path(str(ROOT / "tools" / "draw_fold.py"), run_name="tool")
-    different = {name: len(set(tool["orders"](op).values())) for name, op in tool["OPS"].items()}
-    assert different == {"bi_kernels": 1, "torch": 2}
-    assert all((ROOT / "docs" / f"fold_{name}.png").is_file() for name in different)

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -11,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import build, run
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -25,32 +25,6 @@ PYTHONS = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if c.startswith("
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 RUNNING = "{}.{}".format(*sys.version_info)
 MINOR = "import sys; print('{}.{}'.format(*sys.version_info))"
-
-
-def run(*command: object, **how) -> subprocess.CompletedProcess:
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
-
-
-def build(source: Path, folder: Path, *targets: str) -> list[Path]:
-    """Returns what hatchling builds of a source tree: no environment of its own, no network."""
-    flags = [flag for target in targets for flag in ("-t", target)]
-    done = run(sys.executable, "-m", "hatchling", "build", *flags, "-d", folder, cwd=source)
-    assert done.returncode == 0, done.stderr
-    return [next(folder.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[target])) for target in targets]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> list[Path]:
-    return build(ROOT, tmp_path_factory.mktemp("built"), "sdist", "wheel")
-
-
-@pytest.fixture(scope="module")
-def installed(built, tmp_path_factory) -> Path:
-    """A folder into which pip put the wheel, and nothing else."""
-    folder = tmp_path_factory.mktemp("installed")
-    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder, built[1])
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 def files(folder: str) -> set[str]:
