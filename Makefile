@@ -18,8 +18,10 @@ audit: $(VENV)/for-audit
 documents: $(VENV)/for-audit
 	$(BIN)/bi-audit run --publish --jobs $(JOBS)
 
-# On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
-PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax
+# On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs. A file is one
+# worker's, in the order given: notebooks, of seconds each, come last, so that no worker waits long for the other.
+PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+	--no-loadscope-reorder --nbval-lax
 test: $(VENV)/for-test
 	$(PYTEST) -m "not slow" tests notebooks
 

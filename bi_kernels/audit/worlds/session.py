@@ -122,7 +122,8 @@ class WorldSession(Session):
         which it records as they come."""
         found = []
         for ranks in self.sizes:
-            jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
+            ours = f"{HERE}:{'QUICK' if self.quick else 'OURS'}"
+            jobs = [(w.name, w, ours) for w in self.worlds if w.ranks == ranks]
             broken = [(name, w, way) for name, (way, w, _) in self.broken_ways.items() if w.ranks == ranks]
             timed = [
                 ("timing", w, TIMING) for _, w, _ in jobs if self.timed and 1 in w[:2] and ranks > 1 and not w.tokens
