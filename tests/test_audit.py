@@ -368,6 +368,7 @@ def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
     [
         ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
         ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
+        ("gemm", {"checks": "some"}, ["checks is 'some'", "all or quick"]),
         ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
         ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
         ("gemm", {"seed": -1}, ["seed is -1", "from 0 to"]),
