@@ -190,21 +190,13 @@ def test_a_wrong_parameter_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "audit, given, said",
-    [
-        ("gemm", {"dtyp": "bf16"}, "'dtyp', expected one of dtype, candidate, shapes, device, seed, op"),
-        (
-            "any",
-            {"dtype": "bf16"},
-            "'dtype', expected one of candidate, inputs, batch, shared, outputs, reference, seconds, device, seed",
-        ),
-        ("zoo", {"candidate": "torch"}, "'candidate', expected one of callables, seconds, device, seed"),
-    ],
+    "audit, given", [("gemm", {"dtyp": "bf16"}), ("any", {"dtype": "bf16"}), ("zoo", {"candidate": "torch"})]
 )
-def test_an_unknown_parameter_is_one_sentence(audit, given, said):
+def test_an_unknown_parameter_is_one_sentence(audit, given):
     with pytest.raises(ValueError) as error:
         start(audit, **given)
-    assert str(error.value) == f"unknown parameter {said}"
+    (name,) = given
+    assert str(error.value) == f"unknown parameter {name!r}, expected one of {', '.join(defaults(audit))}"
 
 
 @pytest.mark.parametrize("name", slow_but(WITH_HELPERS, "zoo"))
