@@ -18,13 +18,14 @@ audit: $(VENV)/for-audit
 documents: $(VENV)/for-audit
 	$(BIN)/bi-audit run --publish --jobs $(JOBS)
 
-# On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs.
+# On the CPU and the interpreter, whatever the machine has: the committed notebooks carry CPU outputs. A file is one
+# worker's, in the order given: notebooks, of seconds each, come last, so that no worker waits long for the other.
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
 	--no-loadscope-reorder --nbval-lax
 test: $(VENV)/for-test
-	$(PYTEST) --without-slow tests notebooks
+	$(PYTEST) -m "not slow" tests notebooks
 
-# Besides, what is marked slow, and every notebook: before documents are published, and once a week.
+# What is marked slow too, as every notebook's long form: before reports are published, and once a week.
 test-all: $(VENV)/for-test
 	$(PYTEST) tests notebooks
 

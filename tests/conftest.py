@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,61 +28,7 @@ gc.set_threshold(50_000)  # as in audits
 settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
-# A file is one worker's. The longest come first, so that no worker is left alone with one of them at the end.
-LONGEST = (
-    "9_attention.ipynb",
-    "3_gemm.ipynb",
-    "test_mutants.py",
-    "5_vocabulary.ipynb",
-    "6_backward.ipynb",
-    "13_random.ipynb",
-    "test_attention_audit.py",
-    "test_reproducers.py",
-    "test_attention.py",
-    "2_elementwise.ipynb",
-    "test_notebooks.py",
-    "12_transformers.ipynb",
-    "gallery_of_bugs.ipynb",
-    "test_fair.py",
-    "test_ci.py",
-    "8_zoo.ipynb",
-    "test_gradients.py",
-    "test_audit.py",
-    "4_rms_norm.ipynb",
-    "test_model.py",
-    "test_backward_ops.py",
-    "test_callables.py",
-    "workbench.ipynb",
-    "paste_your_kernel.ipynb",
-    "test_workbench.py",
-    "test_static.py",
-    "1_dtype.ipynb",
-    "7_any.ipynb",
-)
-
-
-# What `make test` leaves to `make test-all`: tests marked slow, but for the cases that the mark names, and these.
-SLOW_NOTEBOOKS = (
-    "1_dtype.ipynb",
-    "2_elementwise.ipynb",
-    "3_gemm.ipynb",
-    "4_rms_norm.ipynb",
-    "5_vocabulary.ipynb",
-    "6_backward.ipynb",
-    "8_zoo.ipynb",
-    "9_attention.ipynb",
-    "10_chain.ipynb",
-    "11_training.ipynb",
-    "12_transformers.ipynb",
-    "13_random.ipynb",
-    "15_world.ipynb",
-    "16_recipes.ipynb",
-    "gallery_of_bugs.ipynb",
-)
-
-
 ROOT = Path(__file__).parents[1]
-STRAY = pytest.StashKey[list]()  # cases that a mark `slow` keeps, of tests that have none such
 
 
 @functools.cache
@@ -101,35 +48,44 @@ def committed(*patterns: str) -> list[Path]:
     return [path for path in found if tracked() is None or path in tracked()]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--without-slow", action="store_true", help="leaves out what is marked slow")
-
-
-def kept(item: pytest.Item) -> tuple[str, ...] | None:
-    """The texts of which a case that is kept has one in its id; None where nothing is marked slow."""
-    mark = item.get_closest_marker("slow")
-    return mark and tuple(mark.kwargs.get("but", ()))
-
-
-def is_slow(item: pytest.Item) -> bool:
-    texts = kept(item)
-    return item.path.name in SLOW_NOTEBOOKS or texts is not None and not any(text in item.name for text in texts)
+def slow_but(cases: Iterable, *quick: object) -> list:
+    """Parameters of a test, all of them slow but for those named, by a first value, that `make test` runs too."""
+    several = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in quick)) for case in several]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out notebooks that git does not track."""
     if tracked() is not None:
         others = [item for item in items if item.path.suffix == ".ipynb" and item.path not in tracked()]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-    if config.getoption("without_slow"):
-        slow = [item for item in items if is_slow(item)]
-        cases = {(i.location[0], i.originalname, text) for i in items for text in kept(i) or ()}
-        cases -= {(i.location[0], i.originalname, text) for i in items for text in kept(i) or () if text in i.name}
-        config.stash[STRAY] = sorted(cases)  # for a test: an error raised here is not seen where workers collect
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not is_slow(item)]
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def run(*command: object, **how) -> subprocess.CompletedProcess:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
+
+
+def build(source: Path, folder: Path, *targets: str) -> list[Path]:
+    """Returns what hatchling builds of a source tree: no environment of its own, no network."""
+    flags = [flag for target in targets for flag in ("-t", target)]
+    done = run(sys.executable, "-m", "hatchling", "build", *flags, "-d", folder, cwd=source)
+    assert done.returncode == 0, done.stderr
+    return [next(folder.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[target])) for target in targets]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> list[Path]:
+    return build(ROOT, tmp_path_factory.mktemp("built"), "sdist", "wheel")
+
+
+@pytest.fixture(scope="session")
+def installed(built, tmp_path_factory) -> Path:
+    """A folder into which pip put the wheel, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder, built[1])
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture

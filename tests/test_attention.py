@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import bi_kernels
@@ -180,8 +180,10 @@ PLACES = {  # dtype, heads, width, lengths, options, schedules
 }
 
 
-@pytest.mark.slow(but=["GQA"])
-@pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    "dtype, heads, width, lengths, options, schedules",
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "GQA")) for name, case in PLACES.items()],
+)
 def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
     spans = [span(s) for s in every]
@@ -213,8 +215,7 @@ def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads
         assert_same(results(given, calls, "qkv", schedule=WHOLE, **options), expected, layout)
 
 
-@pytest.mark.slow(but=["splits", "whole"])
-@EITHER_SCHEDULE
+@pytest.mark.parametrize("schedule", slow_but([SPLITS, WHOLE, APART], SPLITS, WHOLE))
 def test_nan_in_another_sequence_is_nobodys_business(schedule):
     given, every = arguments(205, heads=(2, 1)), sequences((70, 130, 5))
     spans, rest = [span(s) for s in every], every[0] + every[2]
@@ -354,8 +355,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.slow(but=["splits"])
-@EITHER_SCHEDULE
+@pytest.mark.parametrize("schedule", slow_but([SPLITS, WHOLE, APART], SPLITS))
 def test_a_view_gives_the_bits_of_its_copy(schedule):
     given, calls = arguments(140, heads=(2, 1)), [padded(*map(span, sequences((130, 10))))]
     expected = results(given, calls, "qkv", schedule=schedule)

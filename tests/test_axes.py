@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bi_kernels.audit.callables.modes import AUTOCAST, FEW, WANTED
+from conftest import slow_but
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables import demand, history, memory
+from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
 
 
 class Scaled(torch.autograd.Function):
@@ -241,8 +242,9 @@ def test_each_axis_names_what_breaks_it(name):
     assert found and found <= axes, report.markdown()
 
 
-@pytest.mark.slow(but=["expanded", "strides"])
-@pytest.mark.parametrize("name", ["expanded", "strided", "twice", "slice", "strides", "columns"])
+@pytest.mark.parametrize(
+    "name", slow_but(["expanded", "strided", "twice", "slice", "strides", "columns"], "expanded", "strides")
+)
 def test_a_script_shows_what_a_demand_or_a_place_in_memory_moves(name, tmp_path):
     """In a fresh process, as `settle` ran it, with the numbers of the report."""
     function, inputs, axes = BROKEN[name]

@@ -2,24 +2,22 @@
 
 import json
 import math
-import os
 import re
-import time
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import torch
+from conftest import slow_but
 from IPython.display import Markdown
 
 from benchmarks import attention, cases, linear, measure, rows, tables
 from benchmarks import clock as clock_module
 from benchmarks import goals as evaluated
 from benchmarks.session import MEASURES
-from bi_kernels.audit import executor, parameters, start
+from bi_kernels.audit import parameters, start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.audit.static import profiler
@@ -28,8 +26,6 @@ from bi_kernels.contract import CONTRACT
 BENCH = CONTRACT["benchmark"]
 TINY = cases.settings("tiny")
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "audits/nvidia-h200-qwen3-8b/bench"
 
 
 class Clock(clock_module.OperatorCounter):
@@ -58,39 +54,6 @@ def bench(tmp_path: Path | None = None, clock=None, **settings) -> measure.Bench
 # Which cells
 
 
-def test_a_shape_is_there_once_and_says_every_layer_that_has_it():
-    found = cases.layers(BENCH["gemm"])
-    shapes = [(layer.n, layer.k) for layer in found]
-    assert len(set(shapes)) == len(shapes)
-    named = {name: layer for layer in found for name in layer.names}
-    dense = [f for f, sizes in BENCH["gemm"]["families"].items() if "heads" in sizes]
-    experts = len(BENCH["gemm"]["families"]) - len(dense)
-    assert len(named) == len(dense) * 7 * 4 + experts * 3 == sum(len(layer.names) for layer in found)
-    o, q = (named["Qwen3-8B", layer, 1] for layer in "oq")
-    assert o is q and o[:2] == (4096, 4096), "o and q of the same sizes are one shape"
-
-
-@pytest.mark.parametrize(
-    "family, layer, shard, shape",
-    [
-        ("Qwen3-0.6B", "k", 8, (128, 1024)),
-        ("Qwen3-8B", "qkv", 1, (6144, 4096)),
-        ("Qwen3-8B", "gate_up", 4, (6144, 4096)),
-        ("Qwen3-32B", "o", 1, (5120, 8192)),
-        ("Llama-3 70B", "down", 8, (8192, 3584)),
-        ("experts of DeepSeek-V3", "gate_up", 1, (4096, 7168)),
-    ],
-)
-def test_layers_and_shards_have_their_models_shapes(family, layer, shard, shape):
-    assert [tuple(x[:2]) for x in cases.layers(BENCH["gemm"]) if (family, layer, shard) in x.names] == [shape]
-
-
-def test_rows_begin_at_one_and_end_where_the_goals_do():
-    assert (min(BENCH["gemm"]["rows"]), max(BENCH["gemm"]["rows"])) == (1, 16384)
-    assert (min(BENCH["gradients"]["tokens"]), max(BENCH["gradients"]["tokens"])) == (256, 16384)
-    assert {x.names[0][2] for x in cases.layers(BENCH["gemm"], shards=False)} == {1}
-
-
 def test_drawn_shapes_follow_the_seed_and_stay_in_their_ranges():
     table = BENCH["drawn"]
     first, again, other = (cases.drawn(table, seed) for seed in (3, 3, 4))
@@ -102,16 +65,6 @@ def test_drawn_shapes_follow_the_seed_and_stay_in_their_ranges():
         logs = [math.log(v / low) / math.log(high / low) for v in values]
         assert 0.4 < sum(logs) / len(logs) < 0.6 and min(logs) < 0.05 and max(logs) > 0.95, f"{name} is log-uniform"
     assert all(n % 8 == k % 8 == 0 for _, n, k in first) and any(m % 8 for m, _, _ in first)
-
-
-def test_decode_has_the_whole_grid_but_for_caches_that_are_too_large():
-    every = list(cases.decode(BENCH["decode"]))
-    assert len(every) == len(set(every)) == 5 * 4 * 3 * 2
-    largest = max(every, key=lambda cell: cell.bytes)
-    assert (largest.batch, largest.keys, largest.grouping, largest.head_dim) == (64, 65536, "MHA", 128)
-    assert largest.bytes == 64 * 65536 * 32 * 128 * 2 * 2 > BENCH["decode"]["largest"]
-    assert cases.expected("decode", "", 0) == 2 * sum(cell.bytes <= BENCH["decode"]["largest"] for cell in every)
-    assert all(cell.keys % BENCH["decode"]["page"] == 0 for cell in every)
 
 
 @pytest.mark.slow
@@ -141,11 +94,6 @@ def test_a_group_measures_as_many_cells_as_it_is_to_have(group):
 # How it times
 
 
-def test_a_spread_is_the_median_and_the_quartiles():
-    assert clock_module.spread([5.0, 1.0, 4.0, 2.0, 3.0]) == (3.0, 2.0, 4.0)
-    assert clock_module.spread([7.0]) == (7.0, 7.0, 7.0)
-
-
 HOW = {"rounds": 5, "round_ms": 3.0, "most_calls": 24}
 
 
@@ -159,46 +107,11 @@ def test_calls_take_turns_and_never_meet_the_inputs_of_the_one_before():
     assert not any(a & b for a, b in zip(given, given[1:]))
 
 
-def test_medians_forget_a_round_that_was_disturbed():
-    taken = iter([1.0, 1.0, 1.0, 1.0, 99.0, 1.2, 1.1])
-    found = clock_module.time_in_turns({"a": lambda i: None}, Clock(lambda call: next(taken)), **HOW, walls=0)["a"]
-    assert found.device == (1.1, 1.0, 1.2) and found.wall is None
-
-
 @pytest.mark.parametrize("ms, count", [(100.0, 1), (1.0, 3), (0.001, 24), (0.0, 24)])
 def test_a_short_call_is_repeated_and_a_long_one_is_not(ms, count):
     clock = Clock(lambda call: ms)
     clock_module.time_in_turns({"a": lambda i: None}, clock, **HOW)
     assert {c for _, _, c in clock.seen[2:]} == {count}
-
-
-def test_a_graph_holds_every_set_of_inputs_and_its_time_is_divided_by_its_calls():
-    class Graphs(Clock):
-        def captured(self, call, count):
-            self.count = count
-            return lambda i: self.replays.append(count)
-
-    clock = Graphs(lambda call: 8.0)
-    clock.replays = []
-    found = clock_module.time_in_turns({"a": lambda i: None}, clock, **HOW, sets=16, graphs=True, walls=0)["a"]
-    assert clock.replays == [16] * 5 and found.device.median == 0.5
-
-
-@pytest.mark.parametrize(
-    "woke, given", [([False], [0, 1, 2]), ([True, False], [0, 1, 2, 3, 4, 5]), ([True] * 9, [*range(9)])]
-)
-def test_the_device_sleeps_until_a_round_is_queued(woke, given, monkeypatch):
-    """Where it woke before, the round is queued again, with other inputs and a longer sleep; at most three times."""
-    answers, slept, seen = iter(woke), [], []
-    event = SimpleNamespace(record=lambda: None, query=lambda: next(answers), elapsed_time=lambda end: 6.0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **how: event)
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = clock_module.DeviceClock()
-    call = lambda i: (seen.append(i), time.perf_counter())
-    clock.queued_us[call] = 50.0
-    assert clock.device(call, 0, 3) == 2.0 and seen == given
-    assert slept[0] == int(clock_module.CYCLES * (50 + 1.5 * 3 * 50)) and len(slept) == len(given) / 3
 
 
 def test_a_slower_candidate_is_found_slower_by_the_counter_and_by_the_clock():
@@ -286,22 +199,6 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
     assert {"cuBLAS", "FA2", "torch", "bi_kernels, paged"} <= set(compared)
 
 
-def test_a_weight_gradient_that_goes_on_adds_what_torch_adds():
-    g = torch.Generator().manual_seed(0)
-    dy, x = (torch.randint(-1, 2, (32, 16), generator=g).bfloat16() for _ in range(2))  # whose sums are exact
-    ours, theirs = torch.ones(16, 16), torch.ones(16, 16)
-    linear.product(dy.t(), x.t(), ours, ours, torch.float32)
-    linear._accumulate(CPU)(theirs, dy, x)
-    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones(16, 16))
-
-
-def test_the_starved_process_has_the_environment_that_the_contract_says():
-    names = list(BENCH["gemm"]["environment"])
-    assert names == ["CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"]
-    for name, value in BENCH["gemm"]["environment"].items():
-        assert executor.call("os:getenv", name, environment=BENCH["gemm"]["environment"]) == value != os.getenv(name)
-
-
 # Goals
 
 
@@ -341,16 +238,6 @@ def test_the_sentence_counts_goals_of_each_outcome():
     assert goals.summary(made(True, False)) == "✔ 1 of 2 goals met, ✘ 1 missed."
     assert goals.summary(made(True, False, None)).endswith("✘ 1 missed, 1 not measured in this run.")
     assert "needs a CUDA GPU" in goals.summary(made(None, None))
-
-
-def test_the_sentence_says_how_far_the_worst_goal_is_missed():
-    goal = lambda what, reached, **bound: {"what": what, "goal": bound, "reached": reached, "met": False}
-    found = [
-        goal("gemm", 0.5, least=0.75),
-        goal("decode", 3.62, most=1.15),
-        {"met": True, "reached": 9, "what": "best"},
-    ]
-    assert goals.summary(found).endswith("Farthest from its goal: decode, 3.620 (goal ≤ 1.15).")
 
 
 def test_tiny_cells_are_held_against_no_goal():
@@ -396,58 +283,12 @@ def test_an_unknown_group_is_one_sentence(bi_audit):
     assert all(re.search(rf"\b{group}\b", bi_audit("bench", "-h").out) for group in cases.GROUPS)
 
 
-@pytest.mark.parametrize(
-    "groups, folder", [((), "fake-gpu-qwen3-8b"), (("rows", "calls"), "fake-gpu-qwen3-8b-rows-calls")]
-)
-def test_some_groups_do_not_take_the_place_of_the_whole(groups, folder, monkeypatch):
-    from bi_kernels.audit import commands
-    from bi_kernels.audit.options import Bench
-    from bi_kernels.audit.runs import checked
-
-    ran = []
-    for module in (commands, checked):
-        monkeypatch.setattr(module, "choose", lambda device, shapes="": torch.device("cuda"))
-    monkeypatch.setattr(checked, "device_name", lambda device: "Fake GPU")
-    monkeypatch.setattr(checked, "writable", lambda option, file: None)
-    monkeypatch.setattr(commands, "run", ran.append)
-    commands.bench(Bench(groups, seed=5, publish=True))
-    (told,) = ran
-    assert (told.names, told.out, told.seed, told.publish) == (("bench",), None, 5, True)
-    assert told.extra == ([("groups", "rows;calls")] if groups else [])
-    read = {"groups": "", "shapes": told.shapes, "device": "auto"} | dict(told.extra)
-    place, narrowed = checked.place("bench", read, None, publish=True, quick=False)
-    assert place == Path("audits", folder) and bool(narrowed) == bool(groups)
-
-
-def test_the_goals_that_are_missed_are_said_when_the_command_ends(tmp_path, capsys):
-    from bi_kernels.audit.runs.command import say_goals
-
-    say_goals(["bench"], tmp_path)
-    assert capsys.readouterr().out == "", "its notebook stopped before"
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / goals.FILE).write_text(json.dumps([{"met": True}, {"met": False}]))
-    say_goals(["gemm"], tmp_path)
-    assert capsys.readouterr().out == "", "that of an earlier run"
-    say_goals(["bench"], tmp_path)
-    assert capsys.readouterr().out == "✔ 1 of 2 goals met, ✘ 1 missed.\n"
-
-
-def test_the_session_says_the_command_that_repeats_it():
-    session = start("bench", groups="gemm;rows", seed=3)
-    assert session.command == "bi-audit run bench -p groups 'gemm;rows' --seed 3"
-    session.parameters["shapes"] = "qwen3-8b"
-    assert session.command == "bi-audit bench gemm rows --seed 3"
-    session.parameters |= {"groups": "", "seed": 0}
-    assert session.command == "bi-audit bench"
-
-
 # The notebook's tables and figures, which only a GPU fills
 
 
-@pytest.mark.slow(but=["calls"])
-@pytest.mark.parametrize("groups", ["", *cases.GROUPS])
+@pytest.mark.parametrize("groups", slow_but(["", *cases.GROUPS], "calls"))
 def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
-    """Its cells run with a clock that makes times up, for all groups and for one alone; titles say what was found."""
+    """Its cells run with a clock that makes times up, for all groups and for one alone."""
     session = start("bench", groups=groups)
     taken = cycle([1.0, 1.2, 0.9, 1.1, 1.0, 0.8, 1.3])
     session.bench.clock = Clock(lambda call: next(taken))
@@ -467,18 +308,7 @@ def test_the_notebook_draws_what_a_gpu_measures(groups, monkeypatch):
         exec(cell, scope)
         silent += [cell] * (len(shown) == before)
     assert bool(silent) == bool(groups), silent
-    titles = [ax.get_title(loc="left") for n in plt.get_fignums() for ax in plt.figure(n).axes]
     plt.close("all")
-    found = {
-        "gemm": "of cuBLAS on average",
-        "decode": "times as long",
-        "rows": "of ours reach",
-        "calls": "than their goal",
-    }
-    for group, words in found.items():
-        assert any(words in title for title in titles) == (
-            groups in ("", group) or group == "gemm" and groups in ("drawn", "gradients")
-        ), titles
     assert all(isinstance(x, Markdown) for x in shown)
 
 

@@ -2,12 +2,9 @@
 shows it, and what cannot be judged gets one sentence."""
 
 import importlib
-import io
-import itertools
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -16,14 +13,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
 from bi_kernels.audit.callables import target
-from bi_kernels.audit.callables.relations import SINGLES, plan
+from bi_kernels.audit.callables.relations import plan
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, write_rows
-from bi_kernels.audit.faults import CannotJudge
-from bi_kernels.audit.problem.given import bound
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
@@ -106,16 +102,14 @@ DRIFTING = {
 }
 
 
-@pytest.mark.slow(but=["over sequences"])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", slow_but(INVARIANT, "ours over sequences"))
 def test_what_is_invariant_passes(name):
     report = audit(*INVARIANT[name])
     assert report.passed and not in_need(report), report.markdown()
     assert {r.layout for r in report.rows if r.relation == "invariance"} >= {*plan(len(INVARIANT[name][1])), *MODES}
 
 
-@pytest.mark.slow(but=["neighbour"])
-@pytest.mark.parametrize("name", DRIFTING)
+@pytest.mark.parametrize("name", slow_but(DRIFTING, "neighbour"))
 def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch):
     (function, *inputs), relation = DRIFTING[name]
     report = audit(function, *inputs, folder=tmp_path / "repro")
@@ -227,15 +221,6 @@ def test_what_it_writes_into_shared_tensors_stays_there():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_function_is_not_left_compiled_anew():
-    """Watched by the static audit it is compiled otherwise; neither a verdict nor its user may meet that."""
-    fn = torch.compile(lambda x: x.float().softmax(-1) * x)
-    before = fn(X)
-    assert audit(fn, X, backward=False).passed and torch.equal(fn(X), before)
-
-
-@pytest.mark.slow
 def test_what_a_user_has_in_grad_stays(tmp_path):
     module = torch.nn.Linear(WIDTH, WIDTH)
     module.weight.grad, module.weight.main_grad = torch.ones(WIDTH, WIDTH), torch.full((WIDTH, WIDTH), 2.0)
@@ -269,22 +254,6 @@ def test_a_padded_gradient_is_reproduced_as_it_was_judged(factor, tmp_path):
     fn = lambda x, weight: LeftPadded.apply(x, weight, factor)
     rows = [r for r in audit(fn, X, W[0].clone(), name="left", folder=tmp_path).rows if r.layout == "left_padded"]
     assert [bool(r.repro) for r in rows if r.tensor == "dweight"] == [factor != 1.0], rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fn, make",
-    [
-        (lambda x: x - x.mean(0), lambda: X.double()),
-        (lambda x: x + len(x), lambda: torch.arange(ROWS * 3).reshape(ROWS, 3)),
-        (lambda x: x ^ (x.sum(0) % 2 == 1), lambda: X > 0),
-    ],
-    ids=["fp64", "int64", "bool"],
-)
-def test_reproducers_of_other_dtypes_run(fn, make, tmp_path):
-    report = audit(fn, make(), folder=tmp_path, name="a/b", backward=False)
-    done = subprocess.run([sys.executable, report.repro.name], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
@@ -322,13 +291,6 @@ def test_a_script_finds_its_users_file(make, tmp_path, monkeypatch):
     assert done.returncode == 1 and "elements differ" in done.stdout, done.stderr
 
 
-def test_without_time_the_static_audit_is_not_run(monkeypatch):
-    clock = itertools.count(0.0, 2.0)
-    monkeypatch.setattr(target.time, "monotonic", lambda: next(clock))
-    rows = [r for r in audit(lambda x: x + 1, X, backward=False, seconds=0).rows if r.relation == "atomics-free"]
-    assert [(r.layout, r.verdict) for r in rows] == [("not run", NEEDS_FIX)]
-
-
 def test_the_budget_is_kept_and_said(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(target.time, "monotonic", lambda: clock[0])
@@ -364,15 +326,6 @@ def test_bad_use_is_one_clear_sentence(call, error, words):
     assert "\n" not in message and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("count", [2, 3, 16, 17, 300])
-def test_every_layout_holds_every_sample_but_those_that_take_some(count):
-    for name, (calls, _) in plan(count).items():
-        samples = sorted(i for c in calls for i in c if i >= 0)
-        whole = not name.startswith("rows") and not (name == "singles" and count > SINGLES)
-        assert samples == (list(range(count)) if whole else samples) and len(set(samples)) == len(samples), name
-        assert calls != [list(range(count))], name
-
-
 # bi-audit run any
 
 CANDIDATE = """
@@ -397,33 +350,6 @@ def test_a_callable_is_judged_from_the_command_line(tmp_path, monkeypatch, bi_au
     assert "needs-fix" in (tmp_path / "out" / "any" / "README.md").read_text()
     shown = subprocess.run([sys.executable, "out/any/repro/centred.py"], cwd=tmp_path, text=True, capture_output=True)
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
-
-
-@pytest.mark.slow(but=["dtype 'foo'"])
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--candidate", "torch:add"], "inputs is empty"),
-        (["--inputs", "x:fp32[3]"], "candidate is empty"),
-        (["--candidate", "torch:add", "--inputs", "x:foo[3]"], "dtype 'foo'"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:zz"], "'y:zz' is neither"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32(3)"], "expected 'name:dtype[shape]"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32[3]", "--dtype", "fp8"], "no parameter 'dtype'"),
-        (["--candidate", "nope.py:f", "--inputs", "x:fp32[3]"], "no file nope.py"),
-        (["--candidate", "torch.nn:Linear", "--inputs", "x:fp32[3]"], "is a class"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "outputs", "z"], "outputs names 'z'"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "batch", "1"], "batch is 1"),
-        (["--candidate", "torch:add", "--inputs", "x:fp32[1] y:fp32[1]"], "x holds 1 sample"),
-        (
-            ["--candidate", "torch:add", "--inputs", "x:fp32[3] y:fp32[3]", "-p", "reference", "torch:nope"],
-            "no function nope",
-        ),
-    ],
-)
-def test_a_wrong_command_is_one_line(arguments, words, tmp_path, monkeypatch, bi_audit):
-    monkeypatch.chdir(tmp_path)
-    done = bi_audit("run", "any", *arguments)
-    assert done.returncode == 2 and words in done.err and len(done.err.strip().splitlines()) == 1, done.err
 
 
 WRONG = """
@@ -468,65 +394,16 @@ def test_what_a_callable_is_wrongly_told_is_refused_in_one_sentence(told, words,
     assert "\n" not in message and all(word in message for word in words), message
 
 
-@triton.jit
-def _in_place_kernel(x, row, column, WIDTH: tl.constexpr):
-    at = x + tl.program_id(0) * row + tl.arange(0, WIDTH) * column
-    tl.store(at, 2 * tl.load(at))
-
-
-def doubled_in_place(x):
-    _in_place_kernel[(len(x),)](x, *x.stride(), WIDTH=x.shape[1])
-    return x
-
-
-def test_what_a_pass_does_not_say_is_said(tmp_path):
-    report = audit(doubled_in_place, X, quiet=True)
-    assert report.passed and not any(r.relation == "gradient invariance" for r in report.rows), report
-    for word in ("backward was not judged: it writes into x", "Accuracy was not judged", "Triton's interpreter"):
-        assert word in " ".join(str(report).split()), report
-
-
-@pytest.mark.parametrize(
-    "function, options, words",
-    [
-        (_in_place_kernel, {}, "fn is the Triton kernel _in_place_kernel, expected the Python function"),
-        (doubled_in_place, {"folder": __file__}, "which is a file, expected a folder"),
-        (doubled_in_place, {"seconds": -1}, "seconds is -1, expected 0 or more"),
-        (doubled_in_place, {"seconds": float("nan")}, "seconds is nan, expected 0 or more"),
-    ],
-)
-def test_a_wrong_call_names_its_argument(function, options, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        audit(function, X, quiet=True, **options)
-
-
-def test_inputs_reach_the_arguments_that_they_name(tmp_path):
-    """Whatever their order, and where an argument between them has a default."""
-    (tmp_path / "wrong.py").write_text(WRONG)
-    for inputs in (f"{GIVEN} eps:1.0", "weight:fp32[5,8] x:fp32[4,8] eps:1.0"):
-        session = start("any", candidate=f"{tmp_path}/wrong.py:scores", inputs=inputs, device="cpu")
-        given, told = bound("scores", session.candidate.functions["fn"], session.inputs)
-        x, weight = session.inputs["x"], session.inputs["weight"]
-        assert torch.equal(session.candidate.functions["fn"](*given, **told), x @ weight.T + 1.0)
-
-
-def test_a_candidate_that_raises_on_its_inputs_cannot_be_judged(tmp_path):
-    (tmp_path / "wrong.py").write_text(WRONG)
-    spec, inputs = f"{tmp_path}/wrong.py:scores", "x:fp32[4,8] weight:fp32[5,7]"
-    session = start("any", candidate=spec, inputs=inputs, device="cpu")
-    with pytest.raises(CannotJudge, match="mat1 and mat2 shapes") as caught:
-        session.judge()
-    assert spec in str(caught.value) and inputs in str(caught.value) and not session.rows
-
-
-@pytest.mark.slow(but=["scores"])
 @pytest.mark.parametrize(
     "name, inputs, words",
-    [
-        ("scores", "x:fp32[4,8] weight:fp32[5,7]", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        ("scores", "y:fp32[4,8]", "takes x, weight"),
-        ("dies", "x:fp32[4,8]", "ended its process with status 7"),
-    ],
+    slow_but(
+        [
+            ("scores", "x:fp32[4,8] weight:fp32[5,7]", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+            ("scores", "y:fp32[4,8]", "takes x, weight"),
+            ("dies", "x:fp32[4,8]", "ended its process with status 7"),
+        ],
+        "scores",
+    ),
 )
 def test_a_wrong_call_leaves_the_run_before_it_byte_for_byte(name, inputs, words, tmp_path, monkeypatch, bi_audit):
     monkeypatch.chdir(tmp_path)
@@ -541,32 +418,6 @@ def test_a_wrong_call_leaves_the_run_before_it_byte_for_byte(name, inputs, words
     assert words in done.err and f"wrong.py:{name}" in done.err and contents() == before
     assert bi_audit("run", "any", "--candidate", f"wrong.py:{name}", "--inputs", inputs, "--out", "new").returncode == 2
     assert not (tmp_path / "new").exists()
-
-
-def drifts_below_9(x):
-    return x * (1 + 2**-10 * (len(x) < 9))
-
-
-def test_an_audit_says_its_plan_and_each_finding_as_it_comes(capsys):
-    audit(drifts_below_9, X)
-    printed = capsys.readouterr()
-    plan, *found = printed.err.replace("\n    ", " ").splitlines()
-    assert not printed.out
-    assert f"{ROWS} samples" in plan and "at most 120 s" in plan
-    assert found[0].startswith("found: forward, number of rows: singles") and "1,024 of 1,024 elements" in found[0]
-    kinds = [line.split(": ")[1] for line in found]
-    assert len(kinds) == len(set(kinds)) >= 2, "one of each kind"
-    audit(drifts_below_9, X, quiet=True)
-    assert not capsys.readouterr().err
-
-
-def test_a_terminal_has_a_bar_and_a_notebook_has_none(monkeypatch):
-    for terminal in (True, False):
-        stream = io.StringIO()
-        stream.isatty = lambda shown=terminal: shown
-        monkeypatch.setattr(sys, "stderr", stream)
-        audit(F.silu, X, backward=False)
-        assert ("\x1b" in stream.getvalue()) == terminal, stream.getvalue()[:300]
 
 
 def test_inputs_are_what_was_asked_for(tmp_path):
@@ -598,11 +449,6 @@ def test_what_trains_otherwise_than_it_rolls_out_is_found(function, mode):
     assert {r.layout for r in in_need(report) if r.relation == "invariance"} == {mode}, report.markdown()
 
 
-def test_a_gradient_is_wanted_whatever_the_mode_of_the_audits_caller():
-    with torch.no_grad():
-        assert {r.layout for r in in_need(audit(trains_otherwise, X))} == {MODES[0]}
-
-
 def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():
     def refuses(x):
         if x.requires_grad:
@@ -630,16 +476,3 @@ def test_every_control_of_any_is_caught(candidate, inputs, count):
     session = start("any", candidate=candidate, inputs=inputs, device="cpu")
     session.judge()
     assert [r.caught for r in session.controls()] == [True] * count  # ids have no gradient
-
-
-def test_a_control_is_missed_where_its_question_is_not_asked(monkeypatch):
-    session = start("any", candidate="torch:relu", inputs="x:fp32[40,8]", device="cpu")
-    session.judge()
-    monkeypatch.setattr("bi_kernels.audit.callables.modes._wanted", lambda t: t.call(t.every))
-    assert [r.candidate for r in session.controls() if not r.caught] == ["another result where a gradient is wanted"]
-
-
-def test_a_default_device_is_its_users():
-    x = torch.randn(9, 8)
-    with torch.device("meta"):
-        assert audit(lambda x: 2.0 * x, x).passed

@@ -10,11 +10,12 @@ from itertools import accumulate
 import pytest
 import torch
 from bi_kernels.audit.relations.one_call import LENGTHS, BaselineCall, Outputs
-from bi_kernels.audit.relations.usage_modes import compared
+from conftest import slow_but
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
 from bi_kernels import MainGrads
+from bi_kernels.audit.checks.single_call import compared
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest, of_candidate, poisoned_memory
@@ -145,9 +146,10 @@ def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name
         assert given[k].grad is None and bool((given[k].main_grad == 3).all()), k
 
 
-@pytest.mark.slow(but=["linear", "matmul", "rms_norm", "embedding", "lm_head", "attention-"])
 @EVERY_KIND
-@EVERY
+@pytest.mark.parametrize(
+    "name", slow_but(OPS, "linear", "matmul", "rms_norm", "embedding", "lm_head_logprob", "attention")
+)
 def test_a_call_with_other_lengths_in_between_changes_neither(name, kind):
     """Whose layout is even entered while the first is computed again."""
     u, other = call_of(name), call_of(name, OTHER)
@@ -191,17 +193,6 @@ def test_a_parameter_of_main_grads_that_is_passed_is_refused_where_its_gradient_
         given, grads = stepped(u)
         made = u.made(given=given, function=u.checkpointed(*kind))
         assert_same(made | {f"d{k}": given[k].main_grad for k in u.parameters}, u.expected(u.floating))
-
-
-def test_what_others_leave_in_grad_or_no_main_grads_has_may_be_passed():
-    weight, other = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
-    x = torch.ones(3, 8, requires_grad=True)
-    grads = MainGrads([weight])
-    calls = (lambda x, w: x @ w, weight), (lambda x, w: bi_kernels.linear(x, w.t()), weight), (bi_kernels.linear, other)
-    for call, passed in calls:
-        checkpoint(TokenLayout.packed([0, 3]).within(call), x, passed, use_reentrant=True).sum().backward()
-    grads.join()
-    assert weight.main_grad.eq(6).all() and other.grad.eq(3).all()
 
 
 def test_a_tensor_that_trains_and_is_no_module_s_may_be_held():

@@ -1,9 +1,11 @@
 """contract.toml is whole, its bounds bite, and no tolerance stands anywhere else."""
 
-import ast
 import inspect
+import io
 import json
 import math
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -62,86 +64,23 @@ def test_dtypes():
         assert contract.dtype_name(dtype) == name
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float64, torch.int32, torch.complex64, torch.bool])
-def test_any_other_dtype_is_refused_by_name(dtype):
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(TypeError, match=f"^an_op: x has dtype {name}; supported are bf16, fp16, fp32$"):
-        contract.check_dtype("an_op", "x", torch.zeros(1, dtype=dtype))
-
-
 # Row counts, layouts and inputs at which drifts were seen in the field: required, whatever else the file holds
 
 
 def test_the_sweep_crosses_every_threshold():
-    assert set(SWEEP["rows"]) >= {
-        1,
-        2,
-        3,
-        7,
-        8,
-        9,
-        15,
-        16,
-        17,
-        31,
-        32,
-        33,
-        44,
-        45,
-        63,
-        64,
-        65,
-        127,
-        128,
-        129,
-        255,
-        256,
-        257,
-        511,
-        512,
-        513,
-        1024,
-        2048,
-        2049,
-        4096,
-    }
+    around = {m for power in (8, 16, 32, 64, 128, 256, 512) for m in (power - 1, power, power + 1)}
+    assert set(SWEEP["rows"]) >= around | {1, 2, 3, 44, 45, 1024, 2048, 2049, 4096}
     assert set(contract.rows(SWEEP["interpreter_rows"])) >= {m for m in SWEEP["rows"] if m <= 257}
     assert set(SWEEP["chunks"]) >= {1, 7, 16, 64, 100} and SWEEP["runs"] >= 10
     assert set(KINDS) >= {"normal", "wide", "cancelling", "signed_zeros", "subnormal", "nonfinite"}
-    assert set(SWEEP["layouts"]) >= {
-        "singles",
-        "batch",
-        "left_padded",
-        "packed",
-        "permuted",
-        "chunked",
-        "decode",
-        "micro_batches",
-        "neighbours",
-    }
+    assert {
+        *["singles", "batch", "left_padded", "packed", "permuted", "chunked", "decode", "micro_batches", "neighbours"]
+    } <= {*SWEEP["layouts"]}
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_every_layout_of_the_contract_is_built(shapes):
     assert {name.split(":")[0] for name in layouts(SHAPES[shapes]["lengths"])} == set(SWEEP["layouts"])
-
-
-@pytest.mark.parametrize(
-    "shapes, hidden, heads, kv_heads, head_dim, mlp, vocab",
-    [("qwen3-8b", 4096, 32, 8, 128, 12288, 151936), ("llama3-8b", 4096, 32, 8, 128, 14336, 128256)],
-)
-def test_the_models_shapes(shapes, hidden, heads, kv_heads, head_dim, mlp, vocab):
-    expected = dict(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mlp=mlp, vocab=vocab)
-    samples = {k: SHAPES[shapes][k] for k in ("lengths", "gradient_lengths")}
-    assert SHAPES[shapes] == expected | samples
-    assert len(samples["gradient_lengths"]) >= 8 and max(samples["gradient_lengths"]) == 3000
-    assert contract.linears(shapes) == {
-        "qkv": (6144, hidden),
-        "o": (hidden, 4096),
-        "gate_up": (2 * mlp, hidden),
-        "down": (hidden, mlp),
-        "lm_head": (vocab, hidden),
-    }
 
 
 def test_eps_is_the_contract_s():
@@ -593,38 +532,14 @@ def sources():
                 )
 
 
+NAMES = ["atol", "rtol", "rel_tol", "abs_tol", "approx", "allclose", "isclose", "assert_close", "assert_allclose"]
+
+
 def tolerances(source: str) -> list[str]:
-    """What a tolerance looks like: an argument or name atol or rtol, a comparison that has a default one, 1e-3; but not
-    the default of an argument eps, which another test compares with the contract."""
-    found, nodes = [], list(ast.walk(ast.parse(source)))
-    defaults = [
-        (a.arg, d)
-        for f in nodes
-        if isinstance(f, ast.arguments)
-        for a, d in zip(reversed(f.posonlyargs + f.args), reversed(f.defaults))
-    ]
-    epsilons = [d for name, d in defaults if name == "eps"]
-    for node in (n for n in nodes if all(n is not d for d in epsilons)):
-        name = getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-        if name in (
-            "atol",
-            "rtol",
-            "rel_tol",
-            "abs_tol",
-            "approx",
-            "allclose",
-            "isclose",
-            "assert_close",
-            "assert_allclose",
-        ):
-            found.append(name)
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, float)
-            and "e-" in ast.get_source_segment(source, node)
-        ):
-            found.append(ast.get_source_segment(source, node))
-    return found
+    """What a tolerance looks like: a name such as rtol, or 1e-3; but not eps=1e-6, which another test compares."""
+    tokens = tokenize.generate_tokens(io.StringIO(re.sub(r"\beps(: float)? ?= ?\d[\d.]*e-\d+", "eps", source)).readline)
+    kinds = {tokenize.NAME: NAMES.__contains__, tokenize.NUMBER: lambda text: "e-" in text}
+    return [t.string for t in tokens if t.type in kinds and kinds[t.type](t.string)]
 
 
 def test_no_tolerance_stands_outside_the_contract():

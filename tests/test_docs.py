@@ -1,11 +1,8 @@
 """README and docs are executed: every block of code runs from the wheel, and every command is one."""
 
-import ast
-import builtins
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -208,18 +205,8 @@ def ran(names: list[str], wheel: Path, folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A folder into which pip put the wheel, and nothing else."""
-    made, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", made], cwd=ROOT, check=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder]
-    subprocess.run([*install, next(made.glob("*.whl"))], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def outcome(wheel, tmp_path_factory) -> dict[str, str]:
-    return ran([name for name in PYTHON if name not in LONG], wheel, tmp_path_factory.mktemp("blocks"))
+def outcome(installed, tmp_path_factory) -> dict[str, str]:
+    return ran([name for name in PYTHON if name not in LONG], installed, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.parametrize("name", [name for name in PYTHON if name not in LONG])
@@ -229,41 +216,11 @@ def test_a_block_of_python_runs_from_the_wheel(name, outcome):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_block_of_python_runs_from_the_wheel(name, wheel, tmp_path):
-    said = ran([name], wheel, tmp_path)[name]
+def test_a_long_block_of_python_runs_from_the_wheel(name, installed, tmp_path):
+    said = ran([name], installed, tmp_path)[name]
     assert not said, said
 
 
-def bound(block: str) -> list[str]:
-    """Returns every name that a block binds at its top level: by assignment, import, def or class; loops apart."""
-    found = []
-    for node in ast.parse(block).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found += [(a.asname or a.name).partition(".")[0] for a in node.names]
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.append(node.name)
-        elif isinstance(node, ast.Assign):
-            found += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-    return found
-
-
-@pytest.mark.parametrize("name", PYTHON)
-def test_a_block_shadows_no_name_and_fits_a_page(name):
-    names = bound(PYTHON[name])
-    twice = {n for n in names if names.count(n) > 1}
-    assert not twice and not {*names} & {*dir(builtins)}, twice or {*names} & {*dir(builtins)}
-    assert max(map(len, PYTHON[name].splitlines())) <= 88
-
-
-@pytest.mark.parametrize(
-    "names, twice", [("x = 1\nx = 2", {"x"}), ("import torch\ndef torch(): pass", {"torch"}), ("a = 1\nb = 2", set())]
-)
-def test_a_name_that_is_bound_twice_is_seen(names, twice):
-    found = bound(names)
-    assert {n for n in found if found.count(n) > 1} == twice
-
-
-@pytest.mark.slow(but=["gemm"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     """What they would run is looked at; the tests run the same elsewhere."""
@@ -292,19 +249,3 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     refused = isinstance(end.value, UsageError)
     assert refused == ("qwen3-8b" in arguments) and (not refused or "needs a CUDA device" in str(end.value))
     assert bool(started) == (arguments[0] in ("run", "mutate", "locate") and not refused)
-
-
-TOOL = runpy.run_path(str(ROOT / "tools" / "readme.py"), run_name="tool")
-
-
-@pytest.mark.parametrize("name", [name for name in TOOL["TABLES"] if name != "versions"])
-def test_a_table_of_the_readme_is_made_anew(name):
-    """By the command that writes it; what takes time is not compared."""
-    assert f"<!-- table: {name} -->\n{TOOL['TABLES'][name]()}\n<!-- end -->" in (ROOT / "README.md").read_text()
-
-
-def test_the_figure_of_the_fold_is_true():
-    tool = runpy.run_path(str(ROOT / "tools" / "draw_fold.py"), run_name="tool")
-    different = {name: len(set(tool["orders"](op).values())) for name, op in tool["OPS"].items()}
-    assert different == {"bi_kernels": 1, "torch": 2}
-    assert all((ROOT / "docs" / f"fold_{name}.png").is_file() for name in different)

@@ -50,34 +50,6 @@ def test_a_gradient_that_is_another_without_main_grad_is_found_in_fp32(dtype, di
     assert [r.verdict == NEEDS_FIX for r in rows] == [r.control for r in rows] and rows[-1].caught
 
 
-def of_candidate(name: str, audit: str, op: str, dtype: str = "bf16"):
-    return load(audit, {"dtype": dtype, "device": "cpu", "op": op, "candidate": f"{__name__}:{name}"})
-
-
-silu = torch.nn.functional.silu
-
-
-def bf16_alone(x, weight, eps=1e-6):
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"bf16_alone: x is {x.dtype}, expected torch.bfloat16")
-    return bi_kernels.rms_norm(x, weight, eps)
-
-
-def torchs(x, weight, eps=1e-6):
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-@pytest.mark.parametrize(
-    "name, op, asked", [("silu", "silu", []), ("bf16_alone", "rms_norm", ["bf16"]), ("torchs", "rms_norm", [])]
-)
-def test_what_has_no_parameters_refuses_fp32_or_adds_to_no_main_grad_is_not_asked(name, op, asked):
-    """In fp32, whatever the audit's dtypes are; a candidate of bf16 alone is at no fault there."""
-    rows, lines = without_main_grad.judge(of_candidate(name, "backward" if op == "silu" else "rms_norm", op))
-    assert [r.dtype for r in rows if not r.control] == asked and not [r for r in rows if r.control and not r.caught]
-    unasked = [line["dtype"] for line in lines if line["elements that differ"] == without_main_grad.NOT_ADDED]
-    assert unasked == ["bf16", "fp32"] * (name == "torchs")
-
-
 def test_a_gradient_of_this_package_that_is_not_asked_without_main_grad_needs_a_fix(monkeypatch):
     of = without_main_grad.of
     found = lambda s: of(s)[1 if s.candidate == "bi_kernels" and s.problem.op.name == "linear_bias" else 0 :]

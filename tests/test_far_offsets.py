@@ -51,11 +51,14 @@ def test_what_lies_far_apart_is_read_where_it_lies(script):
     assert right(script) == FAR[script]
 
 
-@pytest.mark.slow(but=["forward", "rope"])
 @pytest.mark.parametrize(
     "script, file, kept",
     [
-        *((HEADS_FIRST, f"attention/{name}_kernels.py", " * head_") for name in ("forward", "decode", "backward")),
+        *((HEADS_FIRST, f"attention/{name}_kernels.py", " * head_") for name in ("forward",)),
+        *(
+            pytest.param(HEADS_FIRST, f"attention/{name}_kernels.py", " * head_", marks=pytest.mark.slow)
+            for name in ("decode", "backward")
+        ),
         (FAR_POSITION, "rope.py", "\n    # a position outside"),
     ],
     ids=["forward", "decode", "backward", "rope"],

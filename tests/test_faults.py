@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_but
 
 from bi_kernels.audit import faults, load, parallel
 from bi_kernels.audit.evidence.drift import Drift
@@ -67,8 +68,7 @@ def named(row) -> tuple:
 VIEWS = "lambda x: x.dim() > 1 and x.stride(-1) != 1"
 
 
-@pytest.mark.slow(but=["late"])
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("late", slow_but([False, True], True), ids=["at once", "late"])
 def test_a_check_that_loses_the_gpu_has_its_row_and_all_others_are_judged(late, tmp_path):
     """Also where the last call of a check returns, and the GPU raises later."""
     rows, clean = judged(tmp_path, "lambda x: len(x) == 255" if late else VIEWS, late)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import slow_but
 
 from bi_kernels.audit.static.finding import SHARED
 from bi_kernels.ops.gemm.cost import RINGS, TILES
@@ -14,10 +15,7 @@ from bi_kernels.ops.gemm.cost import RINGS, TILES
 SCRIPT = Path(__file__).with_name("fitting_launches.py")
 
 
-WHOLE = pytest.mark.slow(but=("[some]",))  # all variants are left to `make test-all`
-
-
-@pytest.fixture(scope="module", params=["some", "whole"])
+@pytest.fixture(scope="module", params=slow_but(["some", "whole"], "some"))
 def variants(request) -> list[dict]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(SCRIPT), request.param]
@@ -26,14 +24,12 @@ def variants(request) -> list[dict]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-@WHOLE
 def test_every_variant_is_compiled_and_fits(variants):
     assert not [v for v in variants if v.get("error")]
     assert not [v for v in variants if v["shared"] > SHARED]
     assert max(v["shared"] for v in variants) > SHARED * 0.9, "nothing that comes near the limit was compiled"
 
 
-@WHOLE
 def test_every_kernel_with_a_pipeline_is_among_them(variants):
     names = {v["kernel"] for v in variants}
     assert "_sums_kernel" in names
@@ -51,7 +47,6 @@ def test_every_kernel_with_a_pipeline_is_among_them(variants):
     assert tiles >= {(t.m, t.n, t.k) for t in TILES["fold"]}
 
 
-@WHOLE
 def test_rings_spill_no_register_where_rows_are_multiples_of_16(variants):
     spills = {}
     for v in variants:
@@ -68,7 +63,6 @@ def test_rings_fit():
         assert ring.shared <= SHARED and ring.shared * ring.resident <= 228 * 1024, ring
 
 
-@WHOLE
 def test_rings_allocate_what_is_written_in_them(variants):
     found = [v for v in variants if "said" in v]
     assert len(found) >= 30 and {v["rows"] for v in found} >= {8, 16, 32, 64}

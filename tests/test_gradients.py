@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 
 import bi_kernels
 from bi_kernels.audit.broken import judge as broken
@@ -82,8 +82,7 @@ def in_need(found: list[Row]) -> list[Row]:
 # Controls
 
 
-@pytest.mark.slow(but=["backward"])
-@pytest.mark.parametrize("audit", AUDITS)
+@pytest.mark.parametrize("audit", slow_but(AUDITS, "backward"))
 def test_every_control_is_caught_by_its_relation(audit, fewer):
     found = start(audit, {}).controls()
     mine = [c for c in broken.EVERY if c.audit == audit and not c.gpu]
@@ -103,8 +102,7 @@ def test_a_control_without_its_defect_passes_the_experiment_that_flags_it(contro
     assert [(r.candidate, r.verdict, r.caught) for r in found] == [(control.name, PASS, False)], report(found)
 
 
-@pytest.mark.slow(but=["linear-o"])
-@pytest.mark.parametrize("op, case", [("linear", "o"), ("rms_norm", ""), ("embedding", "")])
+@pytest.mark.parametrize("op, case", slow_but([("linear", "o"), ("rms_norm", ""), ("embedding", "")], "linear"))
 def test_a_control_that_replaces_nothing_is_the_op_itself(op, case, monkeypatch):
     monkeypatch.setitem(SWEEP, RUNS, 2)
     s = subject(op, with_backward(unbroken(op), lambda *args, **constants: {}, "nothing"), case=case)
@@ -135,9 +133,9 @@ def empty(level: str, monkeypatch) -> None:
         )
 
 
-@pytest.mark.slow(but=["rms_norm"])
 @pytest.mark.parametrize(
-    "audit, level", [("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"), ("vocabulary", "torch")]
+    "audit, level",
+    slow_but([("rms_norm", "PTX"), ("rms_norm", "SASS"), ("vocabulary", "AST"), ("vocabulary", "torch")], "rms_norm"),
 )
 def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypatch):
     mine = [c for c in GRADIENT_CONTROLS if c.audit == audit and c.relation == STATIC]
@@ -342,10 +340,18 @@ def test_a_backward_that_leaves_no_gradient_of_a_parameter_is_reported(fewer):
     assert "left no gradient for weight" in report(in_need(found)), report(found)
 
 
-@pytest.mark.slow(but=["batch:16", "ragged"])
 @pytest.mark.parametrize(
     "layout, when",
-    [("batch:16", "forward"), ("micro_batches:ragged", "backward"), ("neighbours", "forward"), ("singles", "backward")],
+    slow_but(
+        [
+            ("batch:16", "forward"),
+            ("micro_batches:ragged", "backward"),
+            ("neighbours", "forward"),
+            ("singles", "backward"),
+        ],
+        "batch:16",
+        "micro_batches:ragged",
+    ),
 )
 def test_an_error_in_one_layout_is_reported_there(layout, when, monkeypatch):
     monkeypatch.setattr(gradients, "LAYOUTS", ("packed", "singles", "batch:16", "micro_batches:ragged", "neighbours"))

@@ -156,12 +156,6 @@ def run_mma(key: str) -> tuple[torch.Tensor, np.ndarray]:
     return run_dot(a, b, c), GOLDEN[key]
 
 
-def test_golden_data_covers_both_instructions_and_types():
-    assert list(GOLDEN["instructions"]) == ["mma.sync", "wgmma"]
-    families = {dtype: {k.split("/")[2] for k in keys(f"mma/{dtype}")} for dtype in ("bfloat16", "float16")}
-    assert len(families["float16"]) >= 19 and len(families["bfloat16"] - families["float16"]) == 4
-
-
 @pytest.mark.parametrize("key", keys("mma/"))
 def test_dot_is_the_tensor_core(key):
     actual, expected = run_mma(key)
@@ -208,16 +202,6 @@ def test_a_narrow_dot_is_columns_of_a_wide_one():
     assert tensor_core.WIDE > 8 and len(a) > tensor_core.WIDE, "it is computed transposed"
     narrow = tensor_core.mma(a, b[:, :8], c[:, :8], -14)
     assert narrow.flags.c_contiguous and (narrow == wide[:, :8]).all()
-
-
-def test_without_a_folder_to_keep_it_in_a_dot_is_compiled_all_the_same(monkeypatch):
-    def njit(*given, compiled=tensor_core.numba.njit, **options):
-        if options:
-            raise RuntimeError("cannot cache function: no locator available")
-        return compiled(*given)
-
-    monkeypatch.setattr(tensor_core.numba, "njit", njit)
-    assert tensor_core._compiled(lambda x: x + 1)(1) == 2
 
 
 @pytest.mark.parametrize("key", keys("dot_fp32/"))
@@ -494,13 +478,3 @@ def test_a_short_way_that_errs_is_seen():
     x = tl.tensor(TensorHandle(np.ones(8, np.float32), tl.float32), tl.block_type(tl.float32, [8]))
     with launch._language():
         assert _told(short, x, x) != _told(tl.tensor.__add__, x, x)
-
-
-@triton.jit
-def _loads_numbers(x):
-    tl.load(tl.load(x + tl.arange(0, 4)), mask=tl.arange(0, 4) < 3)
-
-
-def test_a_load_of_what_is_no_pointer_says_so():
-    with pytest.raises(InterpreterError, match="Unsupported ptr type"):
-        _loads_numbers[(1,)](torch.zeros(4))

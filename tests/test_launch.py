@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import triton
+from conftest import slow_but
 from triton.backends.nvidia import driver
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,8 +26,7 @@ from bi_kernels.ops.gemm.kernel import FP32_TILE
 SCRIPT = Path(__file__).with_name("compiled_launches.py")
 
 
-@pytest.mark.slow(but=("[bfloat16]",))  # what is compiled for fp32 takes four minutes
-@pytest.mark.parametrize("dtypes", ["bfloat16", "float32 bfloat16"])
+@pytest.mark.parametrize("dtypes", slow_but(["bfloat16", "float32 bfloat16"], "bfloat16"))
 def test_what_is_launched_is_what_triton_would_launch(dtypes):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(SCRIPT), *dtypes.split()]

@@ -5,7 +5,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,17 +113,19 @@ def test_every_token_is_given_its_own_position(name):
     assert_same_bits(subject("rope", position).layout(name), expected, name)
 
 
-@pytest.mark.slow(but=["linear-o-dtype0"])
 @settings(max_examples=15)
 @given(random_layout(LENGTHS))
 @pytest.mark.parametrize(
     "op, case, dtype",
-    [
-        ("linear", "o", torch.bfloat16),
-        ("linear", "o", torch.float32),
-        ("rope", "", torch.bfloat16),
-        ("rope_interleaved", "", torch.float32),
-    ],
+    slow_but(
+        [
+            ("linear", "o", torch.bfloat16),
+            ("linear", "o", torch.float32),
+            ("rope", "", torch.bfloat16),
+            ("rope_interleaved", "", torch.float32),
+        ],
+        "linear",
+    ),
 )
 def test_any_layout_gives_the_bits_of_packed(op, case, dtype, calls):
     s = subject(op, getattr(bi_kernels, OPS[op].function or op), dtype, case)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import slow_but
 from locator import invariant
 from locator.faults import FAULTS
 from locator.hosts import SIZES, decoder, ids, qwen3
@@ -44,8 +45,9 @@ def test_nothing_is_named_on_our_decode():
     assert report.passed and report.compared > 100, report
 
 
-@pytest.mark.slow(but=["5-3"])
-@pytest.mark.parametrize("lengths", [(5, 3), (19, 3), (4, 11, 1, 1)], ids=lambda of: "-".join(map(str, of)))
+@pytest.mark.parametrize(
+    "lengths", [(5, 3), *(pytest.param(of, marks=pytest.mark.slow) for of in ((19, 3), (4, 11, 1, 1)))]
+)
 def test_nothing_is_named_where_few_tokens_divide_the_models_sizes(lengths):
     torch.manual_seed(0)
     model, batch = Decoder(CONFIGS["tiny"], "cpu"), [torch.randint(0, CONFIGS["tiny"].vocab, (n,)) for n in lengths]
@@ -75,19 +77,20 @@ ONE_EACH = (
 )
 
 
-@pytest.mark.slow(but=["linear whose dW"])
-@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize("name", slow_but(ONE_EACH, ONE_EACH[-1]))
 def test_a_fault_is_named_and_its_script_shows_it_alone(name, tmp_path):
     (line,) = run_faults("cpu", [name], tmp_path)
     assert line["right"], line["report"]
     assert line["report"].first.drift.mismatches and shows(line["scripts"][0])
 
 
+QUICK = "splits K", "autocast", "user's module", "tile follows", "q_proj"  # parts of the names of those in `make test`
 OTHERS = [fault.name for fault in FAULTS if fault.name not in ONE_EACH]
 
 
-@pytest.mark.slow(but=["splits K", "autocast", "user's module", "tile follows", "q_proj"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * all(t not in n for t in QUICK)) for n in OTHERS]
+)
 def test_a_fault_is_named(name):
     if "Transformers" in name:
         pytest.importorskip("transformers")

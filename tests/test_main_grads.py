@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 from resumed import STEPS, Run
@@ -26,8 +27,7 @@ def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Par
 # Saved and resumed
 
 
-@pytest.mark.slow(but=["given0"])
-@pytest.mark.parametrize("given", [{}, {"groups": 3}])
+@pytest.mark.parametrize("given", slow_but([{}, {"groups": 3}], {}))
 def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
     whole, states = Run(**given), []
     for _ in range(STEPS):

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 
 import bi_kernels
-from bi_kernels.audit.chain.relations import invariance
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded, policy_loss, score
 
@@ -54,26 +53,6 @@ STEPS = {  # the calls of a step, in its order
     "permuted": [one_packed([3, 0, 4, 2, 1])],
     "micro-batches": [one_packed([0, 1]), one_padded([3, 2], left=True), one_packed([4])],
 }
-
-
-@pytest.mark.parametrize("moved", [0, 1])
-def test_gradients_of_a_step_on_a_rollout_are_drawn_beside_it(moved):
-    """Of a prefill alone, of which no step is made, they are not there, and so hatched."""
-
-    def run(layout, rolled=None):
-        toy.gradients = {"a.weight": torch.ones(4), "b.weight": torch.ones(4)}
-        toy.gradients["a.weight"][0] += moved * (rolled is not None)
-        return torch.zeros(3)
-
-    names = ("chunked:2", "prefill of a cache", "decode")
-    chunks = lambda: [(name, torch.zeros(3), torch.ones(3, dtype=torch.bool)) for name in names]
-    config = SimpleNamespace(config=SimpleNamespace(layers=1))
-    toy = SimpleNamespace(model=config, dtype="bf16", count=3, device=torch.device("cpu"), layouts={"packed": []})
-    toy.run, toy.in_chunks, shares = run, chunks, {}
-    rows = [row for row in invariance(toy, "cpu", "", shares=shares) if "then trained" in row.layout]
-    assert [row.mismatches for row in rows] == [moved, moved]
-    assert shares["chunked:2"] == shares["decode"] == {"logprob": 0, "weight": moved / 8}
-    assert shares["prefill of a cache"] == {"logprob": 0}
 
 
 def step(model: Decoder, calls: list) -> dict[str, torch.Tensor]:
@@ -130,8 +109,9 @@ def test_a_linear_that_adds_otherwise_for_few_rows_is_seen(whole):
         assert bool((logprob != whole["logprob"][at]).any()) == (len(at) <= 16), len(at)
 
 
-@pytest.mark.slow(but=["7-biases"])
-@pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
+@pytest.mark.parametrize(
+    "config", slow_but([CONFIG, CONFIG_OTHER], CONFIG_OTHER), ids=["QK-norm, tied", "biases, window"]
+)
 @pytest.mark.parametrize("chunk", [1, 7])
 @torch.no_grad()
 def test_chunks_and_decode_give_the_logprobs_of_one_call(config, chunk):

@@ -19,7 +19,7 @@ from papermill.exceptions import PapermillExecutionError
 from bi_kernels.audit import cli, start
 from bi_kernels.audit.evidence.tables import MIME
 from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
-from bi_kernels.audit.parameters import OPTIONS, defaults
+from bi_kernels.audit.parameters import OPTIONS, accepted, defaults
 from bi_kernels.audit.runs.documents import about
 from bi_kernels.audit.runs.runner import audits
 
@@ -79,9 +79,6 @@ def test_committed_notebooks_carry_what_nbval_compares(path):
 def test_another_candidates_document_is_without_the_cells_about_ours(path):
     whole, mine = about(path, "bi_kernels").cells, about(path, "torch").cells
     assert [c for c in whole if "ours" not in c.metadata.get("tags", [])] == mine
-    assert not any(
-        re.search(r"left fold|slabs of 16|recorded on an H", c.source) for c in mine if c.cell_type == "markdown"
-    )
     names = [n for c in mine if c.cell_type == "code" for n in ast.walk(ast.parse(c.source.replace("%", "#")))]
     kept = {n.id for n in names if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     lost = [n for c in whole if c not in mine and c.cell_type == "code" for n in ast.walk(ast.parse(c.source))]
@@ -96,6 +93,25 @@ def test_parameters_are_annotated_and_known(path):
     setup = next(c.source for c in nbformat.read(path, as_version=4).cells if "setup" in c.metadata.get("tags", []))
     assert set(known) == set(re.findall(r"\b(\w+)=\1\b", setup)), "a parameter that start is not given has no effect"
     assert all(p["inferred_type_name"] in ("str", "int") for p in known.values())
+
+
+QUICK = [path for path in NOTEBOOKS if '"quick"' in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", QUICK, ids=lambda p: p.stem)
+def test_a_notebook_by_itself_is_quick_and_says_so_and_bi_audit_run_asks_all(path):
+    (checks,) = (p for name, p in papermill.inspect_notebook(str(path)).items() if name == "checks")
+    assert checks["default"] == '"quick"' and accepted(name_of(path), {})["checks"] == "all"
+    setup = next(c for c in nbformat.read(path, as_version=4).cells if "setup" in c.metadata.get("tags", []))
+    printed = "".join(o.text for o in setup.outputs if o.get("name") == "stdout")
+    assert f"bi-audit run {name_of(path)}" in printed, "in its first lines"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", audits())
+def test_the_long_form_passes(name, tmp_path, bi_audit):
+    done = bi_audit("run", name, "--device", "cpu", "--out", tmp_path)
+    assert done.returncode == 0, done
 
 
 def change_verdict(notebook):
@@ -172,24 +188,16 @@ def test_a_wrong_parameter_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "audit, given, said",
-    [
-        ("gemm", {"dtyp": "bf16"}, "'dtyp', expected one of dtype, candidate, shapes, device, seed, op"),
-        (
-            "any",
-            {"dtype": "bf16"},
-            "'dtype', expected one of candidate, inputs, batch, shared, outputs, reference, seconds, device, seed",
-        ),
-        ("zoo", {"candidate": "torch"}, "'candidate', expected one of callables, seconds, device, seed"),
-    ],
+    "audit, given", [("gemm", {"dtyp": "bf16"}), ("any", {"dtype": "bf16"}), ("zoo", {"candidate": "torch"})]
 )
-def test_an_unknown_parameter_is_one_sentence(audit, given, said):
+def test_an_unknown_parameter_is_one_sentence(audit, given):
     with pytest.raises(ValueError) as error:
         start(audit, **given)
-    assert str(error.value) == f"unknown parameter {said}"
+    (name,) = given
+    assert str(error.value) == f"unknown parameter {name!r}, expected one of {', '.join(defaults(audit))}"
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "world"])
+@pytest.mark.parametrize("name", ["rms_norm"])
 def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(name, tmp_path):
     """As a report's notebook does for whoever opens it: only `start` knows where the helpers are."""
     notebook = nbformat.read(audits()[name].notebook, as_version=4)
@@ -197,11 +205,6 @@ def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(name, tmp_path):
     code = "\n".join(line for c in cells for line in c.source.splitlines() if not line.startswith("%"))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "from helpers" in code and done.returncode == 0, done.stderr
-
-
-def test_papermill_warns_of_a_parameter_that_the_notebook_does_not_have(tmp_path, caplog):
-    papermill.execute_notebook(str(NOTEBOOKS[1]), str(tmp_path / "out.ipynb"), {"dtyp": "bf16"}, prepare_only=True)
-    assert "unknown parameter: dtyp" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gemm", "any", "zoo"])
@@ -290,16 +293,9 @@ def test_every_notebook_is_an_audits_or_a_workbench():
 
 
 @pytest.mark.parametrize("path", WORKBENCHES, ids=lambda p: p.stem)
-def test_the_workbenches_are_committed_executed_and_open_with_what_they_alone_do(path):
+def test_the_workbenches_are_committed_executed(path):
     cells = nbformat.read(path, as_version=4).cells
     code = [c for c in cells if c.cell_type == "code"]
     assert all(c.execution_count for c in code)
     assert not any(o.output_type == "error" or o.get("name") == "stderr" for c in code for o in c.outputs)
     assert any("nbval-check-output" in c.metadata.get("tags", []) and c.outputs for c in code)
-    heading = next(i for i, c in enumerate(cells) if c.source.startswith("## "))
-    refused, products = (
-        c for c in cells[:heading] if c.cell_type == "code" and re.search("wb.step|golden.digest", c.source)
-    )
-    assert "beyond the end of the memory of x" in refused.outputs[0].data["text/plain"]
-    same, all_of_them = re.match(r"(\d+) of (\d+) bf16 products", products.outputs[0].text).groups()
-    assert same == all_of_them and len(products.source.splitlines()) <= 6 and len(refused.source.splitlines()) <= 9

@@ -1,6 +1,5 @@
 """Offsets beyond 2**31 elements: what passes at a small size, what must be found, and who is asked."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -10,18 +9,16 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import start
-from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.forward import CONTROLS
 from bi_kernels.audit.callables import memory
 from bi_kernels.audit.callables import session as any_session
 from bi_kernels.audit.callables.audit import audit
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.problem.candidates import Candidate, resolve
+from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, offsets
-from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
 
@@ -57,14 +54,6 @@ def test_every_op_gives_in_one_call_what_it_gives_its_sequences(name):
     rows = [*offsets.by_call(TINY[name], elements=elements)]
     assert [(r.verdict, r.elements > elements) for r in rows] == [(PASS, True)] * len(offsets.calls(TINY[name])), rows
     assert not any(r.verdict != PASS for r in offsets.by_call(TINY[name], backward=False, elements=elements))
-
-
-@pytest.mark.parametrize("call", [c for s in ASKED for c in offsets.calls(s)], ids=lambda c: f"{c.problem.op.name}")
-def test_the_widest_tensor_goes_on_for_two_sequences_beyond_what_32_bits_reach(call):
-    length, count = call.sizes()
-    assert (count - 2) * length * call.width >= 2**31 > (count - 3) * length * call.width
-    assert length % 16 and count * length < 2**20
-    assert length * call.width < 2**31 / 4
 
 
 def test_every_op_is_asked_once_on_a_gpu_in_bf16():
@@ -104,21 +93,6 @@ def test_gradients_of_another_candidate_are_asked_where_its_audit_asks_them(here
         assert row.verdict == verdict and ("requires a gradient" in row.detail) == (verdict == NEEDS_FIX)
 
 
-def test_where_memory_is_lacking_the_row_says_so(monkeypatch):
-    class OutOfMemoryError(RuntimeError):
-        """As torch names its own."""
-
-    def raises(x: torch.Tensor):
-        raise OutOfMemoryError("tried to allocate too much")
-
-    monkeypatch.setattr("bi_kernels.audit.memory._held_by_others", lambda: 0)
-    monkeypatch.setattr("bi_kernels.audit.memory.STILL", 0.0)
-    monkeypatch.setattr("bi_kernels.audit.memory.LOOK", 0.0)
-    monkeypatch.setattr("bi_kernels.audit.memory._vain", set())
-    row = found("silu", raises)
-    assert row.verdict == NEEDS_FIX and "OutOfMemoryError: tried to allocate too much" in row.detail
-
-
 def wrapped(x: torch.Tensor) -> torch.Tensor:
     """Returns the rows at which those of x are found by offsets that wrap."""
     return torch.arange(len(x)) % (SMALL // x.shape[1])
@@ -144,21 +118,6 @@ def test_the_control_of_the_auditor_is_caught_where_its_offsets_wrap():
     assert control.gpu and (control.audit, control.op) == ("elementwise", "silu")
     assert found("silu", partial(control.function, elements=SMALL)).as_control().caught
     assert found("silu", control.function).verdict == PASS
-
-
-def test_the_auditor_judges_its_control(monkeypatch):
-    (control,) = (c for c in CONTROLS if c.relation == offsets.OFFSETS)
-    small = replace(control, function=partial(control.function, elements=SMALL), gpu=False)
-    monkeypatch.setattr(broken, "EVERY", [small])
-    monkeypatch.setattr(offsets, "by_call", partial(offsets.by_call, elements=SMALL))
-    (row,) = start("elementwise", shapes="tiny", device="cpu").controls()
-    assert row.caught and (row.candidate, row.layout) == (control.name, BEYOND)
-
-
-def test_no_script_is_written_of_so_large_a_call(tmp_path):
-    row = found("silu", read_wrapped)
-    assert not scripts(TINY["silu"], Candidate("bi_kernels", {}), [row], tmp_path)
-    assert "none makes a call of so many elements" in row.detail
 
 
 def without_the_last(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -225,23 +184,6 @@ def test_a_callable_whose_offsets_wrap_is_found(function, drifting):
 def test_a_callable_that_refuses_so_many_samples_in_a_sentence_is_not_judged():
     (row,) = memory.beyond(audit(few_only, X).target, LAST_ELEMENT)
     assert row.verdict == UNSUPPORTED and "expected at most 8" in row.detail
-
-
-@pytest.mark.parametrize("error, verdict", [("too many", UNSUPPORTED), ("CUDA error: no such memory", NEEDS_FIX)])
-def test_a_callable_needs_a_fix_where_the_gpu_answers_no_more(error, verdict):
-    def raises(x):
-        if len(x) > 2 * len(X):
-            raise RuntimeError(error)
-        return x * 2
-
-    (row,) = memory.beyond(audit(raises, X).target, LAST_ELEMENT)
-    assert row.verdict == verdict and error in row.detail
-
-
-def test_a_large_batch_has_a_budget():
-    t = audit(lambda x: x * 2, X).target
-    (row,) = memory.beyond(t, LAST_ELEMENT, seconds=-1)
-    assert row.verdict == UNSUPPORTED and "within" in row.detail and t.deadline == math.inf
 
 
 @pytest.mark.slow

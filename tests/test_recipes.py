@@ -4,17 +4,17 @@ import json
 import os
 import re
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow_but
 
 from bi_kernels.audit import start
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.contract import SWEEP
-from helpers.recipes import figure, products, script, summary
+from helpers.recipes import products, script, summary
 from helpers.recipes import session as sessions
 from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 
@@ -37,14 +37,6 @@ def test_a_recipe_that_depends_on_m_is_found_at_the_m_at_which_it_does():
     assert found["asked"] == {"forward": {"a": 3}, "dX": {"a": 3}}
     (mine,) = found["drifts"]["forward"].values()
     assert mine["2"][1] == 2 * 16 and 0 < mine["2"][0] <= 32
-
-
-@pytest.mark.parametrize("recipe", [PLAIN, OURS], ids=lambda r: r.name)
-def test_a_call_is_timed_in_both_directions(recipe):
-    """Its backward again and again, of one forward; on a CPU operators stand for milliseconds."""
-    cells = products.measured(recipe, TOLD | {"rows": [], "timed": [1]})
-    assert [(c["direction"], c["M"]) for c in cells] == [("forward", 1), ("dX", 1)], cells
-    assert all(c["ms"] > 0 for c in cells)
 
 
 def test_another_order_of_a_sum_shows_in_what_is_drawn_of_either():
@@ -117,56 +109,7 @@ def document(**changed) -> dict:
     return of | {"shapes": shapes, "recipes": recipes | changed}
 
 
-def test_the_sentence_says_who_drifts_and_who_does_not():
-    text = summary.sentence(document())
-    assert ", and timed at 2 M: plain" in text
-    assert text.startswith("On an NVIDIA H100 (torch 2.11.0, bf16), 2 linear layers at M = 1 to 4096, forward and dX, ")
-    for part in (
-        "plain cuBLAS drifts forward up to M = 300, and not in dX;",
-        "; cuBLAS with little workspace drifts in dX up to M = 3, and not forward, at up to 1.00 times plain cuBLAS's",
-        "not to split K drifts forward at M = 1 alone, and not in dX, at up to 7.40 times plain cuBLAS's time;",
-        "; cuBLASLt with both, as vLLM's batch-invariant mode has them on Hopper, drifts in dX up to M = 2, and not",
-        "; `bi_kernels.linear` drifts at no M asked.",
-    ):
-        assert part in text, text
-    both = found_of(3, 1.0, "dX")
-    both["drifts"]["forward"] = both["drifts"]["dX"]
-    assert "workspace drifts up to M = 3, forward and in dX," in summary.sentence(document(**{STARVED.name: both}))
-    table = {line["recipe"]: line for line in summary.table(document())}
-    assert table[UNSPLIT.name]["time"].endswith("at most 7.40 (o, forward, M = 16)")
-    assert table[PLAIN.name]["forward drifts"] == "up to M = 300, 1 of 2 shapes"
-    assert summary.by_case(document())[0]["plain cuBLAS, forward"] == "1–300"
-
-
-def test_the_sentence_of_recipes_that_hold():
-    sound = document(**{r.name: found_of(0, 1.0) for r in THEIRS})
-    assert summary.sentence(sound).count("drifts at no M asked") == 5
-    gone = document(**{UNSPLIT.name: found_of(0, 1.0, why="RuntimeError: torch 2.9 takes no pair")})
-    assert "not to split K was not measured;" in summary.sentence(gone)
-    assert summary.table(gone)[2]["not measured"] == "RuntimeError: torch 2.9 takes no pair"
-
-
 SOUND, LOST = found_of(0, 1.0), found_of(0, 1.0, why="torch 2.9 takes no pair")
-
-
-@pytest.mark.parametrize(
-    "changed, parts",
-    [
-        ({}, ["3 of 3 cuBLAS", "workspace up to M = 3", "without a split at M = 1,", "Without a setting", "M = 300"]),
-        ({BOTH.name: SOUND}, ["2 of 3 cuBLAS settings still drift", "No drift at any M asked: both together."]),
-        ({r.name: SOUND for r in THEIRS}, ["0 of 3 cuBLAS settings", "cuBLAS drifts at no M asked."]),
-        ({UNSPLIT.name: LOST}, ["2 of 2 cuBLAS settings", "Not measured: cuBLASLt without a split."]),
-        ({r.name: LOST for r in THEIRS}, ["No cuBLAS setting was measured."]),
-    ],
-)
-def test_the_finding_says_which_settings_still_drift_and_up_to_which_m(changed, parts):
-    found = summary.finding(document(**changed))
-    assert all(part in found for part in parts) and "bi_kernels" not in found, found
-
-
-def test_on_a_cpu_nothing_is_found_about_cublas():
-    recipes = {products.ON_A_CPU.name: found_of(2, 1.0), OURS.name: SOUND}
-    assert "Nothing is said about cuBLAS" in summary.finding(document() | {"recipes": recipes})
 
 
 def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(tmp_path):
@@ -184,24 +127,7 @@ def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(t
     assert cell.startswith(found) and cell.index("✅") < cell.index(verdict)
 
 
-def test_a_span_is_of_neighbours_among_what_was_asked():
-    assert summary.spans([8, 1, 2, 7, 300], [1, 2, 3, 7, 8, 9, 300]) == "1–2, 7–8, 300"
-    assert summary.spans([], [1]) == "none"
-
-
-@pytest.mark.parametrize("change", [{}, {PLAIN.name: found_of(0, 1.0, why="died")}], ids=["whole", "without plain"])
-def test_the_figure_has_a_panel_of_each_and_says_what_it_shows(change):
-    drawn = figure.drawn(document(**change))
-    titles = [ax.get_title(loc="left") or ax.get_title() for ax in drawn.axes]
-    assert f"{UNSPLIT.name}\nforward: at M = 1 alone, 1 of 2 shapes" in titles
-    assert titles.count("dX: at no M asked") == (3 if not change else 2)
-    assert any("at most 7.40 times as long" in title for title in titles) == (not change)
-    drawn.canvas.draw()
-    plt.close(drawn)
-
-
-@pytest.mark.slow(but=["forward"])
-@pytest.mark.parametrize("direction, of", [("forward", 32), ("dX", 128)])
+@pytest.mark.parametrize("direction, of", slow_but([("forward", 32), ("dX", 128)], "forward"))
 def test_a_script_runs_by_torch_alone_and_prints_what_differs(direction, of, tmp_path):
     text, path = script.text(STARVED, direction, (2, 16, 64), TOLD), tmp_path / "script.py"
     assert "bi_kernels" not in re.sub("#.*", "", text)
@@ -216,22 +142,6 @@ def test_a_script_runs_by_torch_alone_and_prints_what_differs(direction, of, tmp
         assert shown == bool(count) and (shows is None or shown), last
     path.write_text("raise ValueError('no GPU')")
     assert script.run(path) == (False, "ValueError: no GPU")
-
-
-def test_a_script_on_a_gpu_tells_torch_what_the_recipe_does():
-    text = script.text(UNSPLIT, "forward", (1, 1024, 4096), TOLD | {"device": "cuda", "dtype": "fp16"})
-    assert text.index("\nwithout_split()\n") < text.index("numbers(9, 1024, 4096, torch.float16, ")
-    compile(text, "script", "exec")
-    assert "without_split" not in script.text(STARVED, "forward", (1, 1024, 4096), TOLD | {"device": "cuda"})
-
-
-def test_both_together_is_what_each_is():
-    """Little workspace before torch starts, and no split."""
-    assert BOTH.environment == STARVED.environment and BOTH.told is UNSPLIT.told
-    text = script.text(BOTH, "dX", (1, 1024, 4096), TOLD | {"device": "cuda"})
-    first = [f'os.environ["{name}"] = "{value}"' for name, value in STARVED.environment.items()]
-    assert all(text.index(line) < text.index("import torch") for line in first) and "\nwithout_split()\n" in text
-    compile(text, "script", "exec")
 
 
 class Process:
@@ -292,8 +202,3 @@ def test_ours_needs_a_fix_where_it_drifts_or_was_not_run(monkeypatch):
         bad = [r for r in rows if r.verdict == NEEDS_FIX]
         assert {r.rows for r in bad} == ({1, 2} if wanted else {*run.told["rows"]})
         assert {(r.tensor, r.gradient) for r in bad} == {("out", ""), ("dx", "input gradients")}
-
-
-def test_dtypes_of_32_bits_are_refused():
-    with pytest.raises(ValueError, match="^dtype is 'fp32', expected bf16 or fp16$"):
-        start("recipes", dtype="fp32")

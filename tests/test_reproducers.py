@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from bi_kernels.audit.relations.views import ADDRESSES, OFFSETS
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.checks.memory import ADDRESSES, OFFSETS
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row
@@ -212,8 +213,7 @@ def ops(tmp_path, monkeypatch):
     return importlib.import_module("drifting_ops")
 
 
-@pytest.mark.slow(but=["in_training"])
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", slow_but(LIBRARY, "in_training"))
 def test_scripts_of_a_callable_print_what_was_reported(name, ops, tmp_path):
     report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)
     drifting = [r for r in report.rows if r.mismatches and r.relation != "atomics-free"]

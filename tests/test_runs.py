@@ -110,7 +110,6 @@ def test_without_notebooks_is_one_sentence(tmp_path, monkeypatch, bi_audit):
 # What a command is given
 
 
-@pytest.mark.slow(but=("gemm", "exits", "int8", "chain"))
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -118,10 +117,16 @@ def test_without_notebooks_is_one_sentence(tmp_path, monkeypatch, bi_audit):
         (["gemm", "-p", "seed", "1", "-p", "seed", "2"], ["seed is given twice"]),
         (["gemm", "--seed", str(2**70)], ["seed", "expected"]),
         (["dtype", "--candidate", "exits.py:scale"], ["exits.py:scale", "status 3"]),
-        (["dtype", "--candidate", "crashes.py:scale"], ["crashes.py:scale", "status -11"]),
-        (["dtype", "--candidate", "leaves.py:scale"], ["leaves.py:scale"]),
+        pytest.param(
+            ["dtype", "--candidate", "crashes.py:scale"], ["crashes.py:scale", "status -11"], marks=pytest.mark.slow
+        ),
+        pytest.param(["dtype", "--candidate", "leaves.py:scale"], ["leaves.py:scale"], marks=pytest.mark.slow),
         (["any", "--candidate", "mine.py:scale", "--inputs", "x:bf16[999999999,999999999,9]"], ["inputs", "x:bf16["]),
-        (["any", "--candidate", "mine.py:scale", "--inputs", "x:bf16[99999999999999999999]"], ["inputs", "x:bf16["]),
+        pytest.param(
+            ["any", "--candidate", "mine.py:scale", "--inputs", "x:bf16[99999999999999999999]"],
+            ["inputs", "x:bf16["],
+            marks=pytest.mark.slow,
+        ),
         (["any", "--candidate", "mine.py:scale", "--inputs", "x:int8[4]<999"], ["inputs", "x:int8[4]<999"]),
         (["chain", "--quick"], ["--quick", "chain"]),
         (["gemm", "--publish", "--out", "x"], ["--publish", "--out"]),
@@ -174,8 +179,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_its_place(tmp_path):
         assert [p.name for p in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-@pytest.mark.slow(but=["--timeout"])
-@pytest.mark.parametrize("option", ["--timeout", "--cell-timeout"])
+@pytest.mark.parametrize("option", ["--timeout", pytest.param("--cell-timeout", marks=pytest.mark.slow)])
 def test_an_audit_that_takes_too_long_keeps_what_it_had(option, tmp_path):
     (tmp_path / "mine.py").write_text(WAITS)
     child = started(*ARGUMENTS, option, "12", "--junit", "j.xml", cwd=tmp_path)

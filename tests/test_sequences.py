@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
@@ -64,19 +65,22 @@ WIDER = {"right_padded", "right_padded far", LEFT, LEFT_FAR}
 LAYOUTS = WIDER | {"unpadded", "packed", "decode", "decode, 3 tokens a call", TOGETHER}
 
 
-@pytest.mark.slow(but=["width", "decode"])
 @pytest.mark.parametrize(
     "fault, broken",
-    [
-        ("", set()),
-        ("decode", {"decode", "decode, 3 tokens a call", TOGETHER}),
-        ("width", WIDER | {"packed", TOGETHER}),
-        ("far", {"right_padded far", LEFT_FAR}),
-        ("chunks", {"decode, 3 tokens a call"}),
-        ("together", {TOGETHER}),
-        ("score", WIDER),
-        ("not packed", set()),
-    ],
+    slow_but(
+        [
+            ("", set()),
+            ("decode", {"decode", "decode, 3 tokens a call", TOGETHER}),
+            ("width", WIDER | {"packed", TOGETHER}),
+            ("far", {"right_padded far", LEFT_FAR}),
+            ("chunks", {"decode, 3 tokens a call"}),
+            ("together", {TOGETHER}),
+            ("score", WIDER),
+            ("not packed", set()),
+        ],
+        "width",
+        "decode",
+    ),
 )
 def test_a_model_is_judged_on_whole_sequences(fault, broken):
     report = audit(Model(fault), IDS, MASK, backward=False)
@@ -156,26 +160,6 @@ def test_what_grows_with_the_width_and_places_that_end_are_no_drift():
     report = audit(Short(), IDS, MASK, backward=False)
     (far,) = (r for r in report.rows if r.layout == "right_padded far")
     assert report.passed and far.verdict == UNSUPPORTED and "out of range" in far.detail, report.markdown()
-
-
-@pytest.mark.slow
-def test_numbers_of_each_token_beside_the_ids_are_said_not_to_be_laid_out():
-    class Typed(Model):
-        def forward(self, input_ids, attention_mask, token_type_ids):
-            return super().forward(input_ids + token_type_ids, attention_mask)["logits"]
-
-    report = audit(Typed(), IDS, MASK, torch.zeros_like(IDS), backward=False)
-    assert report.passed and any("token_type_ids holds a number for each token" in n for n in report.notes), report
-
-
-@pytest.mark.slow
-def test_a_mask_of_another_name_is_said_not_to_be_asked():
-    class Other(torch.nn.Module):
-        def forward(self, input_ids, padding_mask):
-            return Model()(input_ids, padding_mask)["logits"]
-
-    report = audit(Other(), IDS, MASK, backward=False)
-    assert report.passed and any("its mask is padding_mask" in note for note in report.notes), report.notes
 
 
 def test_a_model_has_a_control_of_its_sequences(tmp_path):

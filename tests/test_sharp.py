@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from bi_kernels.audit import audit
-from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.evidence.verdicts import needs_fix
 from bi_kernels.contract import EPS
 
@@ -49,18 +48,6 @@ def made(op: str, order: str, threshold: int):
     return {"linear": linear, "rms_norm": rms_norm, "softmax": softmax, "attention": attention}[op]
 
 
-class Linear(torch.nn.Module):
-    """Its weight is its own: no input that is drawn replaces it."""
-
-    def __init__(self, order: str, threshold: int):
-        super().__init__()
-        self.function = made("linear", order, threshold)
-        self.weight = torch.nn.Parameter(torch.randn(80, 64, generator=torch.Generator().manual_seed(7)).bfloat16())
-
-    def forward(self, x):
-        return self.function(x, self.weight)
-
-
 def given(op: str, rows: int, seed: int) -> tuple:
     g = torch.Generator().manual_seed(100 + seed)
     drawn = lambda *shape: torch.randn(*shape, generator=g).bfloat16()
@@ -68,9 +55,10 @@ def given(op: str, rows: int, seed: int) -> tuple:
     return drawn(rows, *((64, 16) if op == "attention" else (64,))), *(drawn(*shape) for shape in own)
 
 
-@pytest.mark.slow(but=["split-K", "block size"])
-@pytest.mark.parametrize("order", [order for order in ORDERS if order])
-@pytest.mark.parametrize("op", ["linear", "rms_norm", "softmax", "attention"])
+OTHERS = [("rms_norm", "reversed"), ("softmax", "block size"), ("attention", "two halves")]
+
+
+@pytest.mark.parametrize("op, order", [*(("linear", order) for order in ORDERS if order), *OTHERS])
 def test_another_order_is_found_with_every_seed(op, order):
     rows, threshold = (12, 4) if op == "attention" else (300, 8)
     for seed in range(3):
@@ -78,19 +66,11 @@ def test_another_order_is_found_with_every_seed(op, order):
         assert any(r.mismatches for r in report.rows), (seed, report.markdown())
 
 
-@pytest.mark.parametrize("threshold", [1, 64, 128])
-@pytest.mark.parametrize("op", ["linear", "rms_norm", "softmax"])
+@pytest.mark.parametrize("op, threshold", [("linear", 1), ("rms_norm", 64), ("softmax", 128)])
 def test_a_threshold_is_found_of_eight_rows(op, threshold):
     for seed in range(3):
         report = audit(made(op, "reversed", threshold), *given(op, 8, seed), seed=seed, backward=False)
         assert any(r.mismatches for r in report.rows), (seed, report.markdown())
-
-
-def test_a_module_keeps_its_weight():
-    for seed in range(3):
-        x, _ = given("linear", 300, seed)
-        found = audit(Linear("split-K", 8), x, seed=seed, backward=False).rows
-        assert any(r.mismatches and r.inputs == "brink" for r in found)
 
 
 @pytest.mark.parametrize("op", ["linear", "rms_norm", "softmax", "attention"])
@@ -119,12 +99,3 @@ def test_another_order_of_a_backward_is_found():
     for seed in range(3):
         report = audit(lambda x, weight: OrderOfDx.apply(x, weight, 8), *given("linear", 300, seed), seed=seed)
         assert any(r.mismatches and r.tensor == "dx" and r.inputs == "cancelling" for r in report.rows)
-
-
-def test_more_samples_are_like_those_given():
-    x, ids = given("softmax", 8, 0)[0], torch.arange(8) * 3
-    t = Target(lambda x, ids: x * ids[:, None], (x, ids), {}, 0, (), (), "f", 0, ())
-    many = t.resampled(100)
-    assert torch.equal(many.values["x"][:8], x) and torch.equal(many.values["ids"][:8], ids)
-    assert set(many.values["ids"].tolist()) == set(ids.tolist()) and len(many.values["x"].unique(dim=0)) > 90
-    assert bool((many.values["x"][:, :, None] == x.T[None]).any(-1).all())

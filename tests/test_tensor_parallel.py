@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 from world_tensor import SEQUENCE, VARIANTS
@@ -171,14 +172,16 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.slow(but=["DIES"])
 @pytest.mark.parametrize(
     ("way", "seconds", "expected"),
-    [
-        ("DIES", 120, "rank 1 ended with status 9; 2 of 3 jobs had ended on every rank"),
-        ("HANGS", 40, "the ranks had not ended after 40 s; 2 of 3 jobs had ended on every rank"),
-        ("RAISES", 120, "rank 1: ValueError: this rank has no luck; 2 of 3 jobs had ended on every rank"),
-    ],
+    slow_but(
+        [
+            ("DIES", 120, "rank 1 ended with status 9; 2 of 3 jobs had ended on every rank"),
+            ("HANGS", 40, "the ranks had not ended after 40 s; 2 of 3 jobs had ended on every rank"),
+            ("RAISES", 120, "rank 1: ValueError: this rank has no luck; 2 of 3 jobs had ended on every rank"),
+        ],
+        "DIES",
+    ),
 )
 def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(way, seconds, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SCRIPT.parent), os.getenv("PYTHONPATH")))))

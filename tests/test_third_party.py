@@ -69,30 +69,6 @@ LATE = replace(DRIFT, layout="not run", mismatches=None, elements=None, detail="
 SOUND = replace(DRIFT, layout="rows:1", verdict=PASS, mismatches=0)
 
 
-@pytest.mark.parametrize(
-    "whys, said",
-    [
-        (
-            ["in a fresh process 7 of 9 elements differ, by up to 2"],
-            "other numbers than reported: in a fresh process 7 ",
-        ),
-        (["in a fresh process 0 of 9 elements differ, by up to 0"], "no drift: in a fresh process 0 of 9"),
-        (
-            [f"in a fresh process {n} of 9 elements differ, by up to 1" for n in (0, 7)],
-            "other numbers than reported: in",
-        ),
-        (["no script has this layout"], "none found: no script has this layout"),
-        ([], "none found"),
-    ],
-)
-def test_of_a_script_that_is_missing_is_said_what_it_showed(whys, said):
-    rows = [replace(DRIFT, detail=f"x; no script: {why}") for why in whys]
-    shown = third_party.reproduced(Report("f", [*rows, *[DRIFT] * (not rows)], "read"))
-    assert shown.startswith(said) and (whys or shown == said), shown
-    (line,) = third_party.table([{"callable": "f", "verdict": NEEDS_FIX, "reproducer": shown}])
-    assert line["script"] == said.partition(":")[0]
-
-
 def test_what_time_was_too_short_for_is_unsupported_in_the_table_and_among_the_rows():
     late = [LATE, replace(LATE, relation="determinism"), replace(LATE, relation="atomics-free")]
     for rows, verdict, invariance in (
@@ -107,14 +83,6 @@ def test_what_time_was_too_short_for_is_unsupported_in_the_table_and_among_the_r
         assert {r.verdict for r in third_party.rows([line], "cpu")} == ({UNSUPPORTED} if verdict != PASS else set())
 
 
-def test_the_table_says_why_a_random_op_has_no_script():
-    random = replace(DRIFT, relation="determinism", detail="random: x; no script: it draws anew in every process")
-    line = {"callable": "f", "verdict": NEEDS_FIX, "reproducer": "–"}
-    for worst, said in ((random, "none: it draws anew in every process"), (DRIFT, "–"), (None, "–")):
-        assert third_party.table([line | {"worst": worst}])[0]["script"] == said
-    assert third_party.table([line | {"worst": random, "reproducer": "drifts"}])[0]["script"] == "drifts"
-
-
 def test_a_drift_that_no_script_shows_needs_a_fix():
     line = {"callable": "F.silu", "verdict": NEEDS_FIX, "reproducer": "none found", "detail": ""}
     found = third_party.rows(
@@ -126,14 +94,3 @@ def test_a_drift_that_no_script_shows_needs_a_fix():
         "cpu",
     )
     assert [r.verdict for r in found[:3]] == [NEEDS_FIX, NEEDS_FIX, UNSUPPORTED] and found[3].caught is False
-
-
-def test_what_is_known_and_not_judged_needs_a_fix():
-    (row,) = [
-        r
-        for r in third_party.rows(
-            [{"callable": "F.silu", "verdict": UNSUPPORTED, "reproducer": "–", "detail": "it raised"}], "cpu"
-        )
-        if r.relation == "no false alarm"
-    ]
-    assert row.verdict == NEEDS_FIX

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     ContinuousBatchingConfig,
@@ -179,9 +179,8 @@ def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torc
     return list(logits.split([len(s) for s in sequences]))
 
 
-@pytest.mark.slow(but=["qwen3-static", "llama-dynamic"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "qwen2", "llama", "mistral"], "qwen3"))
 def test_what_is_generated_is_rescored_to_the_bit(name, cache):
     what_is_generated(applied(name).eval(), cache, [0, 2, 1])
 

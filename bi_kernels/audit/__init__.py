@@ -40,6 +40,8 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     )
     found = load(audit, parameters)
     found.pool = pool
+    if parameters.get("checks") == "quick":
+        print(f"Quick form: a few checks of each op. The whole audit: `bi-audit run {audit}`, or `-p checks all`.")
     if on_gpu:
         GPU.share()
     return found

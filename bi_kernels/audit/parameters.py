@@ -15,6 +15,7 @@ from typing import ClassVar
 GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
 CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
 MOST = 2**63 - 1  # of an integer
+CHECKS = ("all", "quick")
 
 
 def option(default=None, help: str = "", **how):
@@ -48,7 +49,7 @@ class Parameters:
         from bi_kernels.contract import DTYPES, SHAPES  # noqa: PLC0415 (imports torch)
 
         dtypes = self.dtypes or ("all", *DTYPES)
-        for name, allowed in (("dtype", dtypes), ("shapes", SHAPES)):
+        for name, allowed in (("dtype", dtypes), ("shapes", SHAPES), ("checks", CHECKS)):
             value = getattr(self, name, None)
             if value is not None and value not in list(allowed):
                 expected = " or ".join(allowed) if self.dtypes else ", ".join(allowed)
@@ -71,6 +72,7 @@ class RegistryParameters(Parameters):
     device: str = "auto"
     seed: int = integer(0, least=0)
     op: str = ""  # which op a single function stands for
+    checks: str = "all"  # or quick: a few of each op
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class ModelParameters(Parameters):
     shapes: str = "tiny"
     device: str = "auto"
     seed: int = integer(0, least=0)
+    checks: str = "all"  # or quick: a few of them
 
 
 @dataclass(frozen=True)
@@ -210,10 +213,9 @@ def defaults(audit: str) -> dict:
 
 
 def accepted(audit: str, given: Mapping) -> dict:
-    """Returns those of `given` that an audit has, and its dtype: all of them for the registry's ops, whose notebooks by
-    themselves may look at one, bf16 for a whole model; `any` and `zoo` have neither dtype nor shapes."""
+    """Returns every parameter of an audit, with those of `given` that it has: a notebook's own defaults ask less."""
     known = defaults(audit)
-    return {k: known[k] for k in ("dtype",) if k in known} | {k: v for k, v in given.items() if k in known}
+    return known | {k: v for k, v in given.items() if k in known}
 
 
 def read(audit: str, given: Mapping) -> Parameters:

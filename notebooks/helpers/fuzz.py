@@ -39,7 +39,7 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     for number, subject in enumerate(subjects):
         found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
         found = summed(found)
-        if any(r.verdict != UNSUPPORTED for r in found):
+        if not session.quick and any(r.verdict != UNSUPPORTED for r in found):
             found += missing(
                 found, subject, [{"relation": relation, "layout": layout} for relation, layout in QUESTIONS]
             )

@@ -13,6 +13,8 @@ from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
 
+QUICK = ("micro_batches:ragged",)  # the layouts of the quick form: padded and packed calls in one step
+
 
 def start(audit: str, given: dict) -> "ModelSession":
     """Begins an audit of a model with the parameters given. Raises ValueError with one sentence."""
@@ -42,7 +44,7 @@ class ModelSession(Session):
         found = []
         for dtype in self.dtypes:
             shares, step = self.shares.setdefault(dtype, {}), self.step(dtype)
-            for row in invariance(step, self.device_label, self.command, shares=shares):
+            for row in invariance(step, self.device_label, self.command, QUICK * self.quick, shares):
                 self.add([row])
                 found.append(row)
             if self.on_gpu:
@@ -53,14 +55,16 @@ class ModelSession(Session):
         """Returns {layout: {kind of tensor: share of its elements that differ}} of a decoder of stock ops in bf16,
         whose gradients PyTorch leaves in `.grad`, added up in fp32 over micro-batches."""
         shares: dict = {}
-        for _ in invariance(self.step("bf16", layers="stock_layers", ops=plain), "", "", shares=shares):
+        step = self.step("bf16", layers="stock_layers", ops=plain)
+        for _ in invariance(step, "", "", QUICK * self.quick, shares):
             pass
         return shares
 
     def controls(self) -> list[Row]:
         """Judges decoders with one op broken, or one thing forgotten: each must be flagged by its relation."""
         torch.cuda.empty_cache()  # the processes that judge them need memory too
-        rows = list(parallel.each(self, control, [name for name, *_ in (*CONTROLS, *GENERATING)]))
+        every = [name for name, *_ in (*CONTROLS, *GENERATING)]
+        rows = list(parallel.each(self, control, every[1:2] if self.quick else every))
         self.add(rows)
         return rows
 

@@ -19,6 +19,7 @@ from bi_kernels.integrations.transformers import apply, logprobs
 CONFIGS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
 STOCK, OURS = "stock Transformers", "bi_kernels"
+QUICK = {"steps": 1, "batched_prompts": 3, "stock_prompts": 3}  # of the quick form
 CHECKPOINTING = "micro_batches:2, checkpointing", "packed, checkpointing:reentrant"
 
 
@@ -40,7 +41,13 @@ def quiet() -> Iterator[None]:
 
 def case(session) -> dict:
     """Returns what the contract's [chain.transformers] says of a session's shapes."""
-    return CONTRACT["chain"]["transformers"]["tiny" if session.parameters["shapes"] == "tiny" else "real"]
+    found = CONTRACT["chain"]["transformers"]["tiny" if session.parameters["shapes"] == "tiny" else "real"]
+    return found | QUICK if session.quick else found
+
+
+def architectures(session) -> list[str]:
+    """Returns the names of the models that are judged."""
+    return [*CONFIGS][: 1 if session.quick else None]
 
 
 def vocabulary(session) -> int:

@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from bi_kernels.audit.chain.generation import figures
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
-from bi_kernels.audit.models.cases import CONFIGS, OURS, STOCK, built, case, packed_logits, quiet, vocabulary
+from bi_kernels.audit.models.cases import OURS, STOCK, architectures, built, case, packed_logits, quiet, vocabulary
 from bi_kernels.audit.models.relations import PARITY, Model
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.contract import CONTRACT
@@ -125,7 +125,7 @@ def run(session, dtype: str, batches: str = "qwen3") -> tuple[list[dict], dict[s
         )
 
     with quiet():
-        for name in CONFIGS:
+        for name in architectures(session):
             for ours in (True, False):
                 model = built(session, name, dtype, ours)
                 for cache in CACHES if ours else ("dynamic",):

@@ -12,13 +12,14 @@ from bi_kernels.audit.chain.layouts import sha256
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
-from bi_kernels.audit.models.cases import CONFIGS, OURS, Step, built, case, quiet
+from bi_kernels.audit.models.cases import OURS, Step, architectures, built, case, quiet
 from bi_kernels.audit.problem.call_layouts import shapes_launched
 from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT, DTYPES, evaluate, rounding
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.report import Report
 
+QUICK = "packed", "micro_batches:4"  # the layouts of the quick form
 INVARIANCE, GRADIENT, PARITY = "invariance", "gradient invariance", "parity"
 DETERMINISM, ACCURACY, CONTRACTED = "determinism", "accuracy", "contract"
 
@@ -130,7 +131,8 @@ def judge(session, name: str, dtype: str) -> Iterator[Row]:
     who, step = Model(session, name, dtype), Step(session)
     model = built(session, name, dtype, ours=False)
     session.shares[f"{name}, {dtype}, stock"] = shares = {}
-    for _ in layouts(session, who, step, model, shares=shares, ours=False):
+    only = QUICK * session.quick
+    for _ in layouts(session, who, step, model, only, shares, ours=False):
         pass
     model.zero_grad()
     before = state(model), logits(step, model)
@@ -142,7 +144,7 @@ def judge(session, name: str, dtype: str) -> Iterator[Row]:
     session.errors.append(line)
     yield row
     session.shares[f"{name}, {dtype}, ours"] = shares = {}
-    yield from layouts(session, who, step, model, shares=shares)
+    yield from layouts(session, who, step, model, only, shares)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder, dtype=DTYPES[dtype]).to(session.device).eval()
@@ -160,7 +162,7 @@ def run(session) -> list[Row]:
     """Judges every model in every dtype; returns the rows, which are recorded as they come."""
     found = []
     for dtype in session.dtypes:
-        for name in CONFIGS:
+        for name in architectures(session):
             with quiet():
                 for row in judge(session, name, dtype):
                     session.add([row])

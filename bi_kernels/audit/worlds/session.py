@@ -90,14 +90,21 @@ class WorldSession(Session):
 
     @property
     def worlds(self) -> list[World]:
-        """Lists the worlds of `least` to `nproc` ranks, behind that of one rank."""
+        """Lists the worlds of `least` to `nproc` ranks, behind that of one rank; of the quick form the first two."""
+        if self.quick:
+            return [*WORLDS[:2]]
         least, most = self.parameters["least"], self.parameters["nproc"]
         return [w for w in WORLDS if w == World() or least <= w.ranks <= most]
 
     @property
+    def broken_ways(self) -> dict[str, tuple]:
+        """Returns the controls; of the quick form the first."""
+        return dict([*CONTROLS.items()][: 1 if self.quick else None])
+
+    @property
     def sizes(self) -> list[int]:
         """Lists how many ranks the worlds and the controls have, in the order in which they run."""
-        broken = {world.ranks for _, world, _ in CONTROLS.values()}
+        broken = {world.ranks for _, world, _ in self.broken_ways.values()}
         return sorted({w.ranks for w in self.worlds} | {n for n in broken if n <= self.parameters["nproc"]})
 
     @property
@@ -115,8 +122,9 @@ class WorldSession(Session):
         which it records as they come."""
         found = []
         for ranks in self.sizes:
-            jobs = [(w.name, w, f"{HERE}:OURS") for w in self.worlds if w.ranks == ranks]
-            broken = [(name, w, way) for name, (way, w, _) in CONTROLS.items() if w.ranks == ranks]
+            ours = f"{HERE}:{'QUICK' if self.quick else 'OURS'}"
+            jobs = [(w.name, w, ours) for w in self.worlds if w.ranks == ranks]
+            broken = [(name, w, way) for name, (way, w, _) in self.broken_ways.items() if w.ranks == ranks]
             timed = [
                 ("timing", w, TIMING) for _, w, _ in jobs if self.timed and 1 in w[:2] and ranks > 1 and not w.tokens
             ]
@@ -208,7 +216,7 @@ class WorldSession(Session):
     def controls(self) -> list[Row]:
         """Judges the ways that others take, each by what has to differ; returns their rows."""
         one, found = self.evidence.get(World(), Evidence()), []
-        for name, (_, world, kind) in CONTROLS.items():
+        for name, (_, world, kind) in self.broken_ways.items():
             if world.ranks > self.parameters["nproc"]:
                 continue
             mine = self.broken.get(name, Evidence())

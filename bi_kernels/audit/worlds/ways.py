@@ -127,7 +127,7 @@ class Following(MainGrads):
             super().close(self.tree.rank)
 
 
-OURS = Way()
+OURS, QUICK = Way(), Way(steps=1)
 REDUCED, EXCHANGED, ARRIVING = (Way(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
 MEAN, FOLLOWING = Way(grads=Mean, steps=1), Way(grads=Following, steps=1)
 BACKWARD, APART = (Way(ops, steps=1) for ops in (ReducedBackward, FoldedApart))
