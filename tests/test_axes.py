@@ -9,7 +9,8 @@ from conftest import slow_but
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
-from bi_kernels.audit.callables import demand, history, memory
+from bi_kernels.audit.callables.relations import KEPT, UNBUFFERED
+from bi_kernels.audit.checks import memory, order, requests
 from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
 
 
@@ -207,22 +208,22 @@ def guarded(x):
 
 BROKEN = {
     "alone": (AloneOtherwise.apply, (X, Y), {"input0 alone wants a gradient"}),
-    "expanded": (ExpandedOtherwise.apply, (X, Y), {demand.EXPANDED, demand.STRIDED}),
-    "strided": (StridedOtherwise.apply, (X, Y), {demand.STRIDED}),
-    "no main_grad": (FirstRow(WIDTH, WIDTH, bias=False), (X,), {demand.UNBUFFERED}),
-    "upstream": (WritesUpstream.apply, (X, Y), {demand.KEPT, demand.TWICE}),
-    "twice": (SecondOtherwise.apply, (X, Y), {demand.TWICE}),
+    "expanded": (ExpandedOtherwise.apply, (X, Y), {requests.EXPANDED, requests.STRIDED}),
+    "strided": (StridedOtherwise.apply, (X, Y), {requests.STRIDED}),
+    "no main_grad": (FirstRow(WIDTH, WIDTH, bias=False), (X,), {UNBUFFERED}),
+    "upstream": (WritesUpstream.apply, (X, Y), {KEPT, requests.TWICE}),
+    "twice": (SecondOtherwise.apply, (X, Y), {requests.TWICE}),
     "one output": (OneOutputOtherwise.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
     "one output, nothing": (NothingFromOneOutput.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
-    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {demand.EXPANDED, demand.STRIDED}),
+    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {requests.EXPANDED, requests.STRIDED}),
     "static buffer": (static_buffer(), (X,), {memory.LATER}),
     "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
     "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),
     "strides": (by_strides, (torch.randn(WIDTH, ROWS, generator=G).T,), {memory.GIVEN}),
     "columns": (columns_otherwise, (X,), {memory.COLUMNS}),
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
-    "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
-    "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {history.UPDATED}),
+    "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
+    "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
 }
 
 
@@ -270,7 +271,7 @@ def test_weights_that_no_optimizer_can_update_are_no_fault_of_their_module():
     linear = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised), requires_grad=False)
     report = audit(linear.eval(), X, name="quantised", backward=False)
-    (row,) = [r for r in report.rows if r.layout == history.UPDATED]
+    (row,) = [r for r in report.rows if r.layout == order.UPDATED]
     assert (row.verdict, row.detail) == ("unsupported", "NotImplementedError: mul_ of a quantised weight")
     assert "NotImplementedError" not in {r.detail.partition(":")[0] for r in in_need(report)}, report.markdown()
 

@@ -1,6 +1,6 @@
 """Activation checkpointing changes no bit: a call that is computed again in the backward has the outputs and gradients
 of the plain one, or is refused in a sentence. Of a checkpoint that is not reentrant, with all gradients wanted, see
-audit/relations/checkpoints.py."""
+audit/checks/requests.py."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,17 +9,18 @@ from itertools import accumulate
 
 import pytest
 import torch
-from bi_kernels.audit.relations.one_call import LENGTHS, BaselineCall, Outputs
 from conftest import slow_but
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
 from bi_kernels import MainGrads
+from bi_kernels.audit.checks.edge_cases import LENGTHS
 from bi_kernels.audit.checks.single_call import compared
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest, of_candidate, poisoned_memory
-from bi_kernels.audit.relations.step import token_layout
+from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.relations.step import Step, token_layout
+from bi_kernels.audit.step import Results
 from bi_kernels.tokens import TokenLayout, layout_for
 
 pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either
@@ -33,27 +34,22 @@ REENTRANT = pytest.mark.parametrize("within", [False, True])
 REFUSED = "called inside a backward, as activation checkpointing does, without its token layout; checkpoint layout.w"
 
 
-class Call(BaselineCall):
-    """One packed call with the backward of `.backward()`, the only one that a reentrant checkpoint has."""
-
-    def backward(self, outputs, leaves, upstream, left=0):
-        with poisoned_memory(self.subject.calls + left), of_candidate():
-            torch.autograd.backward(outputs, upstream)
-        return [t.grad for t in leaves]
+class Call(Step):
+    """One packed call with its backward."""
 
     @property
     def layout(self) -> TokenLayout:
-        return token_layout(self.call, self.step.lengths)
+        return token_layout(self.call, self.lengths)
 
     @property
     def parameters(self) -> list[str]:
-        return [k for k in self.floating if k in self.step.shared]
+        return [k for k in self.floating if k in self.shared]
 
     @property
     def of_tokens(self) -> list[str]:
-        return [k for k in self.floating if k in self.step.tokens]
+        return [k for k in self.floating if k in self.tokens]
 
-    def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Outputs:
+    def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Results:
         """Returns what the plain call gives."""
         made = self.folded if main_grad else self.base
         return self.results | {f"d{k}": made[f"d{k}"] for k in wanted}
@@ -85,7 +81,9 @@ class Call(BaselineCall):
 def call_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> Call:
     op = OPS[name]
     problem = OpConfig(op, next(iter(op.cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
-    return Call(OpUnderTest(problem, getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter"), lengths)
+    return Call(
+        OpUnderTest(problem, getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter"), CANCELLING, lengths
+    )
 
 
 def others() -> TokenLayout:
@@ -99,12 +97,12 @@ def stepped(u: Call) -> tuple[dict, MainGrads]:
     return given, MainGrads([given[k].requires_grad_() for k in u.parameters])
 
 
-def assert_same(found: Outputs, expected: Outputs, *what: object) -> None:
+def assert_same(found: Results, expected: Results, *what: object) -> None:
     drift, tensor = compared(found, expected)
     assert not drift.mismatches, (*what, tensor, str(drift))
 
 
-def differing(found: Outputs, expected: Outputs) -> set[str]:
+def differing(found: Results, expected: Results) -> set[str]:
     """Returns the names of what differs, by the same comparison."""
     return {k for k, t in expected.items() if compared({k: found[k]}, {k: t})[0].mismatches}
 
@@ -125,7 +123,7 @@ def test_all_that_is_wanted_has_the_bits_of_the_plain_call(name, kind):
     u = call_of(name)
     for wanted in filter(None, [u.floating, u.parameters]):
         for main_grad in (False, True)[: 1 + bool(u.parameters)]:
-            found = u.made(wanted, main_grad=main_grad, function=u.checkpointed(*kind))
+            found = u.made(wanted=wanted, main_grad=main_grad, function=u.checkpointed(*kind))
             assert_same(found, u.expected(wanted, main_grad), wanted, main_grad)
     for argument, values in u.subject.free.items():
         for value in values:
@@ -140,7 +138,7 @@ def test_parameters_that_are_frozen_keep_their_main_grad_and_need_no_layout(name
     given = u.inputs()
     for k in u.parameters:
         given[k].main_grad = torch.full_like(given[k], 3.0, dtype=torch.float32)
-    found = u.made(u.of_tokens, given=given, function=u.checkpointed(True, within))
+    found = u.made(given, wanted=u.of_tokens, function=u.checkpointed(True, within))
     assert_same(found, u.expected(u.of_tokens))
     for k in u.parameters:
         assert given[k].grad is None and bool((given[k].main_grad == 3).all()), k
@@ -171,7 +169,7 @@ def test_a_parameter_that_is_passed_has_its_gradient_once(name, reentrant):
     """In its main_grad, or, of a reentrant checkpoint, in `.grad`: PyTorch passes a copy that has no main_grad on."""
     u = call_of(name)
     given = u.inputs()
-    found = u.made(given=given, main_grad=True, function=u.checkpointed(reentrant, True, passed=True))
+    found = u.made(given, main_grad=True, function=u.checkpointed(reentrant, True, passed=True))
     assert_same(found, u.expected(u.floating, main_grad=not reentrant))
     for k in u.parameters:
         assert (given[k].grad is None) != reentrant and bool(given[k].main_grad.any()) != reentrant, k
@@ -186,12 +184,12 @@ def test_a_parameter_of_main_grads_that_is_passed_is_refused_where_its_gradient_
         with pytest.raises(
             ValueError, match=r": (a|b|weight|bias) is a copy of a parameter, made by a reentrant checkp"
         ):
-            u.made(wanted, given=given, function=function)
+            u.made(given, wanted=wanted, function=function)
         grads.join()
         assert not any(given[k].main_grad.any() for k in u.parameters), "part of a gradient was joined"
     for kind in ((False, True, None, True), (True, True, None, False)):  # passed to one that is not, or held
         given, grads = stepped(u)
-        made = u.made(given=given, function=u.checkpointed(*kind))
+        made = u.made(given, function=u.checkpointed(*kind))
         assert_same(made | {f"d{k}": given[k].main_grad for k in u.parameters}, u.expected(u.floating))
 
 
@@ -221,7 +219,7 @@ def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_tr
         with ExitStack() as entered:
             layout = {"its own": u.layout, "another call's": others()}.get(around)
             between = lambda: layout and entered.enter_context(layout)
-            return u.made(given=given, main_grad=True, function=u.checkpointed(True, False), between=between)
+            return u.made(given, main_grad=True, function=u.checkpointed(True, False), between=between)
 
     if not u.parameters:
         assert_same(call(), u.expected(u.floating))
@@ -237,7 +235,7 @@ def test_where_no_layout_was_ever_entered_shapes_say_it_again(name, monkeypatch)
     u = call_of(name)
     function = u.checkpointed(True, False)
     monkeypatch.setattr(TokenLayout, "entered", False)
-    monkeypatch.setattr(u.step, "says_layout", False)
+    monkeypatch.setattr(u, "says_layout", False)
     expected = u.made(main_grad=True)
     assert differing(expected, u.folded) <= {f"d{k}" for k in u.parameters}, "shapes say another layout, and no more"
     assert_same(u.made(main_grad=True, function=function), expected)

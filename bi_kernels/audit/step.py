@@ -6,7 +6,7 @@ and padding has none.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +108,7 @@ class Step(ABC):
             leaves = {k: given[k].requires_grad_() for k in self.floating if context.wants(k)} | module
             self.leaves |= leaves.keys()
             shared = {k: t for k, t in leaves.items() if k in module or k in self.parameters}
-            prepare(shared.values(), context.main_grad)
+            prepare((shared if context.main_grad else module).values(), context.main_grad)
             outputs = self.outputs_of(given, context.function)
             self.draw(outputs)
             self.backward(outputs, self.upstream(), leaves.values(), context)
@@ -134,7 +134,7 @@ class Step(ABC):
                 upstream = [how.upstream(i, dy[i]) for i in numbers]
                 torch.autograd.backward([outputs[i] for i in numbers], upstream, retain_graph=later > 0)
             if later:
-                prepare(leaves, None)
+                clear(leaves)
 
     @contextmanager
     def memory(self, later: int) -> Iterator[None]:
@@ -142,14 +142,22 @@ class Step(ABC):
         yield
 
 
-def prepare(parameters: Collection[Tensor], main_grad: bool | None) -> None:
-    """Clears gradients, and gives tensors a main_grad of zeros, or none; None: clears the one that there is."""
+def prepare(parameters: Iterable[Tensor], main_grad: bool) -> None:
+    """Clears gradients, and gives tensors a main_grad of zeros, or none."""
     for t in parameters:
         t.grad = None
-        if main_grad or (main_grad is None and hasattr(t, "main_grad")):
+        if main_grad:
             t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
-        elif main_grad is False:
+        else:
             vars(t).pop("main_grad", None)
+
+
+def clear(leaves: Iterable[Tensor]) -> None:
+    """Clears gradients, and fills a main_grad with zeros where there is one."""
+    for t in leaves:
+        t.grad = None
+        if getattr(t, "main_grad", None) is not None:
+            t.main_grad.zero_()
 
 
 def left(t: Tensor) -> Tensor | None:
