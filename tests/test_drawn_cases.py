@@ -8,6 +8,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit.broken.uses import _Gradient, doubled_for_several
+from bi_kernels.audit.checks import modes, single_call
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
 from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
@@ -15,7 +16,7 @@ from bi_kernels.audit.fuzz.checks import ROLLOUT, judge
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, usage_modes
+from bi_kernels.audit.relations import forward
 from bi_kernels.contract import DTYPES
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
@@ -102,9 +103,8 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
             raise ValueError("silu: called under autocast, expected full precision")
         return bi_kernels.silu(x)
 
-    rows = list(usage_modes.by_use(subject("silu", refuses)))
-    wanted = {(r["relation"], r["layout"]) for r in usage_modes.required(subject("silu", refuses))}
-    assert wanted <= {(r.relation, r.layout) for r in rows}
+    rows = list(single_call.by_use(subject("silu", refuses)))
+    assert {r.detail.partition(";")[0] for r in rows if "refused" not in r.detail} == {*single_call.AXES}
     assert {r.layout for r in rows if "refused: " in r.detail} == {"autocast"}
     assert not [r for r in rows if r.verdict != PASS]
 
@@ -140,7 +140,7 @@ def fp32_without_columns(x):
 def test_what_one_way_alone_shows_is_seen(name, function, layout):
     found = {
         r.layout
-        for r in usage_modes.by_use(subject(name, function), ["memory", "population"])
+        for r in single_call.by_use(subject(name, function), ["memory", "population"])
         if r.verdict == NEEDS_FIX
     }
     assert found == {layout}
@@ -158,7 +158,7 @@ def test_a_number_that_is_written_behind_fresh_memory_is_seen():
 
 @pytest.mark.parametrize("name", ["attention", "embedding", "linear_bias", "mask_fill", "rope", "token_logprob"])
 def test_samples_that_no_layout_holds_are_asked_of_every_kind_of_op(name):
-    found = list(usage_modes.by_use(subject(name, public(OPS[name])), ["population"]))
+    found = list(single_call.by_use(subject(name, public(OPS[name])), ["population"]))
     assert [r.layout for r in found] == [*populations(OPS[name])] and not [r for r in found if r.verdict != PASS]
 
 
@@ -217,8 +217,8 @@ def deterministic_otherwise(x):
         ("silu", _Workspace.apply, "backward after a later call"),
         ("embedding", int64_alone, "ids in int32"),
         ("silu", scratch_in_inference_mode, "inference_mode"),
-        ("silu", deterministic_otherwise, usage_modes.DETERMINISTIC),
+        ("silu", deterministic_otherwise, modes.DETERMINISTIC),
     ],
 )
 def test_a_use_that_is_another_is_named(name, function, layout):
-    assert [r.layout for r in usage_modes.by_use(subject(name, function)) if r.verdict == NEEDS_FIX] == [layout]
+    assert [r.layout for r in single_call.by_use(subject(name, function)) if r.verdict == NEEDS_FIX] == [layout]

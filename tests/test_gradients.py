@@ -17,14 +17,15 @@ from bi_kernels.audit.broken import judge as broken
 from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.broken.replaced_backward import with_backward
 from bi_kernels.audit.broken.uses import TRAINED
+from bi_kernels.audit.checks import single_call
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import forward, long_sequences, usage_modes
 from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.relations import long_sequences
 from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NO_GRAD_NEEDED
 from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
 from bi_kernels.audit.session import start
@@ -89,7 +90,9 @@ def test_every_control_is_caught_by_its_relation(audit, fewer):
     assert [r.candidate for r in found] == [c.name for c in mine]
     for row, control in zip(found, mine):
         assert row.caught and row.control, report([row])
-        relation = {TRAINED: "invariance", **usage_modes.RELATIONS}.get(control.relation, control.relation)
+        relation = ({TRAINED: "invariance"} | {k: of for k, (_, of, _) in single_call.AXES.items()}).get(
+            control.relation, control.relation
+        )
         assert (row.relation, row.op, row.dtype) == (relation, control.op, control.dtype)
 
 
@@ -115,9 +118,8 @@ def test_padding_taken_for_tokens_shows_where_padding_holds_nan_and_nowhere_else
     control = next(c for c in GRADIENT_CONTROLS if "padding" in c.name)
     s = subject(control.op, control.function, control.dtype, control.case)
     found = gradients.judge_gradients(s) + gradients.judge_gradient_accuracy(s)
-    assert [required(r)[:4] for r in in_need(found)] == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(
-        in_need(found)
-    )
+    said = [(r.relation, r.layout, r.tensor, r.inputs) for r in in_need(found)]
+    assert said == [(INVARIANCE, "batch", "dweight", NAN_PADDING)], report(in_need(found))
 
 
 def empty(level: str, monkeypatch) -> None:
@@ -165,15 +167,14 @@ def test_a_fold_that_depends_on_the_call_beyond_many_tokens_is_seen_where_a_sequ
     assert {r.tensor for r in in_need(judged(True))} == {"dweight"} and not in_need(judged(False))
 
 
-def test_what_is_asked_of_long_sequences_is_required(monkeypatch):
+def test_long_sequences_are_judged_on_a_gpu_alone(monkeypatch):
     s = subject("rms_norm")
-    assert not long_sequences.judge(s) and not [*long_sequences.required(s)]  # of an interpreter
+    assert not long_sequences.judge(s)
     monkeypatch.setattr(long_sequences, "applies", lambda subject: True)
     monkeypatch.setitem(long_sequences.LONG, "lengths", [40, 3])
     monkeypatch.setitem(long_sequences.LONG, "accurate", [30, 2])
     rows = long_sequences.judge(s)
-    assert not in_need(rows) and not forward.missing(rows, [s], long_sequences.required)
-    assert len(forward.missing(rows[1:], [s], long_sequences.required)) == 1
+    assert not in_need(rows) and {r.layout for r in rows} == {*long_sequences.LAYOUTS, "rows"}
 
 
 def test_a_control_that_raises_is_not_caught(fewer, monkeypatch):
@@ -202,58 +203,16 @@ def norm_rows():
 def test_an_op_of_this_package_passes_every_relation(norm_rows):
     assert not in_need(norm_rows), report(in_need(norm_rows))
     assert {r.relation for r in norm_rows} == {INVARIANCE, ACCURACY, DETERMINISM, STATIC, "invariance"}
-    assert not gradients.missing(norm_rows, [subject("rms_norm")])
-    split = [r for r in norm_rows if r.relation == INVARIANCE and r.against != usage_modes.SINGLE_CALL]
+    split = [r for r in norm_rows if r.relation == INVARIANCE and r.against != single_call.SINGLE_CALL]
     every = {(r.layout, r.tensor.removesuffix(".grad")) for r in split}
     assert every == {(layout, tensor) for layout in (*LAYOUTS, *VIEWS) for tensor in ("dx", "dweight")}
     empty = [r.layout for r in norm_rows if r.relation != STATIC and not r.elements]
     assert empty == ["no hidden"], "it is refused in a sentence"
 
 
-def required(row: Row) -> tuple:
-    if row.against == usage_modes.SINGLE_CALL:  # of which each stands for all its tensors
-        return row.relation, row.layout, "", "", usage_modes.SINGLE_CALL
-    return row.relation, row.layout, row.tensor, row.inputs, row.against == NO_GRAD_NEEDED
-
-
-def test_what_was_not_run_needs_a_fix(norm_rows):
-    s = subject("rms_norm")
-    for key in dict.fromkeys(map(required, norm_rows)):
-        missing = gradients.missing([r for r in norm_rows if required(r) != key], [s])
-        assert [(r.relation, r.layout, r.verdict, r.detail) for r in missing] == [
-            (*key[:2], NEEDS_FIX, "required, not run")
-        ], f"without {key}: {report(missing)}"
-        assert key[0] == STATIC or required(missing[0]) == key
-
-
-def test_no_row_at_all_can_be_lost(norm_rows):
-    for lost in norm_rows:
-        missing = gradients.missing([r for r in norm_rows if r is not lost], [subject("rms_norm")])
-        assert len(missing) == 1, report([lost])
-
-
-def test_another_dtype_another_op_or_a_control_covers_nothing(norm_rows):
-    for s in (subject("rms_norm", dtype="fp32"), subject("qk_norm")):
-        missing = gradients.missing(norm_rows, [s])
-        assert len(missing) == len(gradients.missing([], [s])) > 2 * len(LAYOUTS)
-    as_controls = [replace(r, control=True) for r in norm_rows if r.relation != STATIC]
-    s = subject("rms_norm")
-    assert len(gradients.missing(as_controls, [s])) == len(gradients.missing([], [s]))
-
-
-def test_the_static_audit_of_a_control_covers_nothing(norm_rows):
-    as_controls = [replace(r, control=True) if r.relation == STATIC else r for r in norm_rows]
-    assert [r.relation for r in gradients.missing(as_controls, [subject("rms_norm")])] == [STATIC]
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_coverage_asks_for_every_gradient_of_every_op(op):
-    s = subject(op, case=next(iter(OPS[op].cases("tiny"))))
-    floating = {k for k, t in (s.problem.op.tokens | s.problem.op.shared).items() if not t.endswith((":id", ":bool"))}
-    missing = gradients.missing([], [s])
-    split = [r for r in missing if r.relation not in (STATIC, "invariance") and r.against != usage_modes.SINGLE_CALL]
-    found = {r.tensor.removesuffix(".grad") for r in split}
-    assert found == {f"d{k}" for k in floating} != set()
+def test_a_check_without_a_row_needs_a_fix():
+    (row,) = subject("rms_norm").attempt(INVARIANCE, "batch", list)
+    assert (row.verdict, row.detail) == (NEEDS_FIX, "required, not run")
 
 
 # Candidates that do not do what they should
@@ -431,7 +390,7 @@ def test_a_clear_refusal_of_an_optional_dtype_is_unsupported(fewer):
 
     s = subject("rms_norm", refuses, "fp16")
     found = gradients.judge_gradients(s)
-    assert {r.verdict for r in found} == {UNSUPPORTED} and not gradients.missing(found, [s]), report(found)
+    assert {r.verdict for r in found} == {UNSUPPORTED}, report(found)
 
 
 # What the ops are told of a layout

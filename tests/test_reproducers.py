@@ -18,6 +18,7 @@ from conftest import slow_but
 import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.checks import single_call
 from bi_kernels.audit.checks.memory import ADDRESSES, OFFSETS
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
@@ -27,7 +28,7 @@ from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, gradient, usage_modes
+from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Judged
 from bi_kernels.audit.reproduce.operator import scripts
@@ -245,7 +246,7 @@ def test_scripts_of_a_way_of_use_print_what_was_reported(ops, tmp_path):
     candidate = resolve(f"{ops.__file__}:kept_once", "gemm")
     problem = next(p for p in problems("gemm", ["fp32"], "tiny", torch.device("cpu"), ops=("linear",)) if p.case == "o")
     s = OpUnderTest(problem, candidate.functions["linear"], candidate.spec, "interpreter")
-    rows = list(usage_modes.by_use(s, ["mode", "demand"]))
+    rows = list(single_call.by_use(s, ["mode", "demand"]))
     drifting = [r for r in rows if r.mismatches]
     assert {r.layout for r in drifting} == {"second backward", "inference_mode"}, [(r.layout, r.detail) for r in rows]
     assert len(script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))) == 2

@@ -19,6 +19,7 @@ T = TypeVar("T")
 PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"  # relations
 PRECONDITION = "precondition"  # relation of a row that compares no bits, and without which others say nothing
+NOT_RUN = "required, not run"
 LOCALISER = "localiser"  # relation of a row that says whether it names an op
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
@@ -65,7 +66,10 @@ class Row:
 
 
 class Auditable:
-    """A candidate that rows are about: a subclass says by `row` whose they are."""
+    """A candidate that rows are about: a subclass says by `row` whose they are. required: whether a check that has no
+    row needs a fix."""
+
+    required = False
 
     def row(self, relation: str, layout: str, drift: "Drift | None" = None, **said) -> Row:
         """Returns a row with the drift as its evidence; without one it needs a fix."""
@@ -96,7 +100,8 @@ class Auditable:
             give_back()
         if isinstance(found, Row):
             return [found]
-        return list(found) if isinstance(found, Iterable) else [self.row(relation, layout, found, **said)]
+        rows = list(found) if isinstance(found, Iterable) else [self.row(relation, layout, found, **said)]
+        return rows or [self.row(relation, layout, None, **said | {"detail": NOT_RUN})] * self.required
 
     def computed(
         self,
@@ -108,8 +113,13 @@ class Auditable:
     ) -> "tuple[T | None, list[Row]]":
         """Returns what `make` returns, of which no row is made, and, where it raises, the row that says so."""
         made: list = []
-        raised = self.attempt(relation, layout, lambda: made.append(make()) or [], refusal, **said)
-        return (None if raised else made[-1]), raised
+
+        def making() -> Row:
+            made.append(make())
+            return self.row(relation, layout)
+
+        raised = self.attempt(relation, layout, making, refusal, **said)
+        return (made[-1], []) if made else (None, raised)
 
 
 def sentence(error: BaseException) -> str:

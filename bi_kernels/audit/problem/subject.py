@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -64,6 +65,7 @@ class Labelled(Auditable):
 class OpUnderTest(Labelled):
     """A candidate's function for one problem, with what was computed of it."""
 
+    required: ClassVar[bool] = True
     problem: OpConfig
     function: Callable
     candidate: str
