@@ -16,7 +16,7 @@ class Report:
     """The ops that drift by themselves, the first one first. Shows itself as Markdown in Jupyter and as text elsewhere.
 
     layouts: what was compared; events: ops that ran in one call; unaligned: tensors that no token could be found in;
-    by_op: how many of these each op wrote; overhead: time of a watched step over that of a plain one, the larger of
+    by_op: how many of these each op wrote; overhead: time of a traced step over that of a plain one, the larger of
     the layouts'; digest_share: bytes of digests over bytes of activations; complete: whether the last round found
     nothing new; output: whether what the model returned was compared.
     """
@@ -72,7 +72,7 @@ class Report:
         found = [f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared; {lost}"]
         if self.overhead == self.overhead:  # of recordings it is not known
             found.append(
-                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
+                f"A traced step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
                 "of the activations' bytes."
             )
         more = "The last round still found new ones. To find the rest, raise rounds."
