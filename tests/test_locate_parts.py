@@ -67,7 +67,7 @@ def test_a_digest_sees_every_bit_and_the_place():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.half, torch.int8, torch.uint8, torch.int32])
 def test_the_kernel_of_digests_agrees_with_torch(dtype):
     drawn = lambda *shape: torch.randint(-128, 128, (shape[0], *shape[1:]), dtype=torch.int8).to(dtype)
-    by_kernel = lambda t, dims: digest_kernel.digest_rows(t, digest_kernel.layout(t.shape, t.stride(), dims))
+    by_kernel = lambda t, dims: digest_kernel.digest_rows(t, digest_kernel.memory_layout(t.shape, t.stride(), dims))
     odd = drawn(3, 5, 8)
     views = [(drawn(*shape), 1) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
     views += [(odd.transpose(0, 1), 2), (odd.transpose(1, 2), 1), (odd[:, :, 1:5], 2), (odd[:, 1:, ::2], 1)]

@@ -82,15 +82,15 @@ class Writer:
 
     def script(self, t: Target, r: Row, path: Path) -> Script:
         """Returns the script of a row of the callable, or of the target with more samples."""
-        setup = [f"judged = torch.load(Path(__file__).with_name({self.data.name!r}), weights_only=False)"]
+        setup = [f"saved = torch.load(Path(__file__).with_name({self.data.name!r}), weights_only=False)"]
         if t.device.type == "cpu":
             setup.append(f"torch.set_num_threads({torch.get_num_threads()})  # more may cut a sum elsewhere")
         if t.module is not None:
-            setup.append(f'module_of({self.function}).load_state_dict(judged.pop("weights"))')
+            setup.append(f'module_of({self.function}).load_state_dict(saved.pop("weights"))')
         interpreted = checks.INTERPRETED and self.t.launches is not False
         written = lambda calls, memory=(): text(t.name, r, self.imports, calls, t.device, interpreted, memory)
         calls, more = two_calls(t, r), f".resampled({t.count})" * (t.count != self.t.count)
-        target = f"target = Target({self.function}, **judged){more}  # {t.read()}"
+        target = f"target = Target({self.function}, **saved){more}  # {t.read()}"
         calls.setup[:0], calls.subject = [*setup, target], "target"
         texts = [written(calls, memory) for memory in MEMORIES]
         if plain := self.plain_calls(t, r):
@@ -119,9 +119,9 @@ class Writer:
         if held != sorted(held) or held[0] < 0:
             return None
         names = list(t.values)[: t.positional]
-        more = ', **judged["constants"]' * (t.positional < len(t.values))
+        more = ', **saved["constants"]' * (t.positional < len(t.values))
         call = lambda rows: f"{self.function}({', '.join(k + rows * (k in t.batched) for k in names)}{more})"
-        setup = [f"{', '.join(names)}{',' * (len(names) == 1)} = judged['inputs']", "torch.set_grad_enabled(False)"]
+        setup = [f"{', '.join(names)}{',' * (len(names) == 1)} = saved['inputs']", "torch.set_grad_enabled(False)"]
         return Calls(setup, call("") + part(t, calls), f"torch.cat([{call('[rows]')} for rows in {listed(calls)}])")
 
 
@@ -196,9 +196,9 @@ def calls_of(t: Target, r: Row) -> tuple[Layout, str]:
 def reason(t: Target, r: Row) -> str:
     """Says why no script is written for a row, '' where one is."""
     if r.detail == RANDOM:
-        return "what it draws, it draws anew in every process"
+        return "it draws other random numbers in every process"
     if r.layout == "at the end":
-        return "what drifts is the same call after others"
+        return "the same call drifts after others only"
     known = {"whole batch", "backward", "micro_batches:each", *modes(t), *places(t), *STEPS, *plan(t.count, t.seed)}
     known |= {*layouts(t, r.inputs)} if r.inputs in SHARPER else set()
     return "" if r.layout in known or r.layout.endswith(FEW) else "no script has this layout"
@@ -209,7 +209,7 @@ def export(
 ) -> Path | None:
     """Writes scripts of what drifts, and names each in the row that it shows; returns the first, if any.
 
-    targets: each with the rows that were judged on its samples; the first with those that the user gave.
+    targets: each with its rows; the first has the samples that the user gave.
     """
     compared = "invariance", INVARIANCE, DETERMINISM
     of_row: dict[int, Target] = {}

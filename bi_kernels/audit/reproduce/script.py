@@ -41,7 +41,7 @@ HELPERS = {  # what scripts import, and from where in the auditor
     "callables.target": "Target module_of",
 }
 OWN = """torch Path os sys bi_kernels importlib spec replace len float int print range
-op target step judged rows whole other bits differ a b gap share far relative"""
+op target step saved rows whole other bits differ a b gap share far relative"""
 OWN = {word for words in (OWN, *HELPERS.values()) for word in words.split()}  # names that a script has already
 WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 MEMORIES = ((), (0, 0), (0, 1), (1, 0), (1, 1))  # calls counted before each result: fresh memory differs by turns

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.audit.localiser.tracing.digest_kernel import FIRST, GAMMA, SECOND, WORDS, Layout, digest_rows, layout
+from bi_kernels.audit.localiser.tracing import digest_kernel
+from bi_kernels.audit.localiser.tracing.digest_kernel import WORDS, MemoryLayout, digest_rows, memory_layout
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Reading, by_rows
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
@@ -17,8 +18,8 @@ _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: tor
 @cache
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Returns odd 64-bit integers that look random: splitmix64 (Steele et al., OOPSLA 2014) of 1, 2, 3, …"""
-    z = torch.arange(1, count + 1, device=device) * GAMMA.value
-    for shift, factor in ((30, FIRST), (27, SECOND)):
+    z = torch.arange(1, count + 1, device=device) * digest_kernel.GAMMA.value
+    for shift, factor in ((30, digest_kernel.FIRST), (27, digest_kernel.SECOND)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor.value
     return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
 
@@ -50,7 +51,7 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 def rows(t: torch.Tensor, count: int, dims: int = 1) -> torch.Tensor:
     """Returns (count,) int64 of a tensor whose first `dims` dimensions are `count` rows."""
     if t.is_cuda and t.element_size() in WORDS:
-        return digest_rows(t, layout(t.shape, t.stride(), dims))
+        return digest_rows(t, memory_layout(t.shape, t.stride(), dims))
     words = _words(t.reshape(count, -1))
     w = weights(words.shape[1], t.device)
     if words.numel() <= AT_ONCE:
@@ -87,11 +88,11 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(4096)
-def _laid(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple[int, int, Layout]:
+def _laid(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple[int, int, MemoryLayout]:
     """Returns (rows, features of a row, where both lie) of one way to read a tensor."""
     view = by_rows(torch.empty_strided(shape, stride, device="meta"), reading)
     count, dims = view.shape[: len(reading.dims)].numel(), len(reading.dims)
-    return count, view.numel() // count, layout(view.shape, view.stride(), dims)
+    return count, view.numel() // count, memory_layout(view.shape, view.stride(), dims)
 
 
 def digests(t: torch.Tensor, geometry: Geometry, known: dict) -> tuple[Digest, ...]:

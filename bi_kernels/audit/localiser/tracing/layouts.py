@@ -15,7 +15,7 @@ from bi_kernels.model import Cache, Decoder, packed, padded
 
 LAYOUTS = ("batch", "singles", "left_padded", "packed", "permuted", "micro_batches", "chunked", "decode")
 CACHED = ("chunked", "decode")
-OF_ANY = ("batch", "singles", "permuted", "left_padded", "micro_batches")  # of what is neither
+OF_ANY = ("batch", "singles", "permuted", "left_padded", "micro_batches")  # of any other model
 PACKS = ("sdpa", "eager", "flex_attention", "bi_kernels")  # attention that tells sequences by position ids; flash, too
 IGNORED = -100
 MASK = "attention_mask"
