@@ -110,10 +110,10 @@ def named(path: Path) -> str:
 def render(title: str, said: str, needs: str, blocks: Sequence[Sequence[str]], interpreted: bool) -> str:
     """Returns the text of a script; blocks: its lines of Python, which end in `whole` and `other`."""
     docstring = lambda text: escape.line(text).replace("\\", "/").replace('"', "'")
-    used = {word for block in blocks for line in block for word in WORD.findall(line)}
+    used = {word for block in blocks[1:] for line in block for word in WORD.findall(line.partition("# ")[0])}
     wanted = {home: [name for name in names.split() if name in used] for home, names in HELPERS.items()}
     helpers = [f"from bi_kernels.audit.{home} import {', '.join(names)}" for home, names in wanted.items() if names]
-    body = "\n\n".join("\n".join(block) for block in ([*helpers, *blocks[0]], *blocks[1:]) if block)
+    body = "\n\n".join(["\n".join([*helpers, *blocks[0]]), *("\n".join(block) for block in blocks[1:] if block)])
     return TEMPLATES.get_template("script.py.jinja").render(
         title=docstring(title), said=docstring(said), needs=needs, body=body, interpreted=interpreted
     )
