@@ -1,52 +1,16 @@
-"""What the localiser rests on: digests that see every bit, readings of shapes, hosts of faults that do not drift."""
+"""Parts of the localiser: digests that see every bit, readings of shapes, arguments that a kernel only reads."""
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from locator import invariant
-from locator.hosts import decoder, ids, qwen3
-from torch import nn
 
 from bi_kernels.audit.localiser.tracing import digest_kernel
 from bi_kernels.audit.localiser.tracing.digest import rows, whole
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens
-from bi_kernels.audit.localiser.tracing.layouts import plan
 from bi_kernels.audit.localiser.tracing.read_only import only_read
-from bi_kernels.audit.localiser.tracing.run import step
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
-
-# what torch adds up in an order of its own choice; of integers and maxima no order matters
-REDUCING = (
-    "sum mean mm bmm addmm baddbmm _softmax _softmax_backward_data cumsum prod var norm index_add scatter_add dot mv"
-)
-
-
-def reducing(model, batch) -> set[str]:
-    run = step(model, plan(model, batch, "batch"), None, True, 0)
-    return {
-        e.op
-        for events in run.events
-        for e in events
-        if e.op.split(".")[1 % len(e.op.split("."))].rstrip("_") in REDUCING.split()
-        and any(s.floating for s in e.outputs)
-    }
-
-
-def test_the_hosts_of_faults_leave_no_sum_to_torch():
-    assert reducing(decoder("cpu", biased=True), ids()) == set()
-    assert "aten.mm" in reducing(nn.Linear(64, 4), torch.randn(4, 6, 64))
-    if transformers := pytest.importorskip("transformers"):
-        assert transformers and reducing(*qwen3("cpu", "no module", None)) == set()
-
-
-def test_a_total_is_the_sum_and_the_same_beside_other_rows():
-    x = torch.randint(-9, 9, (3, 5, 7)).float()
-    assert all((invariant.total(x, d) == x.sum(d)).all() for d in range(-3, 3))
-    y = torch.randn(40, 33)
-    assert (invariant.total(y, 1)[:1] == invariant.total(y[:1], 1)).all()
-    assert torch.autograd.gradcheck(lambda t: invariant.along(invariant.total(t, 1), 0, 3), x.double().requires_grad_())
 
 
 def test_a_digest_sees_every_bit_and_the_place():
