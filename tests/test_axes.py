@@ -1,11 +1,10 @@
-"""`audit` beside the layouts: each function here breaks one axis, demand, memory or history, and is named by it."""
+"""`audit` on modes, gradient requests, memory layouts and call histories: each function here breaks one."""
 
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_but
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
@@ -14,83 +13,44 @@ from bi_kernels.audit.checks import memory, order, requests
 from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
 
 
-class Scaled(torch.autograd.Function):
-    """x · y, whose backward a subclass changes."""
+def function(forward, backward):
+    """Returns an autograd function that saves its inputs; backward(ctx, *saved, *dys) returns its gradients."""
 
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @classmethod
-    def gradients(cls, ctx, dy):
-        x, y = ctx.saved_tensors
-        return dy * y, dy * x
-
-    @classmethod
-    def backward(cls, ctx, dy):
-        return cls.gradients(ctx, dy)
-
-
-class AloneOtherwise(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        dx, other = cls.gradients(ctx, dy)
-        return dx * (1 if ctx.needs_input_grad[1] else 1.5), other
-
-
-class ExpandedOtherwise(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        dx, other = cls.gradients(ctx, dy)
-        return dx * (1 if dy.is_contiguous() else 1.5), other
-
-
-class WritesUpstream(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        dx, other = cls.gradients(ctx, dy)
-        dy.mul_(2)
-        return dx, other
-
-
-class SecondOtherwise(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        ctx.times = getattr(ctx, "times", 0) + 1
-        dx, other = cls.gradients(ctx, dy)
-        return dx * ctx.times, other
-
-
-class OneOutputOtherwise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
+    def run(ctx, *inputs):
         ctx.set_materialize_grads(False)
-        return 2 * x, 3 * x
+        ctx.save_for_backward(*inputs)
+        return forward(*inputs)
 
-    @staticmethod
-    def backward(ctx, first, second):
-        return 2 * first + 3 * second if None not in (first, second) else (first if second is None else second) * 7
+    def run_backward(ctx, *dys):
+        return backward(ctx, *ctx.saved_tensors, *dys)
 
+    class Function(torch.autograd.Function):
+        forward, backward = staticmethod(run), staticmethod(run_backward)
 
-class NothingFromOneOutput(OneOutputOtherwise):
-    @staticmethod
-    def backward(ctx, first, second):
-        return 2 * first + 3 * second if None not in (first, second) else None
-
-
-class NothingOfExpanded(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        dx, other = cls.gradients(ctx, dy)
-        return dx if dy.is_contiguous() else None, other
+    return Function.apply
 
 
-class StridedOtherwise(Scaled):
-    @classmethod
-    def backward(cls, ctx, dy):
-        dx, other = cls.gradients(ctx, dy)
-        return dx * (3 if dy.stride(0) > dy.shape[-1] else 1), other
+def scaled(change):
+    """Returns x · y, whose gradients `change(ctx, dy, dx, other)` changes."""
+    return function(lambda x, y: x * y, lambda ctx, x, y, dy: change(ctx, dy, dy * y, dy * x))
+
+
+def writes_upstream(ctx, dy, dx, other):
+    dy.mul_(2)
+    return dx, other
+
+
+def counts_backwards(ctx, dy, dx, other):
+    ctx.times = getattr(ctx, "times", 0) + 1
+    return dx * ctx.times, other
+
+
+def two_outputs(alone):
+    """Returns 2 x and 3 x; `alone(dy)` is the gradient where one output alone is used."""
+    both = lambda first, second: (
+        alone(first if second is None else second) if None in (first, second) else 2 * first + 3 * second
+    )
+    return function(lambda x: (2 * x, 3 * x), lambda ctx, x, first, second: both(first, second))
 
 
 class FirstRow(torch.nn.Linear):
@@ -118,29 +78,17 @@ class ToMainGrad(torch.autograd.Function):
 
 def static_buffer():
     held = {}
-
-    def doubled(x):
-        out = held.setdefault(x.shape, torch.empty(x.shape))
-        return torch.mul(x.detach(), 2, out=out)
-
-    return doubled
+    return lambda x: torch.mul(x.detach(), 2, out=held.setdefault(x.shape, torch.empty(x.shape)))
 
 
 def saves_in_a_static_buffer():
     held = {}
 
-    class Squared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.shape = x.shape
-            held.setdefault(x.shape, torch.empty(x.shape)).copy_(x)
-            return x * x
+    def forward(x):
+        held.setdefault(x.shape, torch.empty(x.shape)).copy_(x)
+        return x * x
 
-        @staticmethod
-        def backward(ctx, dy):
-            return 2 * held[ctx.shape] * dy
-
-    return Squared.apply
+    return function(forward, lambda ctx, x, dy: 2 * held[x.shape] * dy)
 
 
 def reads_before_its_slice(x):
@@ -174,24 +122,13 @@ class CachesByIdentity(torch.nn.Linear):
 
 
 class CachesForEver(torch.nn.Linear):
+    """x · the first weight[0]; a gradient of the weight that any split adds up exactly."""
+
     def forward(self, x):
         if not hasattr(self, "held"):
             self.held = self.weight.detach()[0].clone()
-        return Held.apply(x, self.weight, self.held)
-
-
-class Held(torch.autograd.Function):
-    """x · held; a gradient of the weight that any split adds up exactly."""
-
-    @staticmethod
-    def forward(ctx, x, weight, held):
-        ctx.save_for_backward(weight, held)
-        return x * held
-
-    @staticmethod
-    def backward(ctx, dy):
-        weight, held = ctx.saved_tensors
-        return dy * held, torch.full_like(weight, float(dy.any(1).sum())), None
+        backward = lambda ctx, x, weight, held, dy: (dy * held, torch.full_like(weight, float(dy.any(1).sum())), None)
+        return function(lambda x, weight, held: x * held, backward)(x, self.weight, self.held)
 
 
 def few_in_inference_mode(x):
@@ -206,16 +143,33 @@ def guarded(x):
     return x.bfloat16().float() if x.abs().max() > 1e4 else x * 1
 
 
+ALONE = {"output 0 alone is used", "output 1 alone is used"}
 BROKEN = {
-    "alone": (AloneOtherwise.apply, (X, Y), {"input0 alone wants a gradient"}),
-    "expanded": (ExpandedOtherwise.apply, (X, Y), {requests.EXPANDED, requests.STRIDED}),
-    "strided": (StridedOtherwise.apply, (X, Y), {requests.STRIDED}),
+    "alone": (
+        scaled(lambda ctx, dy, dx, other: (dx * (1 if ctx.needs_input_grad[1] else 1.5), other)),
+        (X, Y),
+        {"input0 alone wants a gradient"},
+    ),
+    "expanded": (
+        scaled(lambda ctx, dy, dx, other: (dx * (1 if dy.is_contiguous() else 1.5), other)),
+        (X, Y),
+        {requests.EXPANDED, requests.STRIDED},
+    ),
+    "expanded, nothing": (
+        scaled(lambda ctx, dy, dx, other: (dx if dy.is_contiguous() else None, other)),
+        (X, Y),
+        {requests.EXPANDED, requests.STRIDED},
+    ),
+    "strided": (
+        scaled(lambda ctx, dy, dx, other: (dx * (3 if dy.stride(0) > dy.shape[-1] else 1), other)),
+        (X, Y),
+        {requests.STRIDED},
+    ),
+    "upstream": (scaled(writes_upstream), (X, Y), {KEPT, requests.TWICE}),
+    "twice": (scaled(counts_backwards), (X, Y), {requests.TWICE}),
+    "one output": (two_outputs(lambda dy: dy * 7), (X,), ALONE),
+    "one output, nothing": (two_outputs(lambda dy: None), (X,), ALONE),
     "no main_grad": (FirstRow(WIDTH, WIDTH, bias=False), (X,), {UNBUFFERED}),
-    "upstream": (WritesUpstream.apply, (X, Y), {KEPT, requests.TWICE}),
-    "twice": (SecondOtherwise.apply, (X, Y), {requests.TWICE}),
-    "one output": (OneOutputOtherwise.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
-    "one output, nothing": (NothingFromOneOutput.apply, (X,), {"output 0 alone is used", "output 1 alone is used"}),
-    "expanded, nothing": (NothingOfExpanded.apply, (X, Y), {requests.EXPANDED, requests.STRIDED}),
     "static buffer": (static_buffer(), (X,), {memory.LATER}),
     "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
     "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),
@@ -224,37 +178,25 @@ BROKEN = {
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
     "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
     "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
-}
-
-
-BROKEN |= {
     "few rows, trained": (lambda x: x + (x.requires_grad and len(x) < 9), (X,), {WANTED + FEW}),
     "few rows, inference": (few_in_inference_mode, (X,), {"inference_mode" + FEW}),
     "few rows, autocast": (few_under_autocast, (X,), {AUTOCAST + FEW}),
     "a large neighbour": (guarded, (X,), {"neighbours:largest"}),
 }
+SCRIPTED = ("expanded", "strided", "twice", "slice", "strides", "columns")
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_axis_names_what_breaks_it(name):
-    function, inputs, axes = BROKEN[name]
-    report = audit(function, *inputs, name=name)
-    found = {r.layout for r in in_need(report)}
-    assert found and found <= axes, report.markdown()
-
-
-@pytest.mark.parametrize(
-    "name", slow_but(["expanded", "strided", "twice", "slice", "strides", "columns"], "expanded", "strides")
-)
-def test_a_script_shows_what_a_demand_or_a_place_in_memory_moves(name, tmp_path):
-    """In a fresh process, as `settle` ran it, with the numbers of the report."""
-    function, inputs, axes = BROKEN[name]
+def test_each_axis_names_what_breaks_it(name, tmp_path):
+    """A script, run in a fork, reproduces some of them with the numbers of the report."""
+    fn, inputs, axes = BROKEN[name]
     place = f"import sys\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_axes\n\n"
     imports = f"{place}fn = test_axes.BROKEN[{name!r}][0]"
-    report = audit(function, *inputs, name="broken", folder=tmp_path, imports=imports)
-    rows = [r for r in in_need(report) if r.layout in axes and r.mismatches]
-    assert rows and report.repro, report.markdown()
-    assert all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
+    report = audit(fn, *inputs, name="broken", folder=tmp_path if name in SCRIPTED else None, imports=imports)
+    rows = in_need(report)
+    assert rows and {r.layout for r in rows} <= axes, report.markdown()
+    if name in SCRIPTED:
+        assert report.repro and all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
 
 
 class Quantised(torch.Tensor):
@@ -288,7 +230,7 @@ def dtype_by_rows(x):
 
 
 @pytest.mark.parametrize(
-    "function, layout, words",
+    "fn, layout, words",
     [
         (one_single_row, "singles", "sample 3: singles against a half, a third, the whole batch"),
         (lambda x: x * (2.5 if len(x) == ROWS else 2), "singles", "sample 0: the whole batch against a half, a third"),
@@ -296,34 +238,27 @@ def dtype_by_rows(x):
         (dtype_by_rows, "singles", "the dtype follows the call: fp32 here, bf16 there"),
     ],
 )
-def test_the_call_that_deviates_is_named(function, layout, words):
-    rows = [r for r in in_need(audit(function, X, backward=False)) if (r.layout, r.inputs) == (layout, "given")]
+def test_the_call_that_deviates_is_named(fn, layout, words):
+    rows = [r for r in in_need(audit(fn, X, backward=False)) if (r.layout, r.inputs) == (layout, "given")]
     assert rows and all(words in r.detail for r in rows), [r.detail for r in rows]
 
 
 TABLE = torch.nn.Embedding(8, 4)
 
 
-class Averaged(torch.autograd.Function):
-    """Looks up, with a gradient that any number of samples makes another."""
-
-    @staticmethod
-    def forward(ctx, ids, weight):
-        ctx.save_for_backward(ids, weight)
-        return weight[ids]
-
-    @staticmethod
-    def backward(ctx, dy):
-        ids, weight = ctx.saved_tensors
-        return None, torch.zeros_like(weight).index_add_(0, ids, dy) / len(ids)
+# looks up, with a gradient that depends on the number of samples
+averaged = function(
+    lambda ids, weight: weight[ids],
+    lambda ctx, ids, weight, dy: (None, torch.zeros_like(weight).index_add_(0, ids, dy) / len(ids)),
+)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda ids: Averaged.apply(ids, TABLE.weight),
-        (lambda table: lambda ids: Averaged.apply(ids, table.weight))(TABLE),
-        partial(lambda table, ids: Averaged.apply(ids, table.weight), TABLE),
+        lambda ids: averaged(ids, TABLE.weight),
+        (lambda table: lambda ids: averaged(ids, table.weight))(TABLE),
+        partial(lambda table, ids: averaged(ids, table.weight), TABLE),
     ],
     ids=["global", "closure", "partial"],
 )
@@ -333,17 +268,8 @@ def test_a_module_behind_a_function_is_trained(call):
 
 
 def test_a_wrong_gradient_is_held_against_the_reference():
-    class Tanh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return torch.tanh(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * (1 - torch.tanh(*ctx.saved_tensors))
-
-    assert {r.relation for r in in_need(audit(Tanh.apply, X, reference=torch.tanh))} == {"gradient accuracy"}
+    wrong = function(torch.tanh, lambda ctx, x, dy: dy * (1 - torch.tanh(x)))
+    assert {r.relation for r in in_need(audit(wrong, X, reference=torch.tanh))} == {"gradient accuracy"}
     assert not in_need(audit(lambda x: torch.tanh(x), X, reference=torch.tanh))
 
 

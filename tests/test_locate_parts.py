@@ -1,52 +1,16 @@
-"""What the localiser rests on: digests that see every bit, readings of shapes, hosts of faults that do not drift."""
+"""Parts of the localiser: digests that see every bit, readings of shapes, arguments that a kernel only reads."""
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from locator import invariant
-from locator.hosts import decoder, ids, qwen3
-from torch import nn
 
-from bi_kernels.audit.localiser.watched import hashed
-from bi_kernels.audit.localiser.watched.calls import plan
-from bi_kernels.audit.localiser.watched.digest import rows, whole
-from bi_kernels.audit.localiser.watched.geometry import Geometry, Tokens
-from bi_kernels.audit.localiser.watched.step import step
-from bi_kernels.audit.localiser.watched.watch import Watched, watching
-from bi_kernels.audit.localiser.watched.writes import only_read
-
-# what torch adds up in an order of its own choice; of integers and maxima no order matters
-REDUCING = (
-    "sum mean mm bmm addmm baddbmm _softmax _softmax_backward_data cumsum prod var norm index_add scatter_add dot mv"
-)
-
-
-def reducing(model, batch) -> set[str]:
-    run = step(model, plan(model, batch, "batch"), None, True, 0)
-    return {
-        e.op
-        for events in run.events
-        for e in events
-        if e.op.split(".")[1 % len(e.op.split("."))].rstrip("_") in REDUCING.split()
-        and any(s.floating for s in e.outputs)
-    }
-
-
-def test_the_hosts_of_faults_leave_no_sum_to_torch():
-    assert reducing(decoder("cpu", biased=True), ids()) == set()
-    assert "aten.mm" in reducing(nn.Linear(64, 4), torch.randn(4, 6, 64))
-    if transformers := pytest.importorskip("transformers"):
-        assert transformers and reducing(*qwen3("cpu", "no module", None)) == set()
-
-
-def test_a_total_is_the_sum_and_the_same_beside_other_rows():
-    x = torch.randint(-9, 9, (3, 5, 7)).float()
-    assert all((invariant.total(x, d) == x.sum(d)).all() for d in range(-3, 3))
-    y = torch.randn(40, 33)
-    assert (invariant.total(y, 1)[:1] == invariant.total(y[:1], 1)).all()
-    assert torch.autograd.gradcheck(lambda t: invariant.along(invariant.total(t, 1), 0, 3), x.double().requires_grad_())
+from bi_kernels.audit.localiser.tracing import digest_kernel
+from bi_kernels.audit.localiser.tracing.digest import rows, whole
+from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens
+from bi_kernels.audit.localiser.tracing.read_only import only_read
+from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
 
 
 def test_a_digest_sees_every_bit_and_the_place():
@@ -67,7 +31,7 @@ def test_a_digest_sees_every_bit_and_the_place():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.half, torch.int8, torch.uint8, torch.int32])
 def test_the_kernel_of_digests_agrees_with_torch(dtype):
     drawn = lambda *shape: torch.randint(-128, 128, (shape[0], *shape[1:]), dtype=torch.int8).to(dtype)
-    by_kernel = lambda t, dims: hashed.digest_rows(t, hashed.layout(t.shape, t.stride(), dims))
+    by_kernel = lambda t, dims: digest_kernel.digest_rows(t, digest_kernel.memory_layout(t.shape, t.stride(), dims))
     odd = drawn(3, 5, 8)
     views = [(drawn(*shape), 1) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
     views += [(odd.transpose(0, 1), 2), (odd.transpose(1, 2), 1), (odd[:, :, 1:5], 2), (odd[:, 1:, ::2], 1)]
@@ -76,16 +40,16 @@ def test_the_kernel_of_digests_agrees_with_torch(dtype):
     for x, dims in views:
         flat = x.reshape(x.shape[:dims].numel(), -1)
         assert torch.equal(rows(flat, len(flat)), by_kernel(x, dims)), (x.shape, x.stride(), dims)
-    long = drawn(2, hashed.SPLIT + 6)
+    long = drawn(2, digest_kernel.SPLIT + 6)
     assert torch.equal(rows(long, 2), by_kernel(long, 1))
     assert not torch.equal(rows(long, 2), by_kernel(long.flip(1), 1))
 
 
 def test_a_view_of_the_same_rows_is_digested_once_until_they_are_written():
     geometry, x = Geometry(np.arange(6)[None], Tokens((6,))), torch.randn(1, 6, 4, 8)
-    watched = Watched({}, {}, {})
-    watched.begin(geometry)
-    of = lambda t: watched.slot(t, True).digests[0].rows
+    trace = Trace({}, {}, {})
+    trace.begin(geometry)
+    of = lambda t: trace.slot(t, True).digests[0].rows
     first = of(x)
     assert (
         of(x.view(6, 32)) is first and of(x.transpose(1, 2)) is first and of(x.view(torch.int32).float()) is not first
@@ -94,7 +58,7 @@ def test_a_view_of_the_same_rows_is_digested_once_until_they_are_written():
     x[0, 2] = 0  # unseen, but it has another version
     assert (of(x.view(6, 32)) == first).tolist() == [True, True, False, True, True, True]
     second = of(x)
-    watched.wrote(x, (0, 0, 0), False)
+    trace.wrote(x, (0, 0, 0), False)
     assert of(x.flatten(2)) is not second and torch.equal(of(x), second)
 
 
@@ -183,12 +147,12 @@ def test_a_kernel_only_reads_what_no_name_writes_through():
 
 
 def test_what_a_launch_only_reads_is_not_written_unless_it_shares_memory():
-    watched, x, out, both = Watched({}, {}, {}), torch.randn(6, 4), torch.zeros(6, 4), torch.randn(12, 4)
-    watched.begin(Geometry(np.arange(6)[None], Tokens((6,))))
-    with watching(watched):
+    trace, x, out, both = Trace({}, {}, {}), torch.randn(6, 4), torch.zeros(6, 4), torch.randn(12, 4)
+    trace.begin(Geometry(np.arange(6)[None], Tokens((6,))))
+    with tracing(trace):
         _put[(1,)](out, x, 0)
         _put[(1,)](both[:6], both[6:], 0)
-    apart, shared = watched.events[0]
-    assert apart.outputs[1].digests is apart.inputs[1].digests and not watched.store(x).writers
-    assert apart.outputs[0].digests is not apart.inputs[0].digests and watched.store(out).writers == [(0, 0, 0)]
-    assert shared.outputs[1].digests is not shared.inputs[1].digests and len(watched.store(both).writers) == 2
+    apart, shared = trace.events[0]
+    assert apart.outputs[1].digests is apart.inputs[1].digests and not trace.store(x).writers
+    assert apart.outputs[0].digests is not apart.inputs[0].digests and trace.store(out).writers == [(0, 0, 0)]
+    assert shared.outputs[1].digests is not shared.inputs[1].digests and len(trace.store(both).writers) == 2

@@ -41,7 +41,7 @@ def looked_at(session) -> dict[tuple[str, str], Report]:
 
 
 def cost(session) -> dict[str, float]:
-    """Returns what the localiser costs at the audit's own step, of fewer layers: a watched step over a plain one, the
+    """Returns what the localiser costs at the audit's own step, of fewer layers: a traced step over a plain one, the
     larger of packed and micro-batches; bytes of digests over those of activations."""
     step = session.step("bf16", layers="stock_layers", checkpointing=False)
     for p in step.model.parameters():

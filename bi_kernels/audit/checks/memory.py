@@ -160,15 +160,20 @@ def places(t: Target) -> dict[str, Callable]:
     return out
 
 
+def run_placed(t: Target, place: Callable) -> list[Tensor]:
+    """Returns the outputs of the whole batch, a row a sample, its inputs lying where `place` puts them."""
+    arguments = t.take(t.every)
+    arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
+    with torch.no_grad(), t.layout(t.every):
+        return t.rows(t.results(arguments), t.count)
+
+
 def _placed(t: Target, layout: str, place: Callable, whole: list[Tensor]) -> list[Row]:
     """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
     what does not lie in one piece, and says so, is not judged."""
-    arguments = t.take(t.every)
-    arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
     said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
     try:
-        with torch.no_grad(), t.layout(t.every):
-            found = t.rows(t.results(arguments), t.count)
+        found = run_placed(t, place)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return t.compared("invariance", layout, found, whole, **said)

@@ -27,6 +27,11 @@ def one_number(number: int, dy: Tensor) -> Tensor:
     return dy.new_full((), 0.75).expand(dy.shape)
 
 
+def in_memory(number: int, dy: Tensor) -> Tensor:
+    """Returns an upstream gradient of one number, written out for all."""
+    return one_number(number, dy).contiguous()
+
+
 def apart(number: int, dy: Tensor) -> Tensor:
     """Returns every other column of a wider upstream gradient."""
     return torch.stack((dy, dy), -1)[..., 0]
@@ -73,7 +78,6 @@ def gradient_requests(step: Step, main_grad: bool = True, exact: bool = True) ->
 
     if len(step.dy) > 1:
         found |= {f"output {number} alone is used": partial(used, number) for number in range(len(step.dy))}
-    in_memory = lambda i, dy: one_number(i, dy).contiguous()
     found[EXPANDED] = lambda: (made(upstream=one_number), made(upstream=in_memory))
     found[STRIDED] = lambda: (made(upstream=strided), base)
     found[TWICE] = lambda: (made(times=2), base)

@@ -1,1 +1,1 @@
-"""The localiser: the first op of a model whose inputs agree between two layouts and whose outputs do not"""
+"""Finds the first op of a model whose inputs agree between two layouts while its outputs differ."""

@@ -33,7 +33,7 @@ def built(spec: str) -> tuple:
 def run(
     spec: str, layouts: list[str], backward: bool, out: Path | None, to: Path | None, other: Path | None, seed: int
 ) -> Report | str:
-    """Returns the report, or what is said of a recording."""
+    """Returns the report, or a sentence on the recording."""
     torch.manual_seed(seed)
     model, batch, *loss = built(spec)
     options = {"loss": loss[0] if loss else None, "backward": backward, "seed": seed}

@@ -1,4 +1,4 @@
-"""Names the first op that drifts: between two layouts of a model, or between two recorded runs."""
+"""Finds the first op that drifts: between two layouts of a model, or between two recorded runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser import padding, recording
-from bi_kernels.audit.localiser.cause import PARAMETER, Cause
+from bi_kernels.audit.localiser.cause import BACKWARD, PARAMETER, Cause
 from bi_kernels.audit.localiser.compare import Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.localiser.watched.calls import plan
-from bi_kernels.audit.localiser.watched.step import Run, freeze, step
+from bi_kernels.audit.localiser.tracing.layouts import plan
+from bi_kernels.audit.localiser.tracing.run import Run, freeze, step
 from bi_kernels.checks import check_numbers
 from bi_kernels.scalars import check_flag, check_type, integer_of, strings_of, truncated_repr
 
@@ -43,9 +43,9 @@ def locate(
     layouts: of which each is compared with the first; docs/locate.md says which model supports which.
     loss: loss(output, tokens), a value a token, where tokens is (rows, width, 2), the sample and position of each
         place, −1 for padding. Without it, logprobs of language models and any other output are weighed by random
-        numbers of each token's own, and divided by the number of tokens of the step.
+        numbers, each token's own, and divided by the number of tokens of the step.
     calls: calls(batch, layout), for a packing of your own: a list of (args, kwargs, tokens), tokens as above.
-    rounds: after each, the drifting ops' outputs are repaired, and what drifts beside them is looked for.
+    rounds: after each, the drifting ops' outputs are repaired, and others looked for.
     folder: where a reproducer of each cause is written; measure: time a plain step too, once it is warm.
 
     Raises ValueError: a layout that the model does not support, a batch that it does not take, a model on two devices.
@@ -64,25 +64,24 @@ def locate(
     check_type("locate", "folder", folder, (str, Path, NoneType), "a path")
     for label, given in (("loss", loss), ("calls", calls)):
         check_type("locate", label, given, (Callable, NoneType), "a callable")
-    plans = {name: partial(plan, model, batch, name, calls) for name in dict.fromkeys(layouts)}
+    plans = {name: partial(plan, model, batch, name, calls) for name in layouts}
     made = {name: make() for name, make in plans.items()}
     backward = backward and all(p.trains for p in made.values())
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
-    report = Report(name, tuple(layouts), tokens=made[layouts[0]].tokens.count)
+    own = type(model).__name__
+    name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
+    first, *others = layouts
+    report = Report(name, tuple(layouts), tokens=made[first].tokens.count)
     go = partial(step, model, loss=loss, backward=backward, seed=seed)
     plain = {}
     for layout, one in made.items():
-        for _ in range(1 + measure):  # what compiles does so here
-            plain[layout] = go(one, watch=False).seconds
-    runs = {}
-    for layout in layouts:
-        runs[layout] = freeze(go(plans[layout]()))
+        for _ in range(1 + measure):  # the first of two compiles
+            plain[layout] = go(one, traced=False).seconds
+    runs = {layout: freeze(go(make())) for layout, make in plans.items()}
     report.overhead = max(runs[k].seconds / plain[k] for k in runs)
     report.digest_share = max(r.digest_bytes / r.activation_bytes if r.activation_bytes else 0.0 for r in runs.values())
-    first = layouts[0]
-    for other in layouts[1:]:
-        _pair(report, go, plans[first], plans[other], runs[first], runs[other], rounds, folder)
-    if report.causes and (said := padding.said(model, name, plans, seed)):
+    for other in others:
+        _pair(report, go, (plans[first], plans[other]), runs[first], runs[other], rounds, folder)
+    if report.causes and (said := padding.warning(model, name, plans, seed)):
         report.warnings.append(said)
     return report
 
@@ -92,108 +91,94 @@ def _checked(model, layouts: Sequence[str]) -> list[str]:
         raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module or a function")
     if isinstance(layouts, str) or len(dict.fromkeys(strings_of("locate", "layouts", layouts))) < 2:
         raise ValueError(f"layouts is {truncated_repr(layouts)}, expected two or more different layouts")
-    one_device(model)
+    check_one_device(model)
     return list(dict.fromkeys(layouts))
 
 
-def one_device(model) -> None:
+def check_one_device(model) -> None:
     """Raises ValueError for a model on several devices."""
     devices = sorted({str(p.device) for p in model.parameters()}) if isinstance(model, nn.Module) else []
     if len(devices) > 1:
         raise ValueError(f"model is on {' and '.join(devices)}, expected all of it on one device")
 
 
-def _pair(report: Report, go: Callable, of_a, of_b, a: Run, b: Run, rounds: int, folder) -> None:
-    """Finds the causes between two layouts, repairing those that are known, round by round."""
+def _noted(report: Report, a: Run, b: Run) -> Comparison:
+    """Compares two runs and notes how much of them. Raises ValueError where nothing could be compared."""
+    comparison = Comparison(a, b)
+    report.events = len(comparison.canonical)
+    report.compared += sum(p is not None for p in comparison.pairs.values())
+    report.by_op += comparison.unaligned
+    report.output &= any(pair is not None for pair in comparison.outputs())
+    if not report.compared:
+        raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
+    return comparison
+
+
+def _pair(report: Report, go: Callable, plans: tuple, a: Run, b: Run, rounds: int, folder) -> None:
+    """Finds the causes between two layouts; after each round the known ones are repaired."""
     known: dict[tuple, Cause] = {}
     repairs: dict = {}
+    comparison = _noted(report, a, b)
     for turn in range(rounds + 1):
-        comparison = Comparison(a, b)
-        if not turn:
-            report.events = len(comparison.canonical)
-            report.compared += sum(p is not None for p in comparison.pairs.values())
-            report.by_op += comparison.unaligned
-            _seen(report, comparison)
-        fresh = [c for c in comparison.causes() if c.key not in known]
-        if not fresh:
+        new = [c for c in comparison.causes() if c.key not in known]
+        if not new:
             break
         if turn == rounds:
             report.complete = False
             break
-        known |= {c.key: c for c in fresh}
-        b = look_into(comparison, fresh, go, (of_a, of_b), repairs, folder, len(known) - len(fresh))
-        if all(c.direction == PARAMETER for c in fresh):
+        known |= {c.key: c for c in new}
+        b = look_into(comparison, new, go, plans, repairs, folder, len(known) - len(new))
+        if all(c.direction == PARAMETER for c in new):
             break
+        comparison = Comparison(a, b)
     for c in [c for c in known.values() if c.again is False]:
         report.notes.append(
-            f"Agreed when run again, the other ops mended: {c.op} in {c.path or 'the model'}, {c.direction}."
+            f"Agreed when run again, the other ops repaired: {c.op} in {c.path or 'the model'}, {c.direction}."
         )
         if any(other.again for other in known.values()):
             del known[c.key]
-    report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == "backward"))
+    report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == BACKWARD))
 
 
-def _seen(report: Report, comparison: Comparison) -> None:
-    """Notes whether the output was compared. Raises ValueError where nothing was."""
-    report.output &= any(pair is not None for pair in comparison.outputs())
-    if not report.compared:
-        raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
-
-
-def record(
-    model,
-    batch,
-    layout: str,
-    folder: str | Path,
-    loss: Callable | None = None,
-    backward: bool = True,
-    calls: Callable | None = None,
-    seed: int = 0,
-) -> Run:
+def record(model: nn.Module | Callable, batch, layout: str, folder: str | Path, **options) -> Run:
     """Runs a layout and writes what `against` compares another run with: no tensors, but their digests by token.
 
-    Raises ValueError as `locate` does."""
-    one_device(model)
-    run = _run(model, batch, layout, loss, backward, calls, seed)
+    options: loss, backward, calls and seed, as of `locate`. Raises ValueError as `locate` does."""
+    run = _run(model, batch, layout, **options)
     recording.save(run, _hash(batch), Path(folder))
     return run
 
 
-def against(
-    model,
-    batch,
-    layout: str,
-    folder: str | Path,
-    loss: Callable | None = None,
-    backward: bool = True,
-    calls: Callable | None = None,
-    seed: int = 0,
-) -> Report:
+def against(model: nn.Module | Callable, batch, layout: str, folder: str | Path, **options) -> Report:
     """Runs a layout and compares it with a run that `record` wrote, of another process, layout or machine.
 
-    Only digests are known of that one: causes have no drift, no script, and none is repaired. Raises ValueError for a
-    recording of another batch or format, and as `locate` does.
+    Only digests are known of that one: causes have no drift, no script, and none is repaired. options: as of `record`.
+    Raises ValueError for a recording of another batch or format, and as `locate` does.
     """
-    one_device(model)
     other = recording.load(Path(folder), _hash(batch))
-    run = _run(model, batch, layout, loss, backward, calls, seed)
+    run = _run(model, batch, layout, **options)
     run.layout, other.layout = f"{layout} here", f"{other.layout} in {Path(folder).name}"
     report = Report(type(model).__name__, (other.layout, run.layout), tokens=run.tokens.count)
-    comparison = Comparison(other, run)
-    report.events = len(comparison.canonical)
-    report.compared, report.by_op = sum(p is not None for p in comparison.pairs.values()), comparison.unaligned
     changed = [n for n, d in run.weights.items() if other.weights.get(n) != d]
     if changed or len(run.weights) != len(other.weights):
         which = f"{len(changed)}, {', '.join(changed[:3])}{' …' * (len(changed) > 3)}" if changed else "their names"
         report.warnings.append(f"The weights differ ({which}), and so does what follows from them.")
-    _seen(report, comparison)
-    report.causes = comparison.causes()
+    report.causes = _noted(report, other, run).causes()
     if report.causes:
         report.notes.append("Of recorded runs no cause is repaired, so one may hide what drifts behind it.")
     return report
 
 
-def _run(model, batch, layout, loss, backward, calls, seed) -> Run:
+def _run(
+    model,
+    batch,
+    layout: str,
+    loss: Callable | None = None,
+    backward: bool = True,
+    calls: Callable | None = None,
+    seed: int = 0,
+) -> Run:
+    check_one_device(model)
     made = plan(model, batch, layout, calls)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if isinstance(model, nn.Module) else {}
     return freeze(step(model, made, loss, backward, seed), held)

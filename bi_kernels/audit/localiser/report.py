@@ -16,7 +16,7 @@ class Report:
     """The ops that drift by themselves, the first one first. Shows itself as Markdown in Jupyter and as text elsewhere.
 
     layouts: what was compared; events: ops that ran in one call; unaligned: tensors that no token could be found in;
-    by_op: how many of these each op wrote; overhead: time of a watched step over that of a plain one, the larger of
+    by_op: how many of these each op wrote; overhead: time of a traced step over that of a plain one, the larger of
     the layouts'; digest_share: bytes of digests over bytes of activations; complete: whether the last round found
     nothing new; output: whether what the model returned was compared.
     """
@@ -54,9 +54,7 @@ class Report:
         if self.causes:
             count = f"{len(self.causes)} op{'s drift' if len(self.causes) > 1 else ' drifts'}"
             return f"{count if self.complete else f'At least {count}'}. First: {_where(self.first)}."
-        if self.output:
-            return "Nothing drifts."
-        return "Nothing drifts before the model's output, which was not compared."
+        return "Nothing drifts." if self.output else "Nothing drifts before the model's output, which was not compared."
 
     @property
     def remarks(self) -> list[str]:
@@ -66,17 +64,17 @@ class Report:
 
     @property
     def counts(self) -> list[str]:
-        """Returns the sentences on what was compared, and what it took."""
+        """Returns the sentences on what was compared, and on its cost."""
         written = ", ".join(f"{op} ({n})" for op, n in self.by_op.most_common())
         lost = f"{self.unaligned} had no tokens that could be found{f': {written}' * bool(written)}."
-        found = [f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared; {lost}"]
-        if self.overhead == self.overhead:  # of recordings it is not known
-            found.append(
-                f"A watched step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
-                "of the activations' bytes."
-            )
+        cost = f"A traced step took {self.overhead:.2g} times a plain one; digests have {self.digest_share:.2%} "
         more = "The last round still found new ones. To find the rest, raise rounds."
-        return [*found, *[more] * (not self.complete), *self.notes]
+        return [
+            f"{self.events} ops a call, {self.compared} tensors of {self.tokens} tokens compared; {lost}",
+            *[f"{cost}of the activations' bytes."] * (self.overhead == self.overhead),  # NaN for recordings
+            *[more] * (not self.complete),
+            *self.notes,
+        ]
 
     def rows(self) -> list[dict]:
         """Returns a line a cause, of strings and numbers."""
@@ -135,7 +133,6 @@ def _where(c: Cause) -> str:
 def _wrapped(part: str) -> str:
     """Returns a line of text as lines of at most WIDTH letters, each indented as the first; a command stays whole."""
     indent = part[: len(part) - len(part.lstrip(" "))]
-    line = indent + escape.line(part)
-    if part.lstrip().startswith("python "):
-        return line
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent or "   " * part[:1].isdigit(), break_on_hyphens=False)
+    line, indents = indent + escape.line(part), indent or "   " * part[:1].isdigit()
+    command = line.lstrip().startswith("python ")
+    return line if command else textwrap.fill(line, WIDTH, subsequent_indent=indents, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Writes the script that shows one cause by itself: its ops, on what they were given in both layouts."""
+"""Writes the script that reproduces one cause alone: its ops, on their inputs in both layouts."""
 
 import contextlib
 import io
@@ -12,17 +12,16 @@ import torch
 from bi_kernels import checks
 from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import Cause
-from bi_kernels.audit.localiser.replay import Descriptor, Op, Program, View
+from bi_kernels.audit.localiser.tracing.tape import Descriptor, Op, Program, View
 from bi_kernels.audit.reproduce.imports import beside, reach
-from bi_kernels.audit.reproduce.script import TEMPLATES
+from bi_kernels.audit.reproduce.script import OWN, render
 
-BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-OWN = re.compile(r"[ab]\d*|t|_|differ|gap|torch|replace|Path|spec|sys|os|importlib|bi_kernels")  # a script's own names
+TAKEN = re.compile(r"[ab]\d*|t|_|" + "|".join(OWN))  # a script's own names
 PLAIN = bool, int, str, type(None)
 
 
 class _Source:
-    """Python of one program after the other; what it does not say is kept in `held`, which it calls t."""
+    """Python of one program after the other; values that it cannot spell are kept in `held`, which it calls t."""
 
     def __init__(self, kernels: dict[tuple[str, str], str]):
         self.held, self.kernels = [], kernels
@@ -31,27 +30,26 @@ class _Source:
         self.held.append(value)
         return f"t[{len(self.held) - 1}]"
 
-    def of(self, program: Program, letter: str) -> list[str]:
-        """Returns the lines that run a program, and call `letter` what it is compared by."""
-        self.program, self.letter, self.count = program, letter, 0
+    def of(self, program: Program, variable: str, cast: str) -> list[str]:
+        """Returns the lines that run a program and name its result."""
+        self.program, self.letter, self.count = program, {"whole": "a", "other": "b"}[variable], 0
         self.names: dict[View, str] = {}
         self.pieces: dict[int, tuple[str, View]] = {}  # the first tensor that there is of a piece of memory
         lines = [self._call(op) for op in program.ops]
-        return [*lines, f"{letter} = {self._compared(self._tensor(program.result))}"]
+        return [*lines, f"{variable} = {self._rows(self._tensor(program.result))}{cast}"]
 
     def _tensor(self, v: View) -> str:
         if v not in self.names and v.memory not in self.pieces:
             memory = self.program.memory[v.memory]
             t = torch.empty(0, dtype=v.dtype, device=memory.device)
             self._known(v, self._hold(t.set_(memory.untyped_storage(), v.offset, v.size, v.stride)))
-        if v not in self.names:
-            name, first = self.pieces[v.memory]
-            seen = f"{v.size}, {v.stride}, {v.offset}"
-            if v.dtype == first.dtype:
-                return f"{name}.as_strided({seen})"
-            seen = f"{v.offset}, {v.size}, {v.stride}"
-            return f"{name}.new_empty(0, dtype={v.dtype}).set_({name}.untyped_storage(), {seen})"
-        return self.names[v]
+        if v in self.names:
+            return self.names[v]
+        name, first = self.pieces[v.memory]
+        if v.dtype == first.dtype:
+            return f"{name}.as_strided({v.size}, {v.stride}, {v.offset})"
+        seen = f"{v.offset}, {v.size}, {v.stride}"
+        return f"{name}.new_empty(0, dtype={v.dtype}).set_({name}.untyped_storage(), {seen})"
 
     def _known(self, v: View, name: str) -> None:
         self.names[v] = name
@@ -65,34 +63,32 @@ class _Source:
         return self.names[v]
 
     def _text(self, value) -> str:
-        if isinstance(value, View):
-            return self._tensor(value)
-        if isinstance(value, Descriptor):
-            return f"replace({self._hold(value.rest)}, base={self._tensor(value.of)})"
-        if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
-            return str(value)
-        if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
+        match value:
+            case View():
+                return self._tensor(value)
+            case Descriptor():
+                return f"replace({self._hold(value.rest)}, base={self._tensor(value.of)})"
+            case torch.dtype() | torch.memory_format() | torch.layout():
+                return str(value)
+            case torch.device():
+                return f"torch.device({str(value)!r})"
+            case list():
+                return f"[{', '.join(map(self._text, value))}]"
+            case tuple():
+                return f"({''.join(f'{self._text(v)}, ' for v in value).rstrip()})"
         if type(value) is float:
             return repr(value) if isfinite(value) else f"float({str(value)!r})"
-        if type(value) in PLAIN:
-            return repr(value)
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._text, value))}]"
-        if isinstance(value, tuple):
-            return f"({''.join(f'{self._text(v)}, ' for v in value).rstrip()})"
-        return self._hold(value)
+        return repr(value) if type(value) in PLAIN else self._hold(value)
 
     def _call(self, op: Op) -> str:
         called = f"torch.ops.{op.name}" if op.grid is None else f"{self.kernels[op.module, op.name]}[{op.grid}]"
         given = [*map(self._text, op.args), *(f"{k}={self._text(v)}" for k, v in op.kwargs.items())]
-        results = op.results if isinstance(op.results, list) else [op.results]
-        if not any(results):
-            return f"{called}({', '.join(given)})"
-        made = ", ".join(map(self._made, results))
-        return f"{f'[{made}]' if isinstance(op.results, list) else made} = {called}({', '.join(given)})"
+        several = isinstance(op.results, list)
+        results = op.results if several else [op.results]
+        made = ", ".join(map(self._made, results)) if any(results) else ""
+        return f"{f'[{made}]' if made and several else made}{' = ' * bool(made)}{called}({', '.join(given)})"
 
-    def _compared(self, y: str) -> str:
+    def _rows(self, y: str) -> str:
         """Returns the rows of a tensor that ought not to depend on the batch, (rows, features)."""
         p = self.program
         if p.rows is None:
@@ -104,11 +100,8 @@ class _Source:
         if dims != tuple(range(len(dims))):
             y = f"{y}.movedim({dims}, {tuple(range(len(dims)))})"
         y = f"{y}.flatten(0, {len(dims) - 1})" if len(dims) > 1 else y if dims else f"{y}[None]"
-        y += (
-            f"[{first}:{first + len(rows)}]"
-            if rows == [*range(first, first + len(rows))]
-            else f"[{self._hold(p.rows)}]"
-        )
+        run = rows == [*range(first, first + len(rows))]
+        y += f"[{first}:{first + len(rows)}]" if run else f"[{self._hold(p.rows)}]"
         if p.keys is not None:
             seen = p.seen.to(p.result.dtype).unflatten(0, (-1, *[1] * (size - 2)))
             y = f"({y}[..., {self._hold(p.keys)}] * {self._hold(seen)}.to({y}.device))"
@@ -116,12 +109,11 @@ class _Source:
 
 
 def _named(programs: Sequence[Program]) -> dict[tuple[str, str], str]:
-    """Returns what a script calls each kernel, by module and name: by its own name, unless it has that already."""
+    """Returns each kernel's name in a script, by module and name: its own, unless the script has that already."""
     found: dict[tuple[str, str], str] = {}
     for key in sorted({(op.module, op.name) for p in programs for op in p.ops if op.grid is not None}):
         own = key[1]
-        taken = OWN.fullmatch(own) or own in found.values()
-        found[key] = f"{own}_kernel_{len(found)}" if taken else own
+        found[key] = f"{own}_kernel_{len(found)}" if TAKEN.fullmatch(own) or own in found.values() else own
     return found
 
 
@@ -150,21 +142,17 @@ def write(cause: Cause, programs: Sequence[Program], folder: Path, number: int) 
     kernels, ops = _named(programs), [op for p in programs for op in p.ops]
     if not all(own.isidentifier() for _, own in kernels):  # a closure's, which cannot be imported
         return
-    source, imports = _Source(kernels), _imports(programs, kernels, folder)
-    a, b = (source.of(p, letter) for p, letter in zip(programs, "ab"))
-    same, size = programs[0].result.dtype == programs[1].result.dtype, programs[0].result.dtype.itemsize
-    said = f"{cause.op} in {cause.path or 'the model'}, {cause.direction}: {' and '.join(cause.layouts)}."
-    text = TEMPLATES.get_template("replay.py.jinja").render(
-        title=escape.line(said).replace("\\", "/").replace('"', "'"),  # of a docstring
-        interpreted=checks.INTERPRETED and any(op.grid is not None for op in ops),
-        modules=imports,
-        uses=lambda word: any(word in line for line in (*imports, *a, *b)),
-        random=any(op.random for op in ops),
-        saved=repr(path.with_suffix(".pt").name),
-        against=repr(" against ".join(cause.layouts)),
-        programs=[*zip(map(escape.line, cause.layouts), (a, b))],
-        bits=BITS.get(size) if same else None,
-    )
+    source, cast = _Source(kernels), ".double()" * (programs[0].result.dtype != programs[1].result.dtype)
+    setup = [f"t = torch.load(Path(__file__).with_name({path.with_suffix('.pt').name!r}), weights_only=False)"]
+    setup += ["torch.manual_seed(0)"] * any(op.random for op in ops)
+    results = [
+        [f"# {escape.line(layout)}", *source.of(program, variable, cast)]
+        for layout, program, variable in zip(cause.layouts, programs, ("whole", "other"))
+    ]
+    interpreted = checks.INTERPRETED and any(op.grid is not None for op in ops)
+    title = f"{cause.op} in {cause.path or 'the model'}, {cause.direction}: {' and '.join(cause.layouts)} differ."
+    said, needs = "The op alone, on what it was given in both layouts.", "bi_kernels" if interpreted else "torch"
+    text = render(title, said, needs, [_imports(programs, kernels, folder), setup, *results], interpreted)
     torch.save(source.held, path.with_suffix(".pt"))
     path.write_text(text, encoding="utf-8")
     try:

@@ -1,7 +1,6 @@
-"""What scripts call to lay out a batch's samples as the audit did; each function is a few lines of torch."""
+"""Samples of a batch, taken from tensors and put back in order, and tensors in another memory layout."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,30 +20,6 @@ def in_order(calls: Sequence[Sequence[int]], parts: Sequence[torch.Tensor]) -> t
     places that had none."""
     held = [i for call in calls for i in call]
     return torch.cat(list(parts))[sorted((at for at, i in enumerate(held) if i >= 0), key=held.__getitem__)]
-
-
-def over_used_memory(function: Callable, first: int) -> Callable:
-    """Returns the function such that torch.empty holds ones in one call and zeros in the next, by turns, as memory
-    that was in use may: an element that it leaves unwritten shows. first: 0 begins with ones, 1 with zeros."""
-    from bi_kernels.audit.problem.subject import poisoned_memory  # noqa: PLC0415 (imports triton)
-
-    calls = [first]
-
-    def called(*args, **kwargs):
-        calls[0] += 1
-        with poisoned_memory(calls[0]):
-            return function(*args, **kwargs)
-
-    return called
-
-
-def of_samples(numbers: Sequence[int], length: int) -> contextlib.AbstractContextManager:
-    """Tells bi_kernels' ops which sample each row of a call belongs to; every sample has `length` rows."""
-    from bi_kernels.tokens import TokenLayout  # noqa: PLC0415 (imports triton)
-
-    used = [(at * length, i) for at, i in enumerate(numbers) if i >= 0]
-    starts, samples = zip(*used)
-    return TokenLayout(starts, [length] * len(used), len(list(numbers)) * length, samples)
 
 
 def in_larger(t: torch.Tensor, dims: Sequence[int], beside: int = 16) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writes scripts that show drifts, and runs each in a process of its own before anyone is told of it."""
+"""Writes scripts that reproduce a drift: an op, its inputs, two calls, a comparison; runs each before it is named."""
 
 import os
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.evidence.kinds import by_kind
 from bi_kernels.audit.evidence.verdicts import Row, grouped
 from bi_kernels.audit.executor import ForkServer
@@ -29,22 +30,48 @@ MOST = 6  # scripts of an audit: each is run, which takes a second
 NO_SCRIPT = "no script: "  # before the reason, last in a row's detail
 LONGEST = 120  # seconds that a script may take
 SHOWN = re.compile(r"^(\d+) of (\d+) elements differ, by up to ([^\s,]+)", re.M)
-OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ")  # what it showed, not a row's numbers
+OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ ")  # what it showed, not a row's numbers
+HELPERS = {  # what scripts import, and from where in the auditor
+    "reproduce.replay": "registered training_step trained_outputs first_rows in_layout flat in_mode placed",
+    "checks.single_call": "again",
+    "checks.memory": "run_contiguous run_on_view",
+    "problem.call_layouts": "VIEWS",
+    "callables.step": "Step",
+    "checks.requests": "one_number in_memory strided",
+    "callables.target": "Target module_of",
+}
+OWN = """torch Path os sys bi_kernels importlib spec replace len float int print range
+op target step saved rows whole other bits differ a b gap share far relative"""
+OWN = {word for words in (OWN, *HELPERS.values()) for word in words.split()}  # names that a script has already
+WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+MEMORIES = ((), (0, 0), (0, 1), (1, 0), (1, 1))  # calls counted before each result: fresh memory differs by turns
+
+
+@dataclass
+class Calls:
+    """Python of two results that should have equal bits, and of what both need. subject: the variable that counts
+    calls, over which fresh memory holds ones and zeros by turns; none in plain torch."""
+
+    setup: list[str]
+    whole: str
+    other: str
+    subject: str = ""
 
 
 @dataclass
 class Script:
-    """A script that is to show one row."""
+    """A script that is to show one row. texts: ways to write it, the plainest first; data: the file that it loads; why:
+    it does not show the row."""
 
     path: Path
     row: Row
-    texts: Sequence[str]  # it in several ways, the plainest first
-    beside: Path | None = None  # the file that it loads, which others may load too
+    texts: Sequence[str]
+    data: Path | None = None
     shown: bool = False
-    why: str = ""  # it does not show the row
+    why: str = ""
 
     def run(self, server: ForkServer) -> None:
-        """Finds out in which way it prints the row's own numbers, in a process that knows nothing of this one."""
+        """Finds the text that prints the row's own numbers, each in a new process."""
         for text in self.texts:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(text, encoding="utf-8")
@@ -63,7 +90,7 @@ class Script:
                 self.why = late if done.late else f"it raised, in a fresh process: {last}"
 
     def verify(self) -> bool:
-        """Names it in its row if it shows that, and otherwise says there why not, and leaves no script."""
+        """Names it in its row if it shows that; else says there why not, and leaves no script."""
         if self.shown:
             self.row.repro = shlex.join(["python", named(self.path)])
         else:
@@ -73,16 +100,53 @@ class Script:
 
 
 def named(path: Path) -> str:
-    """Returns a script's path as its reader types it: from the document that `bi-audit` writes, else from here."""
-    document = os.environ.get("BI_AUDIT_OUT")
-    if document and path.resolve().is_relative_to(Path(document).resolve()):
-        return path.resolve().relative_to(Path(document).resolve()).as_posix()
+    """Returns a script's path as its reader types it: from the report that `bi-audit` writes, else from here."""
+    report = os.environ.get("BI_AUDIT_OUT")
+    if report and path.resolve().is_relative_to(Path(report).resolve()):
+        return path.resolve().relative_to(Path(report).resolve()).as_posix()
     return str(path)
 
 
-def render(**given) -> str:
-    """Returns the text of a script."""
-    return TEMPLATES.get_template("compare.py.jinja").render(**given)
+def render(title: str, said: str, needs: str, blocks: Sequence[Sequence[str]], interpreted: bool) -> str:
+    """Returns the text of a script; blocks: its lines of Python, which end in `whole` and `other`."""
+    docstring = lambda text: escape.line(text).replace("\\", "/").replace('"', "'")
+    used = {word for block in blocks[1:] for line in block for word in WORD.findall(line.partition("# ")[0])}
+    wanted = {home: [name for name in names.split() if name in used] for home, names in HELPERS.items()}
+    helpers = [f"from bi_kernels.audit.{home} import {', '.join(names)}" for home, names in wanted.items() if names]
+    body = "\n\n".join(["\n".join([*helpers, *blocks[0]]), *("\n".join(block) for block in blocks[1:] if block)])
+    return TEMPLATES.get_template("script.py.jinja").render(
+        title=docstring(title), said=docstring(said), needs=needs, body=body, interpreted=interpreted
+    )
+
+
+def text(name: str, r: Row, imports: str, calls: Calls, where: object, interpreted: bool, memory=()) -> str:
+    """Returns the script of a row; memory: how many calls the subject has counted before each of the two."""
+    few = f"{r.rows} {'row' if r.rows == 1 else 'rows'}" if r.layout == "rows" else r.layout
+    between = f"between {r.against} and {few}" if r.against not in ("itself", few) else "between two runs"
+    where = f"{where}, Triton's interpreter" if interpreted else where
+    said = f"In a fresh process ({where}) "
+    said += f"{r.mismatches} of {r.elements} elements of {r.tensor} differ, as reported. Inputs: {r.inputs}."
+    one, other = ("once", "again") if between == "between two runs" else (r.against, few)
+    results = [f"# {one}", f"whole = {calls.whole}", f"# {other}", f"other = {calls.other}"]
+    for at, count in zip((1, 4), memory):
+        results.insert(
+            at, f"{calls.subject}.calls = {count}  # fresh memory holds ones in odd calls, zeros in even ones"
+        )
+    needs = "bi_kernels[audit]" if calls.subject else "bi_kernels" if interpreted else "torch"
+    blocks = [imports.splitlines(), calls.setup, results]
+    return render(f"{name}: {r.tensor} differs {between}.", said, needs, blocks, interpreted)
+
+
+def fn_name(function: str, imports: str, taken: Sequence[str] = ()) -> tuple[str, str]:
+    """Returns the name of a callable in a script and the lines that import it: another one where a script has that."""
+    return ("fn", f"{imports}\nfn = {function}") if function in OWN or function in taken else (function, imports)
+
+
+def unused(parts: Sequence[str], names: set[str]) -> str:
+    """Returns a file name made of words, and adds it to `names`, in which it is not yet."""
+    name = "-".join(re.sub(r"[^\w.]+", "-", part).strip("-") for part in parts if part)
+    names.add(name := next(n for n in (name, *(f"{name}-{i}" for i in range(2, len(names) + 3))) if n not in names))
+    return name
 
 
 def agrees(row: Row, count: str, of: str, most: str) -> bool:
@@ -99,8 +163,8 @@ def unscripted(rows: Sequence[Row], why: str) -> None:
 
 
 def in_turn(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows such that those of each op and finding come by turns: of the user's own inputs before others, and
-    the row of which most differs first."""
+    """Returns rows such that those of each op and finding come by turns: the user's own inputs before others, and the
+    row of which most differs first."""
     rank = lambda r: (r.inputs not in ("given", "normal"), -(r.mismatches or 0) / (r.elements or 1))
     of_dict = {id(vars(r)): r for r in rows}
     findings = [found for mine in grouped(rows, lambda r: r.op).values() for found in by_kind(mine).values()]
@@ -119,11 +183,10 @@ def verify_scripts(scripts: Sequence[Script], server: ForkServer | None = None) 
             [*pool.map(lambda s: s.run(run_by), wave)]
             tried += wave
         for s in tried:
-            if not s.shown and SHORT in s.why:  # of memory, beside the others
+            if not s.shown and SHORT in s.why:  # of memory, while others ran
                 s.run(run_by)
     unscripted([s.row for s in left], f"{MOST} of this audit are shown, the most")
     shown = [s for s in tried if s.verify()]
-    held = {s.beside for s in shown}
-    for path in {s.beside for s in scripts if s.beside} - held:
+    for path in {s.data for s in scripts if s.data} - {s.data for s in shown}:
         path.unlink(missing_ok=True)
     return [s.path for s in shown]

@@ -1,4 +1,4 @@
-"""Keeps what some ops of a run were given, so that they can be run again without the model."""
+"""Keeps the arguments of some ops of a run, so that they can be run again without the model."""
 
 import inspect
 import sys
@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bi_kernels.audit.localiser.watched.events import At, tensors_in
-from bi_kernels.audit.localiser.watched.geometry import Reading
+from bi_kernels.audit.localiser.tracing.events import At, tensors_in
+from bi_kernels.audit.localiser.tracing.geometry import Reading
 
 
 class View(NamedTuple):
-    """A tensor: which piece of memory, and how it is seen."""
+    """A tensor, as a view of a piece of memory."""
 
     memory: int
     dtype: torch.dtype
@@ -48,18 +48,20 @@ class Op:
 
 
 class Program:
-    """Some ops of a run: their arguments, as views of pieces of memory, and what those held before."""
+    """Some ops of a run. memory: what pieces of memory held before, as bytes, None for what an op of the program makes;
+    rows: of the result, that are compared, None for all; keys: of scores, those that both runs have, and seen: by which
+    rows; modules: the file of each that defines a kernel or custom op."""
 
     def __init__(self, events: Iterable[At]):
         self.events = set(events)
-        self.memory: list[torch.Tensor | None] = []  # bytes; None for what an op of the program makes
+        self.memory: list[torch.Tensor | None] = []
         self.ops: list[Op] = []
         self.result: View | None = None
-        self.rows: torch.Tensor | None = None  # of the result, that are compared; of all of it unless given
+        self.rows: torch.Tensor | None = None
         self.reading = Reading("n", ())
-        self.keys: torch.Tensor | None = None  # of scores: those that both runs have
-        self.seen: torch.Tensor | None = None  # (rows, keys)
-        self.modules: dict[str, str] = {}  # that define the kernels and custom ops: the file of each
+        self.keys: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+        self.modules: dict[str, str] = {}
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def _view(self, t: torch.Tensor, made: bool = False) -> View:
@@ -83,11 +85,11 @@ class Program:
             rest.base = None
             return Descriptor(rest, self._view(value.base))
         if isinstance(value, list | tuple):
-            return type(value)(map(self._kept, value)) if type(value) in (list, tuple) else list(map(self._kept, value))
+            return (tuple if type(value) is tuple else list)(map(self._kept, value))
         return {k: self._kept(v) for k, v in value.items()} if type(value) is dict else value
 
     def before(self, target, args: tuple, kwargs: dict) -> Callable[[object], None]:
-        """Keeps the arguments of an op; returns what is to be told of its results."""
+        """Keeps the arguments of an op; returns what keeps its results."""
         grid, random = None, False
         if isinstance(target, JITFunction | InterpretedFunction):
             fn, grid = target.fn, kwargs["grid"]
@@ -119,7 +121,7 @@ class Program:
 
 
 class Tape:
-    """The programs that a run is to keep."""
+    """The programs that a run keeps."""
 
     def __init__(self, programs: Sequence[Program]):
         self.programs = programs

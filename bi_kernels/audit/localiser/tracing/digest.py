@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.audit.localiser.watched.geometry import Geometry, Reading, by_rows
-from bi_kernels.audit.localiser.watched.hashed import WORDS, Layout, digest_rows, layout
+from bi_kernels.audit.localiser.tracing import digest_kernel
+from bi_kernels.audit.localiser.tracing.digest_kernel import WORDS, MemoryLayout, digest_rows, memory_layout
+from bi_kernels.audit.localiser.tracing.geometry import Geometry, Reading, by_rows
 
 VERSION = "1: sum over words w of the features, in order, of w * (splitmix64(i) | 1), modulo 2**64"
 LARGEST = 2**24  # bytes of a tensor without tokens that is digested
@@ -14,30 +15,22 @@ AT_ONCE = 2**25  # words that are widened to 64 bits at a time
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
 @cache
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Returns odd 64-bit integers that look random: splitmix64 (Steele et al., OOPSLA 2014) of 1, 2, 3, …"""
-    z = torch.arange(1, count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    z = torch.arange(1, count + 1, device=device) * digest_kernel.GAMMA.value
+    for shift, factor in ((30, digest_kernel.FIRST), (27, digest_kernel.SECOND)):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor.value
     return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
 
 
 def weights(count: int, device: torch.device) -> torch.Tensor:
-    """Returns the first `count` of them."""
-    size = 1024
-    while size < count:
-        size *= 2
-    return _weights(size, device)[:count]
+    """Returns the first `count` of these weights."""
+    return _weights(max(1024, 1 << (count - 1).bit_length()), device)[:count]
 
 
 class Digest(NamedTuple):
-    """The digests of one way to read a tensor: rows (as many as its form has), features a row, whether keys are among
-    them."""
+    """The digests of one way to read a tensor: rows, int64, of so many features; keys: whether keys are among them."""
 
     form: str
     features: int
@@ -58,7 +51,7 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 def rows(t: torch.Tensor, count: int, dims: int = 1) -> torch.Tensor:
     """Returns (count,) int64 of a tensor whose first `dims` dimensions are `count` rows."""
     if t.is_cuda and t.element_size() in WORDS:
-        return digest_rows(t, layout(t.shape, t.stride(), dims))
+        return digest_rows(t, memory_layout(t.shape, t.stride(), dims))
     words = _words(t.reshape(count, -1))
     w = weights(words.shape[1], t.device)
     if words.numel() <= AT_ONCE:
@@ -89,26 +82,22 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     """Returns (1,) int64 of a tensor of any size."""
     words = _words(t.detach().reshape(1, -1)).view(-1)
     even = len(words) // 4096 * 4096
-    parts = [
-        rows(part.view(len(part) // 4096 or 1, -1), len(part) // 4096 or 1)
-        for part in (words[:even], words[even:])
-        if len(part)
-    ]
-    return (torch.cat(parts) * weights(sum(map(len, parts)), t.device)).sum(0, keepdim=True)
+    blocks = [part for part in (words[:even].view(-1, 4096), words[even:].view(1, -1)) if part.numel()]
+    sums = torch.cat([rows(block, len(block)) for block in blocks])
+    return (sums * weights(len(sums), t.device)).sum(0, keepdim=True)
 
 
 @lru_cache(4096)
-def _laid(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple[int, int, Layout]:
+def _laid(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple[int, int, MemoryLayout]:
     """Returns (rows, features of a row, where both lie) of one way to read a tensor."""
     view = by_rows(torch.empty_strided(shape, stride, device="meta"), reading)
     count, dims = view.shape[: len(reading.dims)].numel(), len(reading.dims)
-    return count, view.numel() // count, layout(view.shape, view.stride(), dims)
+    return count, view.numel() // count, memory_layout(view.shape, view.stride(), dims)
 
 
 def digests(t: torch.Tensor, geometry: Geometry, known: dict) -> tuple[Digest, ...]:
-    """Returns the digests of every way to read a tensor; none for what has no tokens and is large.
-
-    known: the rows of other views of the same memory, which get those of this one."""
+    """Returns the digests of every way to read a tensor; none for a large one without tokens. known: gets the rows of
+    views of the same memory."""
     if t.is_complex() or t.is_neg():
         t, known = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, {}
     numel, size, shape, stride, found = t.numel(), t.element_size(), t.shape, t.stride(), []

@@ -1,4 +1,4 @@
-"""Watches what a model runs: every aten op, custom op and Triton launch, with digests of what it reads and writes."""
+"""Records what a model runs: every aten op, custom op and Triton launch, with digests of what it reads and writes."""
 
 import contextlib
 import sys
@@ -12,27 +12,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bi_kernels.audit.localiser.watched.digest import digests
-from bi_kernels.audit.localiser.watched.events import OUTPUT, At, Edit, Event, Slot, Store, Wrote, kind_of, tensors_in
-from bi_kernels.audit.localiser.watched.frames import place
-from bi_kernels.audit.localiser.watched.geometry import Geometry
-from bi_kernels.audit.localiser.watched.writes import only_read
+from bi_kernels.audit.localiser.tracing.digest import digests
+from bi_kernels.audit.localiser.tracing.events import OUTPUT, At, Edit, Event, Slot, Store, Wrote, kind_of, tensors_in
+from bi_kernels.audit.localiser.tracing.geometry import Geometry
+from bi_kernels.audit.localiser.tracing.read_only import only_read
+from bi_kernels.audit.localiser.tracing.source import place
+from bi_kernels.audit.localiser.tracing.tape import Tape
 
 
-class Watched:
-    """One run of a layout: its events, and what it needs to see them. names: the modules' paths by id; own: the names
-    of parameters and buffers by the storage that holds them."""
+def in_backward() -> bool:
+    """Tells whether the autograd engine is running."""
+    return torch._C._current_graph_task_id() != -1
 
-    def __init__(self, names: dict[int, str], own: dict[int, str], edits: dict[At, list[Edit]], tape=None):
+
+class Trace:
+    """The events of one run of a layout. names: the modules' paths by id; own: the names of parameters and buffers by
+    the storage that holds them; edits: what is done to tensors of events; tape: keeps ops to run them again."""
+
+    def __init__(
+        self, names: dict[int, str], own: dict[int, str], edits: dict[At, list[Edit]], tape: Tape | None = None
+    ):
         self.names, self.own, self.edits, self.tape = names, own, edits, tape
         self.events: list[list[Event]] = []
         self.geometry: Geometry | None = None
         self.stores: dict[int, Store] = {}
-        self.nodes: dict[int, tuple[str, str]] = {}
+        self.nodes: dict[int, tuple[str, str]] = {}  # where each node of the autograd graph was made
         self.paused = True
-        self.activations = 0
+        self.activations = 0  # bytes
 
     def begin(self, geometry: Geometry) -> None:
+        """Begins a call."""
         self.geometry = geometry
         self.events.append([])
 
@@ -45,6 +54,7 @@ class Watched:
         return found
 
     def slot(self, t: torch.Tensor, look: bool, written: bool = False) -> Slot:
+        """Returns what is known of a tensor; look: whether to digest it."""
         store = self.store(t)
         name, numbers = store.parameter, t.is_floating_point() or t.is_complex()
         slot = Slot(name, t.numel() if name else None, None, tuple(store.writers), numbers, store.fresh)
@@ -56,11 +66,12 @@ class Watched:
             store.found.clear()
         key = t.storage_offset(), t.shape, t.stride(), t.dtype, id(self.geometry)
         if key not in store.found:
-            store.found[key] = digests(t.detach(), self.geometry, store.found)  # which would else be in the graph
+            store.found[key] = digests(t.detach(), self.geometry, store.found)  # else it would be in the graph
         slot.digests = store.found[key]
         return slot
 
     def wrote(self, t: torch.Tensor, at: Wrote, whole: bool) -> None:
+        """Notes which event wrote a tensor."""
         store = self.store(t)
         store.fresh = False
         store.found.clear()
@@ -69,7 +80,7 @@ class Watched:
         elif not store.writers or store.writers[-1] != at:
             store.writers.append(at)
 
-    def made(self, path: str | None = None, source: str = "") -> None:
+    def note_node(self, path: str | None = None, source: str = "") -> None:
         """Notes where the newest node of the autograd graph was made."""
         number = torch._C._autograd._get_sequence_nr() - 1
         if number not in self.nodes:
@@ -78,21 +89,23 @@ class Watched:
             self.nodes[number] = path or "", source
 
     def event(self, op: str, inputs: list[Slot]) -> tuple[Event, At]:
-        where = place(self.names)
-        path, source, node, phase = where.path, where.source, "", "forward"
-        if torch._C._current_graph_task_id() == -1:
-            self.made(path, source)
-        else:
+        path, source, compiled = place(self.names)
+        phase, node = "forward", ""
+        if in_backward():
             running = torch._C._current_autograd_node()
             phase, node = "backward", type(running).__name__ if running is not None else ""
             number = running._sequence_nr() if running is not None else -1  # an update through a view has two nodes
             known = self.nodes.get(number) or self.nodes.get(number - 1, ("", ""))
             path, source = known[0] if path is None else path, source or known[1]
-        compiled = where.compiled or node.startswith("CompiledFunction")
-        event = Event(phase, path or "", f"compiled {op}" if compiled else op, source, node, inputs)
-        events = self.events[-1]
-        events.append(event)
-        return event, (len(self.events) - 1, len(events) - 1)
+        else:
+            self.note_node(path, source)
+        compiled = compiled or node.startswith("CompiledFunction")
+        at, event = self.next(), Event(phase, path or "", "compiled " * compiled + op, source, node, inputs)
+        self.events[-1].append(event)
+        return event, at
+
+    def next(self) -> At:
+        return len(self.events) - 1, len(self.events[-1])
 
     def edit(self, at: At, io: str, tensors: list[torch.Tensor]) -> None:
         for e in self.edits.get(at, ()):
@@ -100,14 +113,12 @@ class Watched:
                 e.change(tensors[e.slot])
                 self.store(tensors[e.slot]).found.clear()
 
-    def next(self) -> At:
-        return len(self.events) - 1, len(self.events[-1])
-
     def operator(self, func, args: tuple, kwargs: dict):
+        """Runs an operator of torch."""
         kind = kind_of(func)
         if kind.written is None:
-            if torch._C._current_graph_task_id() == -1:
-                self.made()
+            if not in_backward():
+                self.note_node()
             if func._schema.is_mutable:  # a constant was written, of which no version tells in inference mode
                 self.store(args[0]).found.clear()
             return func(*args, **kwargs)
@@ -121,21 +132,14 @@ class Watched:
         if self.edits:
             self.edit(self.next(), "in", given)
         numbers = any(t.is_floating_point() or t.is_complex() for t in given)
-        inputs = [self.slot(t, numbers) for t in given]
-        event, at = self.event(kind.op, inputs)
-        records = self.tape.before(at, func, args, kwargs) if self.tape else ()
-        out = func(*args, **kwargs)
+        event, at = self.event(kind.op, [self.slot(t, numbers) for t in given])
+        out = self._run(at, func, args, kwargs, lambda: func(*args, **kwargs))
         made, changed = tensors_in(out), []
         if kind.written:
             named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
             changed = tensors_in([named.get(k) for k in kind.written])
             made = [t for t in made if all(t is not c for c in changed)]
-        for record in records:
-            record(out)
-        self._outputs(event, at, changed + made, changed, numbers or not given)
-        return out
-
-    def _outputs(self, event: Event, at: At, tensors: list, changed: list, numbers: bool) -> None:
+        tensors, numbers = changed + made, numbers or not given
         self.edit(at, "keep", tensors)
         self.edit(at, "out", tensors)
         for k, t in enumerate(tensors):
@@ -145,41 +149,44 @@ class Watched:
             event.outputs.append(slot)
             if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
                 self.activations += t.numel() * t.element_size()
+        return out
+
+    def _run(self, at: At, target, args: tuple, kwargs: dict, run: Callable):
+        records = self.tape.before(at, target, args, kwargs) if self.tape else ()
+        out = run()
+        for record in records:
+            record(out)
+        return out
 
     def output(self, tensors: list[torch.Tensor], phase: str = "forward") -> None:
-        """Notes what a call returned, or the gradients of what it was given, as if an op had read them."""
+        """Notes what a call returned, or the gradients of its inputs, as if an op had read them."""
         at = self.next()
         self.edit(at, "in", [t.detach() for t in tensors] if at in self.edits else tensors)
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
-        """Runs a Triton kernel; each of its tensors is looked at before, and after where it may have been written."""
+        """Runs a Triton kernel; digests each of its tensors before, and after where it may have been written."""
         named = [(n, t) for n, v in (*zip(kernel.arg_names, args), *kwargs.items()) for t in tensors_in(v)]
         given = [t for _, t in named]
         self.edit(self.next(), "in", given)
-        inputs = [self.slot(t, True) for t in given]
-        event, at = self.event(kernel.fn.__name__, inputs)
+        event, at = self.event(kernel.fn.__name__, [self.slot(t, True) for t in given])
         event.launch = True
-        records = self.tape.before(at, kernel, args, kwargs) if self.tape else ()
-        result = run()
-        for record in records:
-            record(None)
+        result = self._run(at, kernel, args, kwargs, run)
         self.edit(at, "keep", given)
         self.edit(at, "out", given)
         stores = [t.untyped_storage()._cdata for t in given]
         read = frozenset() if at in self.edits else only_read(kernel)
-        written = {s for s, (n, _), before in zip(stores, named, inputs) if n not in read or before.fresh}
-        for k, (t, before) in enumerate(zip(given, inputs)):
+        written = {s for s, (n, _), before in zip(stores, named, event.inputs) if n not in read or before.fresh}
+        for k, (t, before) in enumerate(zip(given, event.inputs)):
             if before.parameter:
                 event.outputs.append(Slot(before.parameter, before.size))
-                continue
-            if stores[k] not in written:
+            elif stores[k] not in written:
                 event.outputs.append(replace(before))
-                continue
-            self.wrote(t, (*at, k), False)
-            event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
-            if event.phase == "forward" and before.fresh:
-                self.activations += t.numel() * t.element_size()
+            else:
+                self.wrote(t, (*at, k), False)
+                event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
+                if event.phase == "forward" and before.fresh:
+                    self.activations += t.numel() * t.element_size()
         return result
 
 
@@ -187,41 +194,41 @@ class Watched:
 def _mode(beside_dynamo: bool) -> type[TorchDispatchMode]:
     """Makes the mode; beside_dynamo: torch.compile may be at work, and must leave the mode alone."""
 
-    class Watching(TorchDispatchMode):
+    class TracingMode(TorchDispatchMode):
         _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
         ignore_compile_internals = classmethod(lambda cls: True)  # what is compiled stays compiled
 
-        def __init__(self, watched: Watched):
+        def __init__(self, trace: Trace):
             super().__init__()
-            self.watched = watched
+            self.trace = trace
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            w = self.watched
-            if w.paused or not isinstance(func, torch._ops.OpOverload):
+            trace = self.trace
+            if trace.paused or not isinstance(func, torch._ops.OpOverload):
                 return func(*args, **(kwargs or {}))
-            w.paused = True
+            trace.paused = True
             try:
-                return w.operator(func, args, kwargs or {})
+                return trace.operator(func, args, kwargs or {})
             finally:
-                w.paused = False
+                trace.paused = False
 
-    return Watching
+    return TracingMode
 
 
 @contextlib.contextmanager
-def watching(watched: Watched) -> Iterator[None]:
-    """Records into `watched` what runs inside."""
+def tracing(trace: Trace) -> Iterator[None]:
+    """Records into `trace` what runs inside."""
 
-    def of(kind):
+    def traced(kind):
         def run(self, *args, **kwargs):
-            if watched.paused or kwargs.get("warmup"):
+            if trace.paused or kwargs.get("warmup"):
                 return stock[kind](self, *args, **kwargs)
-            watched.paused = True
+            trace.paused = True
             try:
-                with torch._C._DisableTorchDispatch():  # the mode would be asked for each op of a digest
-                    return watched.launch(self, lambda: stock[kind](self, *args, **kwargs), args, kwargs)
+                with torch._C._DisableTorchDispatch():  # else the mode would see each op of a digest
+                    return trace.launch(self, lambda: stock[kind](self, *args, **kwargs), args, kwargs)
             finally:
-                watched.paused = False
+                trace.paused = False
 
         return run
 
@@ -229,8 +236,8 @@ def watching(watched: Watched) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for kind in stock:
             undo.callback(setattr, kind, "run", stock[kind])
-            kind.run = of(kind)
-        undo.enter_context(_mode("torch._dynamo" in sys.modules)(watched))
-        watched.paused = False
-        undo.callback(setattr, watched, "paused", True)
+            kind.run = traced(kind)
+        undo.enter_context(_mode("torch._dynamo" in sys.modules)(trace))
+        trace.paused = False
+        undo.callback(setattr, trace, "paused", True)
         yield

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MOST = 3  # ways to read one tensor that are kept; a way that other calls contradict is dropped later
+MOST = 3  # ways to read a tensor; one that other calls contradict is dropped later
 
 
 class Tokens(NamedTuple):
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     form: str
     dims: tuple[int, ...]
     split: int = 1
-    keys: int | None = None  # a dimension of the keys that a query sees, beside the tokens
+    keys: int | None = None  # the dimension of the keys that a query sees
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Geometry:
     def _with_keys(self, reading: Reading, shape: tuple[int, ...], keys: int) -> Reading:
         if keys == 1:
             return reading
-        last = len(shape) - 1  # scores have their keys there; what has as many features by chance is told by the others
+        last = len(shape) - 1  # of scores; other calls tell a tensor that has as many features by chance
         return reading._replace(keys=last) if last not in reading.dims and last > 1 and shape[last] == keys else reading
 
     def _merged(self, shape: tuple[int, ...]) -> Iterator[Reading]:

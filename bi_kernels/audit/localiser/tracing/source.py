@@ -1,4 +1,4 @@
-"""Which module called an op, and from which line of the user's code."""
+"""Finds which module called an op, and from which line of the user's code."""
 
 import sys
 import traceback
@@ -10,14 +10,9 @@ from typing import NamedTuple
 import torch
 
 PACKAGE = Path(__file__).parents[3]
-LIBRARIES = tuple(
-    str(p) + "/"
-    for p in (
-        Path(torch.__file__).parent,
-        *(PACKAGE / name for name in ("ops", "interpreter", "audit/localiser", "audit/static")),
-    )
-)
-LIBRARY_FILES = tuple(str(PACKAGE / f"{name}.py") for name in ("tokens", "grads", "checks", "eager"))
+FOLDERS = Path(torch.__file__).parent, *(PACKAGE / k for k in ("ops", "interpreter", "audit/localiser", "audit/static"))
+LIBRARY = tuple(f"{folder}/" for folder in FOLDERS) + ("<frozen",)
+LIBRARY += tuple(str(PACKAGE / f"{name}.py") for name in ("tokens", "grads", "checks", "eager"))
 SKIP, USER, MODULE, COMPILED, STOP = range(5)
 
 
@@ -38,32 +33,28 @@ def _kind(code: CodeType) -> int:
         return COMPILED
     if file.endswith("torch/nn/modules/module.py") and name == "_call_impl":
         return MODULE
-    other = file.startswith((*LIBRARIES, "<frozen")) or file in LIBRARY_FILES or "/triton/" in file
-    return SKIP if other or file.startswith("<") and not file.startswith(("<ipython", "<stdin", "<string")) else USER
+    generated = file.startswith("<") and not file.startswith(("<ipython", "<stdin", "<string"))
+    return SKIP if generated or file.startswith(LIBRARY) or "/triton/" in file else USER
 
 
-@cache
 def _shown(file: str) -> str:
     parts = Path(file).parts
-    return "/".join(parts[-3:]) if "site-packages" in parts else "/".join(parts[-2:])
+    return "/".join(parts[-3:] if "site-packages" in parts else parts[-2:])
 
 
 def place(names: dict[int, str]) -> Place:
     """Reads the stack from the op outwards; names: the path of each module, by its id."""
     frame, path, source, compiled = sys._getframe(2), None, "", False
-    while frame is not None:
-        code = frame.f_code
-        kind = _kind(code)
+    while frame is not None and not (source and path is not None):  # compiled code lies further in
+        kind = _kind(frame.f_code)
         if kind == STOP:
             break
         if kind == USER and not source:
-            source = f"{_shown(code.co_filename)}:{frame.f_lineno}"
+            source = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
         elif kind == COMPILED:
             compiled = True
         elif kind == MODULE and path is None:
             path = names.get(id(frame.f_locals.get("self")))
-        if source and path is not None:  # compiled code lies further in
-            break
         frame = frame.f_back
     return Place(path, source, compiled)
 

@@ -1,4 +1,4 @@
-"""What is noted of an op that ran: the tensors it read and wrote, as digests, and who had written them."""
+"""An op that ran: the tensors it read and wrote, as digests, and which ops had written them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bi_kernels.audit.localiser.watched.digest import Digest
+from bi_kernels.audit.localiser.tracing.digest import Digest
 
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "ones_like", "full_like", "new_zeros")
@@ -22,11 +22,11 @@ Wrote = tuple[int, int, int]  # and of its output
 
 @dataclass(slots=True)
 class Slot:
-    """A tensor that an op reads or writes. parameter: the name of the model's own; digests: None where it is not
-    compared; writers: the events that wrote into its memory before."""
+    """A tensor that an op reads or writes. parameter: its name in the model, and size: its elements, if it is one;
+    digests: None where it is not compared; writers: the events that wrote into its memory before."""
 
     parameter: str = ""
-    size: int | None = None  # of a parameter
+    size: int | None = None
     digests: tuple[Digest, ...] | None = None
     writers: tuple[Wrote, ...] = ()
     floating: bool = True
@@ -55,21 +55,21 @@ class Event:
 
 @dataclass(slots=True)
 class Store:
-    """What is known of a piece of memory."""
+    """A storage in a run. found: digests of views of it, until it is written; version: of the tensors at that time."""
 
     alive: StorageWeakRef
-    parameter: str = ""  # the name of the model's own
+    parameter: str = ""
     writers: list[Wrote] = field(default_factory=list)
     fresh: bool = False  # allocated, and not written yet
-    version: int = -1  # of the tensors when `found` was
-    found: dict = field(default_factory=dict)  # digests of views of it, until it is written
+    version: int = -1
+    found: dict = field(default_factory=dict)
 
 
 @dataclass
 class Edit:
-    """What is done to a tensor of an event beside looking at it: kept: it is copied; rows: it is overwritten."""
+    """A change or a copy of a tensor of an event. io: in, before the op; keep and out, after it, in this order."""
 
-    io: str  # in or out
+    io: str
     slot: int
     change: Callable[[torch.Tensor], None]
 
@@ -92,8 +92,8 @@ def tensors_in(value) -> list[torch.Tensor]:
 
 
 class Kind(NamedTuple):
-    """What is known of an operator. written: the names of the arguments that it writes into; None for one that
-    computes nothing; empty: whether it allocates and no more."""
+    """An operator. written: the names of the arguments that it writes into; None for one that computes nothing; empty:
+    whether it only allocates."""
 
     op: str
     written: tuple[str, ...] | None
@@ -102,17 +102,11 @@ class Kind(NamedTuple):
 
 @cache
 def kind_of(func) -> Kind:
-    """Returns what the operator's schema says."""
-    written = _written_by(func)
-    return Kind(str(func).removesuffix(".default"), written, func._schema.name.partition("::")[2] in EMPTY)
-
-
-def _written_by(func) -> tuple[str, ...] | None:
-    """Returns the names of the arguments that an operator writes into; None for one that computes nothing."""
+    """Reads an operator's schema."""
     schema = func._schema
     name = schema.name.partition("::")[2]
-    if name in SILENT or name in CONSTANT or not schema.returns and name.startswith("_assert"):
-        return None
     written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return None if views and not written else written
+    silent = name in SILENT or name in CONSTANT or not schema.returns and name.startswith("_assert")
+    none = silent or views and not written
+    return Kind(str(func).removesuffix(".default"), None if none else written, name in EMPTY)

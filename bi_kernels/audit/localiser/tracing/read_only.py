@@ -1,4 +1,4 @@
-"""Which arguments a Triton kernel can write through, by its source. What is in doubt counts as written."""
+"""Finds which arguments a Triton kernel only reads, from its source. In doubt, an argument is written."""
 
 import ast
 import inspect

@@ -66,7 +66,7 @@ def _digest_kernel(
     tl.store(y + tl.program_id(1).to(tl.int64) * count + row, tl.sum(total, 1), row < count)
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Where the rows of a tensor lie, and the features of each: (size, stride) of the fewest dimensions of both."""
 
     rows: tuple[tuple[int, int], ...]
@@ -98,41 +98,31 @@ def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(found)
 
 
-def layout(shape: tuple[int, ...], stride: tuple[int, ...], dims: int) -> Layout:
+def memory_layout(shape: tuple[int, ...], stride: tuple[int, ...], dims: int) -> MemoryLayout:
     """Returns the layout of a tensor whose first `dims` dimensions are rows."""
-    return Layout(_merged(shape[:dims], stride[:dims]), _merged(shape[dims:], stride[dims:]))
+    return MemoryLayout(_merged(shape[:dims], stride[:dims]), _merged(shape[dims:], stride[dims:]))
 
 
 @lru_cache(4096)
-def _launch(laid: Layout, size: int, aligned: bool) -> Launch:
+def _launch(laid: MemoryLayout, size: int, aligned: bool) -> Launch:
     """Returns how elements of `size` bytes are digested; aligned: the first begins a word."""
     count, features = (prod(n for n, _ in d) for d in laid)
     per = 4 // size if features * size % 4 == 0 else 1
-    of_rows, of_features = ([(1, 0)] * (2 - len(d)) + [*d] for d in laid)
-    step = of_features[1][1]
-    flat = max(map(len, laid)) < 2 and step in (0, 1) and (features == 1 or step == 1)
+    (_, row_0), (rows_1, row_1) = [(1, 0)] * (2 - len(laid.rows)) + [*laid.rows]
+    (_, feature_0), (features_1, feature_1) = [(1, 0)] * (2 - len(laid.features)) + [*laid.features]
+    flat = max(map(len, laid)) < 2 and feature_1 in (0, 1) and (features == 1 or feature_1 == 1)
     dtype, bits, words = torch.uint8 if size == per == 1 else WORDS[size], 8 * size, None
-    if flat and per > 1 and aligned and not of_rows[1][1] % per:
-        words = (count, features), (of_rows[1][1], 1)
-        features, per, of_rows = features // per, 1, [(1, 0), (count, of_rows[1][1] // per)]
+    if flat and per > 1 and aligned and not row_1 % per:
+        words = (count, features), (row_1, 1)
+        features, row_1, per = features // per, row_1 // per, 1
     rows, columns = (16, 128) if count >= 16 else (1, 1024)
     parts = -(-features // SPLIT)
-    sizes = (
-        count,
-        features,
-        of_rows[1][0],
-        of_rows[0][1],
-        of_rows[1][1],
-        of_features[1][0],
-        of_features[0][1],
-        step,
-        SPLIT,
-    )
+    sizes = count, features, rows_1, row_0, row_1, features_1, feature_0, feature_1, SPLIT
     options = {"FLAT": flat, "BITS": bits, "PER": per, "ROWS": rows, "COLUMNS": columns}
     return Launch(dtype, words, parts, count, (-(-count // rows), parts), sizes, options)
 
 
-def digest_rows(t: torch.Tensor, laid: Layout) -> torch.Tensor:
+def digest_rows(t: torch.Tensor, laid: MemoryLayout) -> torch.Tensor:
     """Returns (rows,) int64 of a tensor's memory: what `digest.rows` returns.
 
     Elements of 1, 2 or 4 bytes, any strides; of a dimension or a row fewer than 2**31 elements.
@@ -141,7 +131,7 @@ def digest_rows(t: torch.Tensor, laid: Layout) -> torch.Tensor:
     if max(map(len, laid)) > 2:
         count, features = (prod(n for n, _ in d) for d in laid)
         t = t.as_strided(*zip(*laid.rows, *laid.features)).contiguous()
-        laid = layout((count, features), (features, 1), 1)
+        laid = memory_layout((count, features), (features, 1), 1)
     how = _launch(laid, size, not (t.storage_offset() * size % 4 or t.data_ptr() % 4))
     t = t.as_strided(*how.words).view(torch.int32) if how.words else t.view(how.dtype)
     y = torch.empty(how.parts * how.count, dtype=torch.int64, device=t.device)

@@ -1,0 +1,1 @@
+"""Records a run: every op with digests of what it reads and writes, in any layout of a batch."""
