@@ -13,20 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from bi_kernels.audit.reproduce.fork_server import Ended, ForkServer
 
 import bi_kernels
 from bi_kernels.audit import audit
 from bi_kernels.audit.callables.target import Target
+from bi_kernels.audit.checks import single_call
 from bi_kernels.audit.checks.memory import ADDRESSES, OFFSETS, run_contiguous, run_on_view
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
 from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.executor import Ended, ForkServer
 from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.problem.candidates import resolve
 from bi_kernels.audit.problem.problem import problems
 from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, gradient, usage_modes
+from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Writer
 from bi_kernels.audit.reproduce.operator import scripts
@@ -186,7 +187,7 @@ def test_every_drift_of_a_registered_op_is_reproduced(ops, tmp_path):
 @pytest.mark.slow
 def test_a_drift_between_modes_and_gradient_requests_is_reproduced(ops, tmp_path):
     s, candidate = registered_op(ops, "kept_once")
-    rows = list(usage_modes.by_use(s, ["mode", "demand"]))
+    rows = list(single_call.by_use(s, ["mode", "demand"]))
     drifting = [r for r in rows if r.mismatches]
     assert {r.layout for r in drifting} == {"second backward", "inference_mode"}, [(r.layout, r.detail) for r in rows]
     assert len(script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))) == 2
