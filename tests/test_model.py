@@ -8,9 +8,10 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
-from bi_kernels.audit.chain.relations import invariance
+from bi_kernels.audit.targets.model import ModelTarget, layout_rows
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded, policy_loss, score
+from helpers.whole_model import shares
 
 LENGTHS = [5, 1, 17, 33, 9]
 STARTS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
@@ -56,24 +57,34 @@ STEPS = {  # the calls of a step, in its order
 }
 
 
+class Toy(ModelTarget):
+    """A model of two weights, whose gradient moves by so many elements where a rollout gave the old logprobs."""
+
+    whose = "chain", "toy", "", "bi_kernels", "bf16", "cpu"
+    device, lengths, layouts = torch.device("cpu"), [3], {"packed": []}
+    cached = {"chunked:2": (2, [0]), "decode": (1, [2])}
+
+    def __init__(self, moved: int):
+        self.moved, self.drifts = moved, {}
+
+    def run(self, layout, generated=None):
+        found = {"logprob": torch.ones(3), "a.weight": torch.ones(4), "b.weight": torch.ones(4)}
+        found["a.weight"][0] += self.moved * (generated is not None)
+        return found
+
+    def run_cached(self, chunk, first):
+        return torch.ones(3)
+
+
 @pytest.mark.parametrize("moved", [0, 1])
-def test_gradients_of_a_step_on_a_rollout_are_drawn_beside_it(moved):
-    """Of a prefill alone, of which no step is made, they are not there, and so hatched."""
-
-    def run(layout, rolled=None):
-        toy.gradients = {"a.weight": torch.ones(4), "b.weight": torch.ones(4)}
-        toy.gradients["a.weight"][0] += moved * (rolled is not None)
-        return torch.zeros(3)
-
-    names = ("chunked:2", "prefill of a cache", "decode")
-    chunks = lambda: [(name, torch.zeros(3), torch.ones(3, dtype=torch.bool)) for name in names]
-    config = SimpleNamespace(config=SimpleNamespace(layers=1))
-    toy = SimpleNamespace(model=config, dtype="bf16", count=3, device=torch.device("cpu"), layouts={"packed": []})
-    toy.run, toy.in_chunks, shares = run, chunks, {}
-    rows = [row for row in invariance(toy, "cpu", "", shares=shares) if "then trained" in row.layout]
+def test_gradients_of_a_step_on_a_rollout_are_compared(moved):
+    """A prefill alone is no rollout: no step is made of it."""
+    toy = Toy(moved)
+    rows = [row for row in layout_rows(toy) if "then trained" in row.layout]
     assert [row.mismatches for row in rows] == [moved, moved]
-    assert shares["chunked:2"] == shares["decode"] == {"logprob": 0, "weight": moved / 8}
-    assert shares["prefill of a cache"] == {"logprob": 0}
+    found = shares(toy.drifts)
+    assert found["chunked:2"] == found["decode"] == {"logprob": 0, "weight": moved / 8}
+    assert found["prefill of a cache"] == {"logprob": 0}
 
 
 def step(model: Decoder, calls: list) -> dict[str, torch.Tensor]:
