@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from world_tensor import SEQUENCE, VARIANTS
+from ranks_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.targets.distributed.controls import HERE
-from bi_kernels.audit.targets.distributed.first_divergence import first_divergence
 from bi_kernels.audit.targets.distributed.launch import launch
 from bi_kernels.audit.targets.distributed.session import TIMING, DistributedSession, Evidence
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, ParallelConfig
@@ -27,8 +26,8 @@ from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 from helpers import parallelism, scaling_model
 
-SCRIPT = Path(__file__).with_name("world_tensor.py")
-TRANSFORMERS = SCRIPT.with_name("world_transformers.py")
+SCRIPT = Path(__file__).with_name("ranks_tensor.py")
+TRANSFORMERS = SCRIPT.with_name("ranks_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -137,10 +136,10 @@ def test_the_first_op_that_differs_is_named_and_none_where_none_does():
     said = lambda op, columns, *leaves: {"op": op, "columns": columns, "whole": [*leaves], "part": [*leaves[:2]]}
     one = [said("linear q", 8, *"abcd"), said("linear o", 8, *"efgh")]
     ranks = [[said("linear q", 4, *"abxx"), one[1]], [said("linear q", 4, *"cdxx"), one[1]]]
-    assert first_divergence(one, ranks) is None
-    assert first_divergence(one, [ranks[1], ranks[0]]) == ("linear q", 0)
-    assert first_divergence(one, [ranks[0], [ranks[1][0], said("linear o", 8, *"efgx")]]) == ("linear o", 1)
-    assert first_divergence(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
+    assert parallelism.first_divergence(one, ranks) is None
+    assert parallelism.first_divergence(one, [ranks[1], ranks[0]]) == ("linear q", 0)
+    assert parallelism.first_divergence(one, [ranks[0], [ranks[1][0], said("linear o", 8, *"efgx")]]) == ("linear o", 1)
+    assert parallelism.first_divergence(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
 
 
 def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
@@ -185,7 +184,7 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
 )
 def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(strategy, seconds, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SCRIPT.parent), os.getenv("PYTHONPATH")))))
-    jobs = [{"strategy": name, "config": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"world_faults:{strategy}")]
+    jobs = [{"strategy": name, "config": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"ranks_faults:{strategy}")]
     told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}, time.monotonic()
     told["jobs"] = jobs
     evidence, why = launch(tmp_path, told, 2, seconds)

@@ -17,7 +17,7 @@ from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.audit.targets.decoder import logprobs
 from bi_kernels.audit.targets.decoder_controls import PADDING_SEEN, SEPARATE
-from bi_kernels.audit.targets.model import PARITY, hashes, policy_drift, sha256
+from bi_kernels.audit.targets.model import Relation, hashes, policy_drift, sha256
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
@@ -156,7 +156,7 @@ def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
         worst, kl = (max(p[k] for p in run.parity) for k in ("max |Δ logprob|", "KL"))
         said = {"against": "generated", "tensor": "logprob", "detail": f"{len(run.parity)} rollouts; KL {kl:.3g}"}
         verdict = PASS if not differ and max(worst, kl) <= CONTRACT["chain"]["parity"] else NEEDS_FIX
-        parity = who.row(PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
+        parity = who.row(Relation.PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
         if run.candidate == "bi_kernels":
             moved = Drift(run.unmoved, run.tensors)
             rows += [parity, who.row(PRECONDITION, steps, moved, "the initial weights", tensor="tensors left unmoved")]

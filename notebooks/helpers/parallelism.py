@@ -10,7 +10,6 @@ from bi_kernels.audit.evidence.figures import plt  # in the style of all that is
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.index import goals
-from bi_kernels.audit.targets.distributed.first_divergence import first_divergence
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, case
 
 COLUMNS = {"invariance": "logprobs", "parity": "decode", "gradient invariance": "gradients", Side.TRAINED: "weights"}
@@ -20,6 +19,28 @@ RANKS = {config.name: config.ranks for config in PARALLEL_CONFIGS}
 def hashes(session) -> list[dict]:
     """Returns a line for each configuration: the one SHA-256 of its logprobs, gradients and weights."""
     return [{"world": c.name, "ranks": c.ranks, "SHA-256": e.digest()} for c, e in session.evidence.items()]
+
+
+def first_divergence(one: list[dict], ranks: list[list[dict]]) -> tuple[str, int] | None:
+    """Returns the first op of which a rank has other bits than one rank alone, and how many outputs came before it, all
+    of which agree; None if there is none."""
+    counts = {len(records) for records in ranks}
+    if counts != {len(one)} and min(counts, default=0) >= len(one):
+        return "the number of outputs", len(one)
+    for number, expected in enumerate(one):
+        for rank, records in enumerate(ranks):
+            if number >= len(records) or not _agree(records[number], expected, rank):
+                return expected["op"], number
+    return None
+
+
+def _agree(found: dict, expected: dict, rank: int) -> bool:
+    if found["op"] != expected["op"]:
+        return False
+    if found["columns"] == expected["columns"]:
+        return found["whole"] == expected["whole"]
+    part = found["part"]
+    return part == expected["whole"][rank * len(part) : (rank + 1) * len(part)]
 
 
 def first_divergences(session) -> list[dict]:

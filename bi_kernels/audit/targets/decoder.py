@@ -15,12 +15,12 @@ import bi_kernels
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import Call, step_layouts
-from bi_kernels.audit.problem.inputs import generator, on
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.relations.step import token_layout
-from bi_kernels.audit.targets.model import INVARIANCE, ModelTarget, gathered, layout_rows, rescored_row
+from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows, rescored_row
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
-from bi_kernels.model import CONFIGS, Cache, Decoder, Generated, Rows, generate, packed, policy_loss, score
+from bi_kernels.model import CONFIGS, Cache, Decoder, Generated, Rows, generate, packed, padded, policy_loss, score
 from bi_kernels.tokens import TokenLayout
 
 RESCORED = 16384  # tokens that one call rescores
@@ -33,11 +33,8 @@ def rows_of(call: Call, lengths: Sequence[int], device: torch.device) -> Rows:
     if call.cu_seqlens is not None:
         return packed(np.diff(call.cu_seqlens).tolist(), device)._replace(layout=layout)
     real = call.index >= 0
-    counts, width, left = real.sum(1), real.shape[1], bool((~real[:, 0]).any())
-    at = np.arange(width) - (width - counts[:, None] if left else 0)
-    there = on(device, counts)
-    attend = {"lengths_q": there, "lengths_k": there, "left_padded": left}
-    return Rows(on(device, np.clip(at, 0, None) + np.zeros_like(call.index)), layout, attend)
+    left = bool((~real[:, 0]).any())
+    return padded(real.sum(1).tolist(), real.shape[1], device, left)._replace(layout=layout)
 
 
 def _unlaid(call: Call, lengths: Sequence[int], device: torch.device) -> Rows:
@@ -153,58 +150,49 @@ def rows(session, dtype: str) -> Iterator[Row]:
     yield from layout_rows(target)
 
 
-class Rollout:
-    """Prompts drawn by a seed, and how a decoder continues and rescores them."""
-
-    def __init__(self, target: DecoderTarget):
-        self.case, self.seed, self.model = target.case, target.seed, target.model
-        g, count = generator("cpu", self.seed, "prompts"), self.case["prompts"]
-        lengths = torch.randint(1, self.case["prompt"] + 1, (count,), generator=g).tolist()
-        vocab = self.model.config.vocab
-        self.prompts = [torch.randint(0, vocab, (n,), generator=g).tolist() for n in lengths]
-        self.most = torch.randint(1, self.case["new"] + 1, (count,), generator=g).tolist()
-
-    def run(self, numbers: Sequence[int] = (), batch: int = 0) -> list[Generated]:
-        """Returns the continuations of prompts, all of them unless named, in their order."""
-        numbers = list(numbers) or list(range(len(self.prompts)))
-        prompts, most = ([every[i] for i in numbers] for every in (self.prompts, self.most))
-        told = {"seed": self.seed, "batch": batch or self.case["batch"], "samples": numbers}
-        return sorted(generate(self.model, prompts, most, **told), key=lambda one: one.number)
-
-    @torch.no_grad()
-    def rescore(self, generated: Sequence[Generated]) -> Tensor:
-        """Returns the logprobs of all continuations' tokens, (tokens,) fp32, from packed calls."""
-        found, group, held = [], [], 0
-        for one in generated:
-            group.append(one)
-            held += len(one.prompt) + len(one.ids)
-            if held > RESCORED or one is generated[-1]:
-                found += score(self.model, group)
-                group, held = [], 0
-        return torch.cat(found)
+@torch.no_grad()
+def rescore(model: Decoder, generated: Sequence[Generated]) -> Tensor:
+    """Returns the logprobs of all continuations' tokens, (tokens,) fp32, from packed calls."""
+    found, group, held = [], [], 0
+    for one in generated:
+        group.append(one)
+        held += len(one.prompt) + len(one.ids)
+        if held > RESCORED or one is generated[-1]:
+            found += score(model, group)
+            group, held = [], 0
+    return torch.cat(found)
 
 
 def generation_rows(session, dtype: str, ops=bi_kernels, layers: str = "") -> tuple[list[Row], dict]:
     """Returns the row of generating and rescoring, and that of continuing a few prompts once more in another batch; and
     the figures of a table."""
     target = DecoderTarget(session, dtype, layers, ops).without_main_grad()
-    rollout = Rollout(target)
+    model, c, g = target.model, target.case, generator("cpu", target.seed, "prompts")
+    lengths = torch.randint(1, c["prompt"] + 1, (c["prompts"],), generator=g).tolist()
+    prompts = [torch.randint(0, model.config.vocab, (n,), generator=g).tolist() for n in lengths]
+    most = torch.randint(1, c["new"] + 1, (c["prompts"],), generator=g).tolist()
+
+    def run(numbers: Sequence[int], batch: int) -> list[Generated]:
+        several = ([every[i] for i in numbers] for every in (prompts, most))
+        found = generate(model, *several, seed=target.seed, batch=batch, samples=numbers)
+        return sorted(found, key=lambda one: one.number)
+
     begun = time.perf_counter()
-    generated = rollout.run()
+    generated = run(range(len(prompts)), c["batch"])
     seconds = time.perf_counter() - begun
-    logprobs = torch.tensor([x for one in generated for x in one.logprobs], device=session.device)
-    rescored = rollout.rescore(generated)
+    rolled = torch.tensor([x for one in generated for x in one.logprobs], device=session.device)
+    rescored = rescore(model, generated)
     said = {"against": "generated", "tensor": "logprob"}
-    said |= {"detail": f"{len(generated)} prompts, {rollout.case['batch']} at a time; "}
-    drift = compare(rescored, logprobs)
-    row, figures = rescored_row(target, "generated, rescored packed", drift, (logprobs, rescored), **said)
+    said |= {"detail": f"{len(generated)} prompts, {c['batch']} at a time; "}
+    drift = compare(rescored, rolled)
+    row, figures = rescored_row(target, "generated, rescored packed", drift, (rolled, rescored), **said)
     again = list(range(0, len(generated), max(1, len(generated) // CONTINUED)))[::-1]
     differ = []
-    for one, other in zip(rollout.run(again, 2), [generated[i] for i in again]):
+    for one, other in zip(run(again, 2), [generated[i] for i in again]):
         pairs = zip_longest(zip(one.ids, one.logprobs), zip(other.ids, other.logprobs))
         differ += [mine != theirs for mine, theirs in pairs]
     said = {"against": "generated", "tensor": "ids and logprobs", "rows": len(differ)}
     drift = Drift(sum(differ), len(differ))
-    rows = [row, target.row(INVARIANCE, "generated 2 at a time, in another order", drift, **said)]
+    rows = [row, target.row(Relation.INVARIANCE, "generated 2 at a time, in another order", drift, **said)]
     figures |= {"tokens / s": figures["tokens"] / seconds, "prompts": len(generated)}
-    return rows, figures | {"layers": target.model.config.layers}
+    return rows, figures | {"layers": model.config.layers}

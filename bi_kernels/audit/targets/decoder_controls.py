@@ -11,7 +11,7 @@ from bi_kernels.audit.broken.attention import changed, padding_keys_seen
 from bi_kernels.audit.broken.forward import rope_by_row, row_count
 from bi_kernels.audit.broken.gradient import dw_separate
 from bi_kernels.audit.targets.decoder import DecoderTarget, generation_rows
-from bi_kernels.audit.targets.model import GRADIENT, INVARIANCE, PARITY, Control, layout_rows
+from bi_kernels.audit.targets.model import Control, Relation, layout_rows
 
 
 def with_ops(**changed) -> SimpleNamespace:
@@ -48,25 +48,19 @@ def _generating(ops) -> Callable:
 
 SEPARATE = with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight))
 PADDING_SEEN = with_ops(attention=padding_keys_seen)
-_HALVES, _HALVES_OF_2 = (with_ops(linear=partial(_halves_for_few_rows, **few)) for few in ({}, {"few": 2}))
+_HALVES, _OF_2 = (with_ops(linear=partial(_halves_for_few_rows, **few)) for few in ({}, {"few": 2}))
+_BLOCKS, _RECOMPUTED = with_ops(attention=_block_by_batch), with_ops(swiglu=_recomputed_differently)
+_FORWARD, _BACKWARD, _PARITY = Relation.INVARIANCE, Relation.GRADIENT, Relation.PARITY
 CONTROLS = (
-    Control("linear that adds two halves of K for 64 rows or fewer", INVARIANCE, _in("singles", ops=_HALVES)),
-    Control("RoPE by row", INVARIANCE, _in("singles", ops=with_ops(rope=rope_by_row))),
-    Control(
-        "attention whose blocks follow the batch", INVARIANCE, _in("singles", ops=with_ops(attention=_block_by_batch))
-    ),
-    Control("decode that sees a cache's padding", PARITY, _in("decode", ops=PADDING_SEEN)),
-    Control("dW as the sum of separately accumulated partials", GRADIENT, _in("micro_batches:each", ops=SEPARATE)),
-    Control("a step on old logprobs that saw a cache's padding", GRADIENT, _in("decode", ops=PADDING_SEEN)),
-    Control("gradients that were not told the layout", GRADIENT, _in("left_padded", forgets=True)),
-    Control("each micro-batch divided by its own tokens", GRADIENT, _in("micro_batches:2", own=True)),
-    Control(
-        "a layer recomputed otherwise than it was computed",
-        GRADIENT,
-        _in("checkpointing off", ops=with_ops(swiglu=_recomputed_differently)),
-    ),
-    Control("decode that sees a cache's padding, rescored", PARITY, _generating(PADDING_SEEN)),
-    Control(
-        "linear that adds two halves of K for 2 rows or fewer, generated again", INVARIANCE, _generating(_HALVES_OF_2)
-    ),
+    Control("linear that adds two halves of K for 64 rows or fewer", _FORWARD, _in("singles", ops=_HALVES)),
+    Control("RoPE by row", _FORWARD, _in("singles", ops=with_ops(rope=rope_by_row))),
+    Control("attention whose blocks follow the batch", _FORWARD, _in("singles", ops=_BLOCKS)),
+    Control("decode that sees a cache's padding", _PARITY, _in("decode", ops=PADDING_SEEN)),
+    Control("dW as the sum of separately accumulated partials", _BACKWARD, _in("micro_batches:each", ops=SEPARATE)),
+    Control("a step on old logprobs that saw a cache's padding", _BACKWARD, _in("decode", ops=PADDING_SEEN)),
+    Control("gradients that were not told the layout", _BACKWARD, _in("left_padded", forgets=True)),
+    Control("each micro-batch divided by its own tokens", _BACKWARD, _in("micro_batches:2", own=True)),
+    Control("a layer recomputed otherwise than it was computed", _BACKWARD, _in("checkpointing off", ops=_RECOMPUTED)),
+    Control("decode that sees a cache's padding, rescored", _PARITY, _generating(PADDING_SEEN)),
+    Control("linear that adds two halves of K for 2 rows or fewer, generated again", _FORWARD, _generating(_OF_2)),
 )

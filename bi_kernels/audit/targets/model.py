@@ -4,6 +4,7 @@ generated."""
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -11,15 +12,24 @@ from torch import Tensor
 
 from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row, control_row, up_to_a_drift
+from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.problem.call_layouts import Call, shapes_launched
 from bi_kernels.audit.problem.inputs import on
 from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.contract import CONTRACT
 
-INVARIANCE, GRADIENT, PARITY = "invariance", "gradient invariance", "parity"
-DETERMINISM, ACCURACY, CONTRACTED = "determinism", "accuracy", "contract"
 THREADS = 12  # that hash
+
+
+class Relation(StrEnum):
+    """What a row says of a model."""
+
+    INVARIANCE = "invariance"
+    GRADIENT = "gradient invariance"
+    PARITY = "parity"
+    DETERMINISM = "determinism"
+    ACCURACY = "accuracy"
+    CONTRACTED = "contract"
 
 
 class ModelTarget(Labelled):
@@ -93,11 +103,11 @@ def layout_rows(target: ModelTarget, only: Collection[str] = ()) -> Iterator[Row
         detail = f"{runs} runs" if again else shapes_launched(calls)
         if layout == [*target.layouts][-1]:
             detail += f"; SHA-256 {sha256(found)}"
-        said = {"rows": target.count, "detail": detail}
-        yield target.about(DETERMINISM if again else INVARIANCE, layout, {"logprob": drifts["logprob"]}, **said)
+        said, logprob = {"rows": target.count, "detail": detail}, {"logprob": drifts["logprob"]}
+        forward, backward = [Relation.DETERMINISM] * 2 if again else (Relation.INVARIANCE, Relation.GRADIENT)
+        yield target.about(forward, layout, logprob, **said)
         if gradients := _gradients(drifts):
-            relation = DETERMINISM if again else GRADIENT
-            yield target.about(relation, layout, gradients, gradient=Side.GRADIENT, **said)
+            yield target.about(backward, layout, gradients, gradient=Side.GRADIENT, **said)
     torch.cuda.empty_cache()
     for layout, (chunk, prefilled) in target.cached.items():
         if not only or layout in only:
@@ -114,11 +124,11 @@ def _cached_rows(target: ModelTarget, first: dict[str, Tensor], layout: str, chu
     for name, computed in (("prefill of a cache", ~later), (layout, later)):
         if computed.any():
             drifts = target.drifts[name] = {"logprob": compare(found[computed], first["logprob"][computed])}
-            yield target.about(PARITY, name, drifts, rows=drifts["logprob"].elements)
+            yield target.about(Relation.PARITY, name, drifts, rows=drifts["logprob"].elements)
     trained = {name: compare(t, first[name]) for name, t in target.run("packed", generated=found).items()}
     target.drifts[layout] |= _gradients(trained)
     said = {"rows": target.count, "detail": "old logprobs of the rollout"}
-    yield target.about(GRADIENT, f"{layout}, then trained packed", _gradients(trained), **said)
+    yield target.about(Relation.GRADIENT, f"{layout}, then trained packed", _gradients(trained), **said)
 
 
 def policy_drift(generated: Tensor, rescored: Tensor) -> dict:
@@ -142,31 +152,22 @@ def rescored_row(
     worst = max(found["max |Δ logprob|"], abs(found["KL"]), found["clipped"])
     verdict = PASS if not drift.mismatches and worst <= CONTRACT["chain"]["parity"] else NEEDS_FIX
     said = {"rows": found["tokens"], "verdict": verdict, "detail": f"{detail}KL {found['KL']:.3g}"}
-    return target.row(PARITY, layout, drift, **said | more), found
+    return target.row(Relation.PARITY, layout, drift, **said | more), found
 
 
 class Control(NamedTuple):
-    """A model that is broken on purpose: the relation that must flag it, and what yields its rows in a session."""
+    """A model that is broken on purpose: the relation that must flag it, and a function that yields its rows."""
 
     name: str
     relation: str
-    rows: Callable[[object], Iterable[Row]]
-
-    def judge(self, session) -> Row:
-        """Returns the row that flags it, or the first of its relation."""
-        rows = up_to_a_drift(row for row in self.rows(session) if row.relation == self.relation)
-        return control_row(self.name, rows)
-
-
-def hash_of(t: Tensor) -> bytes:
-    """Returns the SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(t.detach().contiguous().cpu().view(torch.uint8).numpy()).digest()
+    rows: Callable[[object], Iterable[Row]]  # of a session
 
 
 def hashes(tensors: Iterable[Tensor]) -> list[bytes]:
-    """Returns the SHA-256 of each tensor, which threads compute."""
+    """Returns the SHA-256 of each tensor's bytes, which threads compute."""
+    data = lambda t: t.detach().contiguous().cpu().view(torch.uint8).numpy()
     with ThreadPoolExecutor(THREADS) as threads:
-        return [*threads.map(hash_of, tensors)]
+        return [*threads.map(lambda t: hashlib.sha256(data(t)).digest(), tensors)]
 
 
 def sha256(tensors: dict[str, Tensor]) -> str:

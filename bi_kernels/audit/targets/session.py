@@ -3,13 +3,15 @@
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.evidence.verdicts import Row, control_row, up_to_a_drift
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
@@ -41,26 +43,32 @@ class ModelSession(Session):
         kind = LIBRARY if self.audit == LIBRARY else "decoder"
         return importlib.import_module(f"{__package__}.{kind}{part}")
 
+    def quiet(self) -> AbstractContextManager:
+        """Keeps Transformers, if it is audited, from printing progress and advice."""
+        return getattr(self.adapter(), "quiet", nullcontext)()
+
     def judge(self) -> list[Row]:
         """Judges every layout of every model in every dtype; returns the rows, which it records as they come."""
-        found = []
-        for dtype in self.dtypes:
-            for row in self.adapter().rows(self, dtype):
-                self.add([row])
-                found.append(row)
-        return found
+        with self.quiet():
+            return self._recorded(row for dtype in self.dtypes for row in self.adapter().rows(self, dtype))
 
     def controls(self) -> list[Row]:
         """Judges models with one thing broken or forgotten: each must be flagged by its relation; returns the rows."""
         torch.cuda.empty_cache()  # the processes that judge them need memory too
+        return self._recorded(parallel.each(self, control, [c.name for c in self.adapter("_controls").CONTROLS]))
+
+    def _recorded(self, rows: Iterable[Row]) -> list[Row]:
         found = []
-        for row in parallel.each(self, control, [c.name for c in self.adapter("_controls").CONTROLS]):
+        for row in rows:
             self.add([row])
             found.append(row)
         return found
 
 
 def control(session: ModelSession, name: str) -> Row:
-    """Returns the row of a control."""
+    """Returns the row that flags a control, or the first of the relation that must flag it."""
     torch.cuda.empty_cache()
-    return next(c for c in session.adapter("_controls").CONTROLS if c.name == name).judge(session)
+    found = next(c for c in session.adapter("_controls").CONTROLS if c.name == name)
+    with session.quiet():
+        rows = up_to_a_drift(row for row in found.rows(session) if row.relation == found.relation)
+    return control_row(name, rows)

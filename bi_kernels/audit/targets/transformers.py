@@ -16,7 +16,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare, joined
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import Call, step_layouts
 from bi_kernels.audit.problem.inputs import generator, on
-from bi_kernels.audit.targets.model import ACCURACY, CONTRACTED, DETERMINISM, ModelTarget, gathered, layout_rows
+from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
 from bi_kernels.contract import CONTRACT, DTYPES, evaluate, rounding
 from bi_kernels.integrations.transformers import apply, logprobs, restore
 from bi_kernels.integrations.transformers.report import Report
@@ -166,7 +166,7 @@ class TransformersTarget(ModelTarget):
     def restored_row(self, before: dict[str, Tensor]) -> Row:
         """Returns the row of the model after `restore`: its weights and logits are those of before `apply`."""
         drifts = {name: compare(t, before[name]) for name, t in self.state().items()}
-        return self.about(DETERMINISM, "restored", drifts, "before apply")
+        return self.about(Relation.DETERMINISM, "restored", drifts, "before apply")
 
     def apply_row(self, report: Report) -> Row:
         """Returns the row of `apply`'s report: it names every module and every parameter once."""
@@ -175,7 +175,7 @@ class TransformersTarget(ModelTarget):
         names = [[n for n, _ in found] for found in (self.model.named_modules(), self.model.named_parameters())]
         wrong = sum(found.count(n) != 1 for found, every in zip((modules, parameters), names) for n in every)
         drift = Drift(wrong, sum(map(len, names)))
-        return self.row(CONTRACTED, "apply", drift, tensor="modules unaccounted for")
+        return self.row(Relation.CONTRACTED, "apply", drift, tensor="modules unaccounted for")
 
     def accuracy_row(self, ours: Tensor, stock: Tensor) -> tuple[Row, dict]:
         """Returns the row of the logits against those of the model before `apply`, whose mismatches are those beyond
@@ -191,10 +191,16 @@ class TransformersTarget(ModelTarget):
         line |= {"rms Δ / σ": rms(gap) / sigma, "max |Δ|": drift.max_abs, "bound": bound}
         line |= {"max |Δ| / bound": drift.max_abs / bound, "equal bits": 1 - drift.mismatches / drift.elements}
         said = {"threshold_share": drift.max_abs / bound, "rows": len(stock), "tensor": "logits"}
-        return self.row(ACCURACY, "batch", replace(drift, mismatches=beyond), "before apply", **said), line
+        return self.row(Relation.ACCURACY, "batch", replace(drift, mismatches=beyond), "before apply", **said), line
 
 
-def model_rows(session, name: str, dtype: str) -> Iterator[Row]:
+def rows(session, dtype: str) -> Iterator[Row]:
+    """Yields the rows of every model."""
+    for name in CONFIGS:
+        yield from _model_rows(session, name, dtype)
+
+
+def _model_rows(session, name: str, dtype: str) -> Iterator[Row]:
     """Yields the rows of a model: before `apply`, applied, saved and loaded, restored; fills the session's tables."""
     target = TransformersTarget(session, name, dtype, build(session, name, dtype, ours=False), ours=False)
     session.drifts[f"{name}, {dtype}, stock"] = target.drifts
@@ -216,18 +222,11 @@ def model_rows(session, name: str, dtype: str) -> Iterator[Row]:
         loaded = type(target.model).from_pretrained(folder, dtype=DTYPES[dtype]).to(session.device).eval()
     apply(loaded)
     drift = compare(TransformersTarget(session, name, dtype, loaded).logits(), applied)
-    yield target.row(DETERMINISM, "saved, loaded and applied", drift, "applied", tensor="logits")
+    yield target.row(Relation.DETERMINISM, "saved, loaded and applied", drift, "applied", tensor="logits")
     del loaded
     target.model.zero_grad()
     restore(target.model)
     yield target.restored_row(before)
-
-
-def rows(session, dtype: str) -> Iterator[Row]:
-    """Yields the rows of every model."""
-    for name in CONFIGS:
-        with quiet():
-            yield from model_rows(session, name, dtype)
 
 
 def chosen(logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Models of Transformers with one thing broken or forgotten, each with the relation that must flag it."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +9,8 @@ from torch import Tensor, nn
 
 import bi_kernels
 from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.targets.model import (
-    ACCURACY,
-    CONTRACTED,
-    DETERMINISM,
-    GRADIENT,
-    INVARIANCE,
-    PARITY,
-    Control,
-    layout_rows,
-    rescored_row,
-)
-from bi_kernels.audit.targets.transformers import TransformersTarget, build, case, generated, quiet
+from bi_kernels.audit.targets.model import Control, Relation, layout_rows, rescored_row
+from bi_kernels.audit.targets.transformers import TransformersTarget, build, case, generated
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.gradients import forget
 
@@ -79,19 +69,9 @@ def _forget(model: nn.Module) -> None:
         forget(p)
 
 
-def _quietly(judge: Callable) -> Callable:
-    """Returns a function that yields what `judge` does, without Transformers' advice."""
-
-    def rows(session) -> Iterator[Row]:
-        with quiet():
-            yield from judge(session)
-
-    return rows
-
-
 def _in(layout: str, prepare: Callable = lambda session: id, **told) -> Callable:
     """Returns what yields the rows of a layout of a changed model."""
-    return _quietly(lambda session: layout_rows(_target(session, prepare=prepare(session), **told), [layout]))
+    return lambda session: layout_rows(_target(session, prepare=prepare(session), **told), [layout])
 
 
 def _changed(name: str, prepare: Callable) -> Callable:
@@ -101,7 +81,7 @@ def _changed(name: str, prepare: Callable) -> Callable:
         stock, changed = _target(session, name, ours=False), _target(session, name, prepare)
         return [changed.accuracy_row(changed.logits(), stock.logits())[0]]
 
-    return _quietly(judge)
+    return judge
 
 
 def _generated(prepare: Callable = lambda session: id, **told) -> Callable:
@@ -113,7 +93,7 @@ def _generated(prepare: Callable = lambda session: id, **told) -> Callable:
         said = {"against": "rescored packed", "tensor": "logits"}
         return [rescored_row(target, "generate, dynamic cache", *found, **said)[0]]
 
-    return _quietly(judge)
+    return judge
 
 
 def _a_module_lost(session) -> list[Row]:
@@ -133,16 +113,16 @@ def _restored_in_part(session) -> list[Row]:
     return [target.restored_row(before)]
 
 
-_HALVES = _down(_HalvesForFewRows)
+_HALVES, _FORGETTING = _down(_HalvesForFewRows), _in("singles", between=_forget)
 CONTROLS = (
-    Control("a report that names one module less", CONTRACTED, _quietly(_a_module_lost)),
-    Control("a linear that adds two halves of K for few rows", INVARIANCE, _in("singles", _HALVES)),
-    Control("a linear that apply left to PyTorch", GRADIENT, _in("singles", _down(_Stock))),
-    Control("a layer that trains otherwise", INVARIANCE, _in("permuted", _down(_OtherInTraining))),
-    Control("folds that begin anew from .grad in every micro-batch", GRADIENT, _in("singles", between=_forget)),
-    Control("a layer without one of its norms", ACCURACY, _changed("llama", _without_a_norm)),
-    Control("a sliding window that is not applied", ACCURACY, _changed("mistral", _without_its_window)),
-    Control("generate that is not told the padding", PARITY, _generated(told=False)),
-    Control("a linear that adds two halves of K for few rows, generated", PARITY, _generated(_HALVES)),
-    Control("restored but for one norm", DETERMINISM, _quietly(_restored_in_part)),
+    Control("a report that names one module less", Relation.CONTRACTED, _a_module_lost),
+    Control("a linear that adds two halves of K for few rows", Relation.INVARIANCE, _in("singles", _HALVES)),
+    Control("a linear that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(_Stock))),
+    Control("a layer that trains otherwise", Relation.INVARIANCE, _in("permuted", _down(_OtherInTraining))),
+    Control("folds that begin anew from .grad in every micro-batch", Relation.GRADIENT, _FORGETTING),
+    Control("a layer without one of its norms", Relation.ACCURACY, _changed("llama", _without_a_norm)),
+    Control("a sliding window that is not applied", Relation.ACCURACY, _changed("mistral", _without_its_window)),
+    Control("generate that is not told the padding", Relation.PARITY, _generated(told=False)),
+    Control("a linear that adds two halves of K for few rows, generated", Relation.PARITY, _generated(_HALVES)),
+    Control("restored but for one norm", Relation.DETERMINISM, _restored_in_part),
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import bi_kernels as bi
 from bi_kernels.audit.targets.distributed.step import ParallelConfig, ParallelStrategy
-from bi_kernels.audit.targets.model import GRADIENT, INVARIANCE
+from bi_kernels.audit.targets.model import Relation
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.parallel.exchange import all_gather_columns, all_gather_rows, exchange, reshard
@@ -134,11 +134,11 @@ BACKWARD, APART = (ParallelStrategy(ops, steps=1) for ops in (ReducedBackward, F
 
 TP2, DP2 = ParallelConfig(2, 1), ParallelConfig(1, 2)
 CONTROLS = {  # by name: the strategy, its configuration, and the relation that must flag it
-    "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", TP2, INVARIANCE),
-    "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", TP2, INVARIANCE),
-    "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", TP2, INVARIANCE),
-    "a gradient by all-reduce": (f"{HERE}:BACKWARD", TP2, GRADIENT),
-    "norms folded by each rank": (f"{HERE}:APART", ParallelConfig(2, 1, tokens=True), GRADIENT),
-    "DDP's mean over ranks": (f"{HERE}:MEAN", DP2, GRADIENT),
-    "a tree of the world's size": (f"{HERE}:FOLLOWING", DP2, GRADIENT),
+    "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", TP2, Relation.INVARIANCE),
+    "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", TP2, Relation.INVARIANCE),
+    "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", TP2, Relation.INVARIANCE),
+    "a gradient by all-reduce": (f"{HERE}:BACKWARD", TP2, Relation.GRADIENT),
+    "norms folded by each rank": (f"{HERE}:APART", ParallelConfig(2, 1, tokens=True), Relation.GRADIENT),
+    "DDP's mean over ranks": (f"{HERE}:MEAN", DP2, Relation.GRADIENT),
+    "a tree of the world's size": (f"{HERE}:FOLLOWING", DP2, Relation.GRADIENT),
 }

@@ -1,6 +1,5 @@
 """The session of the audit of parallelism: the evidence of every configuration against that of one rank."""
 
-import shutil
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
@@ -20,13 +19,13 @@ from bi_kernels.audit.session import Session
 from bi_kernels.audit.targets.distributed.controls import CONTROLS, HERE
 from bi_kernels.audit.targets.distributed.launch import launch
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, ParallelConfig, case
-from bi_kernels.audit.targets.model import GRADIENT, INVARIANCE, PARITY
+from bi_kernels.audit.targets.model import Relation
 
 COMPARED = {  # by relation: the values' kind, and what a row calls them
-    INVARIANCE: ("logprob", "logprob"),
-    GRADIENT: ("gradient", "gradients"),
+    Relation.INVARIANCE: ("logprob", "logprob"),
+    Relation.GRADIENT: ("gradient", "gradients"),
     Side.TRAINED: ("weight", "weights"),
-    PARITY: ("decode", "logprob"),
+    Relation.PARITY: ("decode", "logprob"),
 }
 HASHED = "gradient", "weight"  # kinds of values that are SHA-256; others are logprobs
 TIMING = "helpers.parallel_timing:measured"  # next to the notebooks: a function that ranks run in place of a step
@@ -42,8 +41,7 @@ def start(audit: str, given: dict) -> "DistributedSession":
 
 
 class Evidence:
-    """What the ranks of a configuration left: the values of a name, as "gradient layers.0.q 2", one a rank that has it.
-    """
+    """What the ranks of a configuration left: by name, as "gradient layers.0.q 2", the values of those that have it."""
 
     def __init__(self, config: ParallelConfig, ranks: list[dict]):
         self.config, self.values = config, defaultdict(list)
@@ -138,7 +136,7 @@ class DistributedSession(Session):
             rows = [row for _, c, _ in jobs for row in self._rows(c, why)]
             if why and len(evidence) >= len(jobs):  # a control or a measurement, which is named
                 name, config, _ = every[min(len(evidence), len(every) - 1)]
-                rows.append(self._row(INVARIANCE, config, None, "logprob", f"{name}: {why}"))
+                rows.append(self._row(Relation.INVARIANCE, config, None, "logprob", f"{name}: {why}"))
             self.add(rows)
             found += rows
         return found
@@ -146,11 +144,8 @@ class DistributedSession(Session):
     def _launch(self, jobs: list[tuple], ranks: int) -> tuple[list[list[dict]], str]:
         told = {k: self.parameters[k] for k in ("shapes", "dtype", "seed")} | {"device": self.device.type}
         told["jobs"] = [{"strategy": strategy, "config": config} for _, config, strategy in jobs]
-        folder = Path(tempfile.mkdtemp())
-        try:
-            return launch(folder, told, ranks, self.parameters["seconds"])
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return launch(Path(folder), told, ranks, self.parameters["seconds"])
 
     def _rows(self, config: ParallelConfig, why: str) -> list[Row]:
         """Returns the rows of a configuration. Those of one rank say whether there is something to compare with: its
@@ -158,7 +153,7 @@ class DistributedSession(Session):
         if ONE_RANK not in self.evidence and config != ONE_RANK:
             why = f"{why}; one rank left nothing to compare with"
         if config not in self.evidence or ONE_RANK not in self.evidence:
-            return [self._row(INVARIANCE, config, None, "logprob", why)]
+            return [self._row(Relation.INVARIANCE, config, None, "logprob", why)]
         mine, one = self.evidence[config], self.evidence[ONE_RANK]
         detail, rows = f"SHA-256 {mine.digest()}", []
         if config == ONE_RANK:
@@ -168,7 +163,8 @@ class DistributedSession(Session):
             unmoved = Drift(len(one.unmoved), len({name.rsplit(" ", 1)[0] for name in one.of("gradient")}))
             rows.append(self._row(PRECONDITION, config, unmoved, "parameters without a gradient", detail))
         for relation, (kind, tensor) in COMPARED.items():
-            if config.dp == 1 if kind == "decode" else config != ONE_RANK:
+            decoded = relation == Relation.PARITY
+            if decoded and config.dp == 1 or not decoded and config != ONE_RANK:
                 drift, _ = mine.against(one, kind)
                 rows.append(self._row(relation, config, drift, tensor, detail if kind == "gradient" else ""))
         return rows
@@ -181,7 +177,7 @@ class DistributedSession(Session):
         who.command = self.command
         if drift is not None and not drift.elements:
             drift, detail = None, f"{tensor}: there was nothing to compare"
-        against = "one rank" if config != ONE_RANK else "its own prefill" if relation == PARITY else ""
+        against = "one rank" if config != ONE_RANK else "its own prefill" if relation == Relation.PARITY else ""
         rows = drift.elements if drift and tensor.startswith("logprob") else sum(shapes["lengths"])
         return who.row(relation, config.name, drift, against, rows=rows, tensor=tensor, detail=detail)
 

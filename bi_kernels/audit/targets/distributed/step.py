@@ -12,7 +12,7 @@ import bi_kernels
 from bi_kernels.audit.problem.call_layouts import pack, spans
 from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.targets.decoder import cached_logprobs, logprobs
-from bi_kernels.audit.targets.distributed.first_divergence import trace
+from bi_kernels.audit.targets.distributed.trace_ops import trace
 from bi_kernels.audit.targets.model import hashes
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
@@ -154,7 +154,7 @@ class DistributedStep:
 
     @torch.no_grad()
     def _traced(self) -> list[dict]:
-        """Returns what each op gives of the group of the most tokens; see first_divergence.py."""
+        """Returns what each op gives of the group of the most tokens; see trace_ops.py."""
         most = max(range(self.case["groups"]), key=lambda number: sum(self.lengths[i] for i in self.group(number)))
         ranks = 1 if self.tensor is None else dist.get_world_size(self.tensor)
         return trace(self.model, ranks, lambda: self._logprobs(most))

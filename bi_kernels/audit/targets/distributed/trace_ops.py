@@ -1,4 +1,4 @@
-"""Names the first op of a decoder's forward whose output has other bits on some rank than on one rank alone."""
+"""Traces the outputs of each op of a decoder's forward on a rank, so that the first that differs can be named."""
 
 from collections.abc import Callable
 
@@ -54,25 +54,3 @@ def trace(model: Decoder, ranks: int, call: Callable) -> list[dict]:
         for holder, ops in zip(holders, before):
             holder.ops = ops
     return found
-
-
-def first_divergence(one: list[dict], ranks: list[list[dict]]) -> tuple[str, int] | None:
-    """Returns the first op of which a rank has other bits than one rank alone, and how many outputs came before it, all
-    of which agree; None if there is none."""
-    counts = {len(records) for records in ranks}
-    if counts != {len(one)} and min(counts, default=0) >= len(one):
-        return "the number of outputs", len(one)
-    for number, expected in enumerate(one):
-        for rank, records in enumerate(ranks):
-            if number >= len(records) or not _agree(records[number], expected, rank):
-                return expected["op"], number
-    return None
-
-
-def _agree(found: dict, expected: dict, rank: int) -> bool:
-    if found["op"] != expected["op"]:
-        return False
-    if found["columns"] == expected["columns"]:
-        return found["whole"] == expected["whole"]
-    part = found["part"]
-    return part == expected["whole"][rank * len(part) : (rank + 1) * len(part)]
