@@ -7,11 +7,11 @@ import torch
 import bi_kernels
 from benchmarks.clock import spread
 from benchmarks.measure import OURS, TORCH, Bench, Call
-from bi_kernels.audit.chain import plain
-from bi_kernels.audit.chain.speed import Exact, decode_step
 from bi_kernels.model import CONFIGS, Decoder
+from helpers import torch_ops
+from helpers.decoder_speed import Exact, decode_step
 
-MODULES = {OURS: bi_kernels, TORCH: plain}
+MODULES = {OURS: bi_kernels, TORCH: torch_ops}
 
 
 def _ops(bench: Bench, sizes) -> dict[str, Callable]:
@@ -72,7 +72,7 @@ def _step(bench: Bench) -> None:
     for name, ops in MODULES.items():
         model = Decoder(config, bench.device, seed=bench.seed, longest=table["keys"], ops=ops)
         cache = Exact(config, 1, table["keys"], model.lm_head)
-        step = decode_step(model, cache, told=name == OURS)
+        step = decode_step(model, cache, masked=name == OURS)
         steps[name] = lambda i, step=step: step()
     _measure(bench, "decode step", f"{config.layers} layers, {table['keys']} keys", steps, table["steps"], step=True)
 

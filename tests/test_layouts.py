@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans
+from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans, step_layouts
 from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
@@ -48,7 +48,7 @@ def assert_sound(calls: list[Call], lengths: list[int]) -> None:
 
 @given(lengths=several, seed=st.integers(0, 99))
 def test_layouts_are_sound(lengths, seed):
-    for calls in layouts(lengths, seed).values():
+    for calls in (*layouts(lengths, seed).values(), *step_layouts(lengths, seed).values()):
         assert_sound(calls, lengths)
 
 

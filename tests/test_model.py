@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bits, slow_but
+from conftest import assert_same_bits
 
 import bi_kernels
+from bi_kernels.audit.targets.model import ModelTarget, layout_rows
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded, policy_loss, score
+from helpers.whole_model import shares
 
 LENGTHS = [5, 1, 17, 33, 9]
 STARTS = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
@@ -53,6 +55,36 @@ STEPS = {  # the calls of a step, in its order
     "permuted": [one_packed([3, 0, 4, 2, 1])],
     "micro-batches": [one_packed([0, 1]), one_padded([3, 2], left=True), one_packed([4])],
 }
+
+
+class Toy(ModelTarget):
+    """A model of two weights, whose gradient moves by so many elements where a rollout gave the old logprobs."""
+
+    whose = "chain", "toy", "", "bi_kernels", "bf16", "cpu"
+    device, lengths, layouts = torch.device("cpu"), [3], {"packed": []}
+    cached = {"chunked:2": (2, [0]), "decode": (1, [2])}
+
+    def __init__(self, moved: int):
+        self.moved, self.drifts = moved, {}
+
+    def run(self, layout, generated=None):
+        found = {"logprob": torch.ones(3), "a.weight": torch.ones(4), "b.weight": torch.ones(4)}
+        found["a.weight"][0] += self.moved * (generated is not None)
+        return found
+
+    def run_cached(self, chunk, first):
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_gradients_of_a_step_on_a_rollout_are_compared(moved):
+    """A prefill alone is no rollout: no step is made of it."""
+    toy = Toy(moved)
+    rows = [row for row in layout_rows(toy) if "then trained" in row.layout]
+    assert [row.mismatches for row in rows] == [moved, moved]
+    found = shares(toy.drifts)
+    assert found["chunked:2"] == found["decode"] == {"logprob": 0, "weight": moved / 8}
+    assert found["prefill of a cache"] == {"logprob": 0}
 
 
 def step(model: Decoder, calls: list) -> dict[str, torch.Tensor]:
@@ -109,9 +141,8 @@ def test_a_linear_that_adds_otherwise_for_few_rows_is_seen(whole):
         assert bool((logprob != whole["logprob"][at]).any()) == (len(at) <= 16), len(at)
 
 
-@pytest.mark.parametrize(
-    "config", slow_but([CONFIG, CONFIG_OTHER], CONFIG_OTHER), ids=["QK-norm, tied", "biases, window"]
-)
+@pytest.mark.slow(but=["7-biases"])
+@pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
 @pytest.mark.parametrize("chunk", [1, 7])
 @torch.no_grad()
 def test_chunks_and_decode_give_the_logprobs_of_one_call(config, chunk):

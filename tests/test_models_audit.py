@@ -7,8 +7,7 @@ import torch
 from transformers.utils import logging
 
 from bi_kernels.audit import start
-from bi_kernels.audit.models import relations
-from bi_kernels.audit.models.cases import Step, quiet
+from bi_kernels.audit.targets.transformers import TransformersTarget, quiet
 from bi_kernels.contract import CONTRACT
 
 
@@ -37,19 +36,12 @@ def test_what_is_silenced_speaks_again():
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
-def test_every_layout_holds_every_token_once(session):
-    step = Step(session)
-    for name, calls in step.layouts.items():
-        tokens = sorted(int(i) for call in calls for i in call.index.flatten() if i >= 0)
-        assert tokens == list(range(step.count)), name
-
-
 @pytest.mark.parametrize("dtype", CONTRACT["dtypes"]["supported"])
 @pytest.mark.parametrize("times, verdict", [(0.99, "pass"), (1.01, "needs-fix"), (float("nan"), "needs-fix")])
 def test_the_bound_of_the_logits_is_the_contracts(dtype, times, verdict, session):
-    who, stock = relations.Model(session, "llama", dtype), torch.ones(3, 5)
-    _, line = relations.accuracy(session, who, stock, stock)
+    target, stock = TransformersTarget(session, "llama", dtype, model=None), torch.ones(3, 5)
+    _, line = target.accuracy_row(stock, stock)
     moved = stock.clone()
     moved[1, 2] += times * line["bound"]
-    row, _ = relations.accuracy(session, who, moved, stock)
+    row, _ = target.accuracy_row(moved, stock)
     assert (row.verdict, bool(row.mismatches)) == (verdict, verdict != "pass")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bi_kernels.grads import MainGrads
 from bi_kernels.parallel.tree import GroupTree, added, middle, whole
 
-SCRIPT = Path(__file__).with_name("world.py")
+SCRIPT = Path(__file__).with_name("ranks_data.py")
 GROUPS, WORLDS = 8, (3,)  # 2 and 4 are asked by the notebook `world`
 
 
@@ -69,7 +69,7 @@ def test_a_rank_keeps_few_buffers_and_adds_as_the_tree_does(groups):
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> dict[int, dict]:
-    """Everything that tests/world.py found, by the number of its processes."""
+    """Everything that tests/ranks_data.py found, by the number of its processes."""
     folder, found = tmp_path_factory.mktemp("worlds"), {}
     for ranks in (1, *WORLDS):
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []

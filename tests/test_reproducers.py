@@ -189,7 +189,9 @@ def test_a_drift_between_modes_and_gradient_requests_is_reproduced(ops, tmp_path
     s, candidate = registered_op(ops, "kept_once")
     rows = list(single_call.by_use(s, ["mode", "demand"]))
     drifting = [r for r in rows if r.mismatches]
-    assert {r.layout for r in drifting} == {"a graph kept, backward twice", "inference_mode"}, [(r.layout, r.detail) for r in rows]
+    assert {r.layout for r in drifting} == {"a graph kept, backward twice", "inference_mode"}, [
+        (r.layout, r.detail) for r in rows
+    ]
     assert len(script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))) == 2
 
 

@@ -12,24 +12,23 @@ import torch
 from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from world_tensor import SEQUENCE, VARIANTS
+from ranks_tensor import SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
 from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.worlds.first import differing
-from bi_kernels.audit.worlds.launch import launched
-from bi_kernels.audit.worlds.session import TIMING, Evidence, WorldSession, _leaves, _values
-from bi_kernels.audit.worlds.ways import HERE
-from bi_kernels.audit.worlds.world import World
+from bi_kernels.audit.targets.distributed.controls import HERE
+from bi_kernels.audit.targets.distributed.launch import launch
+from bi_kernels.audit.targets.distributed.session import TIMING, DistributedSession, Evidence
+from bi_kernels.audit.targets.distributed.step import ONE_RANK, ParallelConfig
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
-from helpers import scaling_model
+from helpers import parallelism, scaling_model
 
-SCRIPT = Path(__file__).with_name("world_tensor.py")
-TRANSFORMERS = SCRIPT.with_name("world_transformers.py")
+SCRIPT = Path(__file__).with_name("ranks_tensor.py")
+TRANSFORMERS = SCRIPT.with_name("ranks_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -106,40 +105,42 @@ def test_what_cannot_be_cut_or_computed_is_one_sentence(found):
     assert said["hidden"].startswith("lm_head_logprob: hidden has shape (4, 32) and weight (")
 
 
-TP2 = World(2, 1)
-ONE = [{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}, "logprob": {"0": "AACAPw=="}, "decode": {}}]
-LEFT = [  # what two ranks leave, and the kinds of it that differ
-    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 0),
-    ([{"leaves": {"gradient q 0": "b", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 1),
-    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "m"}}], 1),
-    ([{"leaves": {"gradient q 0": "a", "gradient norm 0": "n"}}, {}], 1),  # a norm is every rank's
-    ([{"leaves": {"gradient norm 0": "n"}}, {"leaves": {"gradient norm 0": "n"}}], 1),
-    ([{}, {}], 2),
+TP2 = ParallelConfig(2, 1)
+VALUES = {"gradient q 0": "a", "gradient norm 0": "n"}
+ONE = Evidence(ONE_RANK, [{"values": VALUES | {"logprob 0": torch.tensor([1.0, -0.0])}}])
+LEFT = [  # the gradients that two ranks leave, and how many of them differ
+    (VALUES, {"gradient norm 0": "n"}, 0),
+    ({"gradient q 0": "b", "gradient norm 0": "n"}, {"gradient norm 0": "n"}, 1),
+    (VALUES, {"gradient norm 0": "m"}, 1),
+    (VALUES, {}, 1),  # a norm is every rank's
+    ({"gradient norm 0": "n"}, {"gradient norm 0": "n"}, 1),
+    ({}, {}, 2),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "wrong"), LEFT)
-def test_evidence_that_differs_or_is_missing_is_counted(ranks, wrong):
-    one, two = Evidence.of(ONE), Evidence.of(ranks)
-    assert _leaves(two, one, "gradient", TP2).mismatches == wrong
-    same = two.digest() == Evidence.of([ONE[0] | {"logprob": {}}]).digest()
-    assert same == (wrong == 0 or ranks[1] == {} and bool(ranks[0])), "what differs has another hash"
+@pytest.mark.parametrize(("first", "second", "wrong"), LEFT)
+def test_evidence_that_differs_or_is_missing_is_counted(first, second, wrong):
+    two = Evidence(TP2, [{"values": first}, {"values": second}])
+    assert two.against(ONE, "gradient")[0].mismatches == wrong
+    same = two.digest() == Evidence(ONE_RANK, [{"values": VALUES}]).digest()
+    assert same == (wrong == 0 or bool(first) and not second), "what differs has another hash"
 
 
-@pytest.mark.parametrize(("values", "wrong"), [(["AACAPw=="] * 2, 0), (["AACAPw==", "AQCAPw=="], 1), (["AACAPw=="], 1)])
+@pytest.mark.parametrize(("values", "wrong"), [([-0.0, -0.0], 0), ([-0.0, 0.0], 1), ([-0.0], 2)])
 def test_logprobs_of_every_rank_count(values, wrong):
-    one, two = Evidence.of(ONE), Evidence.of([{"logprob": {"0": value}} for value in values])
-    assert _values(two.against(one, "logprob", TP2), one.logprob).mismatches == wrong
+    ranks = [{"values": {"logprob 0": torch.tensor([1.0, value])}} for value in values]
+    drift, missing = Evidence(TP2, ranks).against(ONE, "logprob")
+    assert (drift.mismatches, missing) == (wrong, ["logprob 0"] * (len(values) < 2))
 
 
 def test_the_first_op_that_differs_is_named_and_none_where_none_does():
     said = lambda op, columns, *leaves: {"op": op, "columns": columns, "whole": [*leaves], "part": [*leaves[:2]]}
     one = [said("linear q", 8, *"abcd"), said("linear o", 8, *"efgh")]
     ranks = [[said("linear q", 4, *"abxx"), one[1]], [said("linear q", 4, *"cdxx"), one[1]]]
-    assert differing(one, ranks) is None
-    assert differing(one, [ranks[1], ranks[0]]) == ("linear q", 0)
-    assert differing(one, [ranks[0], [ranks[1][0], said("linear o", 8, *"efgx")]]) == ("linear o", 1)
-    assert differing(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
+    assert parallelism.first_divergence(one, ranks) is None
+    assert parallelism.first_divergence(one, [ranks[1], ranks[0]]) == ("linear q", 0)
+    assert parallelism.first_divergence(one, [ranks[0], [ranks[1][0], said("linear o", 8, *"efgx")]]) == ("linear o", 1)
+    assert parallelism.first_divergence(one, [ranks[0], ranks[1][:1]]) == ("linear o", 1)
 
 
 def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
@@ -150,11 +151,12 @@ def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     what = "tensor parallel, forward and backward"
     cost = {"world": "tp2", "what": what, "case": "", "tokens": 8192}
     session.costs = [cost | {"ms": {"ours": n, "all-reduce": 10}} for n in (11, 12)]
-    assert [line["goal"] for line in session.compared()] == ["✔ 1.18 at most", "✘ 1.18 at most"]
-    measured = [g for g in session.goals() if g["what"].startswith(f"{what}, 2 ranks")]
+    assert [line["goal"] for line in parallelism.cost_lines(session)] == ["✔ 1.18 at most", "✘ 1.18 at most"]
+    measured = [g for g in parallelism.goals_met(session) if g["what"].startswith(f"{what}, 2 ranks")]
     assert [g["met"] for g in measured] == [True, False], "a goal a measurement, as the table has them"
     asked = CONTRACT["chain"]["world"]["real"]["timed"]["goals"]
-    assert [g["met"] for g in session.goals() if g not in measured] == [None] * (len(asked) - 1)
+    assert [g["met"] for g in parallelism.goals_met(session) if g not in measured] == [None] * (len(asked) - 1)
+    parallelism.costs(session)
     assert goals.read_summary(tmp_path) == "✔ 1 of 9 goals met, ✘ 1 missed, 7 not measured in this run."
     both = session.costs
     (slow, slower) = scaling_model.measured(both, "qwen3-8b")
@@ -173,7 +175,7 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
 
 
 @pytest.mark.parametrize(
-    ("way", "seconds", "expected"),
+    ("strategy", "seconds", "expected"),
     slow_but(
         [
             ("DIES", 120, "rank 1 ended with status 9; 2 of 3 jobs had ended on every rank"),
@@ -183,14 +185,14 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
         "DIES",
     ),
 )
-def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(way, seconds, expected, tmp_path, monkeypatch):
+def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(strategy, seconds, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SCRIPT.parent), os.getenv("PYTHONPATH")))))
-    jobs = [{"way": name, "world": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"world_faults:{way}")]
+    jobs = [{"strategy": name, "config": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"ranks_faults:{strategy}")]
     told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}, time.monotonic()
-    told |= {"jobs": jobs, "timing": TIMING}
-    evidence, why = launched(tmp_path, told, 2, seconds)
+    told["jobs"] = jobs
+    evidence, why = launch(tmp_path, told, 2, seconds)
     assert why == expected
-    assert len(evidence) == 2 and len(evidence[0]) == 2 and evidence[0][0]["logprob"]
+    assert len(evidence) == 2 and len(evidence[0]) == 2 and evidence[0][0]["values"]
     assert evidence[1] == [{"costs": []}] * 2, "found next to the notebooks; nothing is timed on a CPU"
     assert time.monotonic() - begun < 120
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
@@ -198,7 +200,7 @@ def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(way, seconds, 
 
 
 def test_an_audit_of_large_worlds_alone_keeps_one_rank_and_the_controls():
-    session = WorldSession("world", {"nproc": 4, "least": 4}, torch.device("cpu"), Candidate("bi_kernels", {}))
-    assert {w.ranks for w in session.worlds} == {1, 4} and session.sizes == [1, 2, 4]
+    session = DistributedSession("world", {"nproc": 4, "least": 4}, torch.device("cpu"), Candidate("bi_kernels", {}))
+    assert {c.ranks for c in session.configs} == {1, 4} and session.sizes == [1, 2, 4]
     with pytest.raises(ValueError, match="least is 4, expected at most nproc, 2"):
         WorldParameters(nproc=2, least=4)

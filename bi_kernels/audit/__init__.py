@@ -14,10 +14,10 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "registry": "bi_kernels.audit.session",
     "callable": "bi_kernels.audit.callables.session",
     "third-party": "helpers.third_party",  # next to the notebooks
-    "model": "bi_kernels.audit.chain.session",
-    "integration": "bi_kernels.audit.models.session",
+    "model": "bi_kernels.audit.targets.session",
+    "integration": "bi_kernels.audit.targets.session",
     "bench": "benchmarks.session",
-    "world": "bi_kernels.audit.worlds.session",
+    "world": "bi_kernels.audit.targets.distributed.session",
     "recipes": "helpers.recipes.session",
 }
 

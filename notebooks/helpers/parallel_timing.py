@@ -13,8 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 import bi_kernels as bi
 from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.worlds.ways import Summed
-from bi_kernels.audit.worlds.world import DTYPES, case
+from bi_kernels.audit.targets.distributed.controls import Summed
+from bi_kernels.audit.targets.distributed.step import case
+from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, packed
 from bi_kernels.model.decoder import Layer

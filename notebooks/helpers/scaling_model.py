@@ -1,6 +1,6 @@
 """Models on paper how cost and memory grow with the ranks: bytes that a rank receives, and the time links need."""
 
-from bi_kernels.audit.worlds.world import case
+from bi_kernels.audit.targets.distributed.step import case
 from bi_kernels.contract import CONTRACT
 from bi_kernels.model import CONFIGS
 from bi_kernels.parallel.peers import SLOTS

@@ -124,6 +124,23 @@ def _layouts(lengths: tuple[int, ...], seed: int) -> dict[str, list[Call]]:
     }
 
 
+def micro_batches(samples: Sequence[np.ndarray], count: int) -> list[list[np.ndarray]]:
+    """Cuts samples, in their order, into at most `count` parts of about as many."""
+    return [[samples[i] for i in part] for part in np.array_split(range(len(samples)), min(count, len(samples)))]
+
+
+def step_layouts(lengths: Sequence[int], seed: int = 0) -> dict[str, list[Call]]:
+    """Returns the layouts of a whole model's step by name: those of `layouts` that keep samples whole, and further
+    splits."""
+    s, every = spans(lengths), layouts(lengths, seed)
+    names = "packed", "singles", "batch", "left_padded", "permuted", "micro_batches:each", "micro_batches:ragged"
+    fourths = enumerate(micro_batches(s, 4))
+    return {name: every[name] for name in names} | {
+        "micro_batches:2": [pad(part) for part in micro_batches(s, 2)],
+        "micro_batches:4": [pad(part, left=True) if i % 2 else pack(part) for i, part in fourths],
+    }
+
+
 def shapes_launched(calls: Sequence[Call]) -> str:
     """Returns what a layout asks of an op, for the evidence: the number of calls and their shapes."""
     shapes = [call.index.shape for call in calls]

@@ -1,11 +1,11 @@
-"""Ways of a world that end badly, for tests/test_tensor_parallel.py."""
+"""Parallel strategies whose ranks end badly, for tests/test_tensor_parallel.py."""
 
 import os
 import time
 
 import torch.distributed as dist
 
-from bi_kernels.audit.worlds.world import Way
+from bi_kernels.audit.targets.distributed.step import ParallelStrategy
 from bi_kernels.parallel.tensor import TensorParallel
 
 
@@ -29,4 +29,4 @@ def raises(group, tokens):
     return TensorParallel(group, tokens)
 
 
-DIES, HANGS, RAISES = (Way(ops, forward=True) for ops in (dies, hangs, raises))
+DIES, HANGS, RAISES = (ParallelStrategy(ops, forward=True) for ops in (dies, hangs, raises))

@@ -1,5 +1,5 @@
-"""Stock PyTorch under the names of this package's ops, as a model of PyTorch's own is written: nothing that costs time
-and that only an audit asks for."""
+"""PyTorch's own ops under the names of this package's, as a model of PyTorch is written: the fast calls, and nothing
+that only an audit needs."""
 
 import inspect
 
@@ -8,20 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from bi_kernels.audit import stock
+from bi_kernels.audit.stock import add_rms_norm, embedding, linear, qk_norm, rms_norm, rope, swiglu, visible
 
+__all__ = ["add_rms_norm", "embedding", "linear", "qk_norm", "rms_norm", "rope", "swiglu"]
+__all__ += ["attention", "lm_head_logprob", "token_logprob"]
 _TAKES = inspect.signature(varlen_attn).parameters
 CAUSAL = {"is_causal": True} if "is_causal" in _TAKES else {"window_size": (-1, 0)}
 GROUPED = {"enable_gqa": True} if "enable_gqa" in _TAKES else {}
-
-linear, rms_norm, qk_norm, add_rms_norm, rope = (
-    stock.linear,
-    stock.rms_norm,
-    stock.qk_norm,
-    stock.add_rms_norm,
-    stock.rope,
-)
-swiglu, embedding = stock.swiglu, stock.embedding
 
 
 def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
@@ -36,8 +29,8 @@ def lm_head_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **where) -> tuple[Tensor, None]:
-    """Returns SDPA of packed sequences, one by one, of a whole batch without a mask, or of what a mask leaves of it;
-    where the longest of packed sequences is told, flash attention of all at once."""
+    """Returns causal attention: SDPA of packed sequences one by one, or of a batch, with a mask where lengths are
+    given; flash attention of all packed sequences at once where `longest` is given."""
     if longest := where.get("longest"):
         group = 1 if GROUPED else q.shape[-2] // k.shape[-2]
         k, v = (t.repeat_interleave(group, -2) if group > 1 else t for t in (k, v))
@@ -51,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **w
     if not where and window is None:
         out = F.scaled_dot_product_attention(*heads, is_causal=q.shape[1] > 1, enable_gqa=True)
         return out.transpose(1, 2), None
-    mask = stock.visible(q, k, window=window, **where)
+    mask = visible(q, k, window=window, **where)
     blind = ~mask.any(-1, keepdim=True)  # padding: of no key, SDPA's gradient is NaN
     out = F.scaled_dot_product_attention(*heads, attn_mask=mask | blind, enable_gqa=True)
     return out.masked_fill(blind, 0).transpose(1, 2), None

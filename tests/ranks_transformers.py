@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: a small Qwen3 and a Llama after `apply`, over ranks.
 
-world_transformers.py FOLDER      # each rank writes {model: {what: SHA-256}}
+ranks_transformers.py FOLDER      # each rank writes {model: {what: SHA-256}}
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Run by tests/test_parallel.py under torchrun, or alone: steps of a tiny decoder, data-parallel over gloo.
 
-world.py FILE GROUPS      # rank 0 writes {way: SHA-256 of every gradient and weight}
+ranks_data.py FILE GROUPS      # rank 0 writes {way: SHA-256 of every gradient and weight}
 """
 
 import copy

@@ -1,11 +1,12 @@
-"""Ways to cut a step over ranks that others take, each of which the audit of worlds must flag."""
+"""Parallel strategies that other trainers use, or with one thing exchanged: the audit must flag each."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import bi_kernels as bi
-from bi_kernels.audit.worlds.world import Way, World
+from bi_kernels.audit.targets.distributed.step import ParallelConfig, ParallelStrategy
+from bi_kernels.audit.targets.model import Relation
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.parallel.exchange import all_gather_columns, all_gather_rows, exchange, reshard
@@ -13,7 +14,7 @@ from bi_kernels.parallel.sequence import LocalShard
 from bi_kernels.parallel.tensor import TensorParallel
 from bi_kernels.parallel.vocabulary import Head
 
-HERE = "bi_kernels.audit.worlds.ways"
+HERE = __name__
 
 
 class Summed(torch.autograd.Function):
@@ -31,8 +32,7 @@ class Summed(torch.autograd.Function):
 
 
 class ReducedBackward(TensorParallel):
-    """The gradient of what column-parallel products are given is a sum of the ranks', by an all-reduce, as Megatron-LM
-    has it."""
+    """All-reduces the gradient of the input of column-parallel products, as Megatron-LM does."""
 
     def enter(self, x: Tensor) -> Tensor:
         return Summed.apply(x, self.group) if torch.is_grad_enabled() else x
@@ -53,7 +53,7 @@ class FoldedApart(TensorParallel):
 
 
 class Reduced(TensorParallel):
-    """A product of columns that the ranks share is a sum of theirs, by an all-reduce, as Megatron-LM has it."""
+    """All-reduces the products of columns that the ranks share, as Megatron-LM does."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
@@ -64,7 +64,7 @@ class Reduced(TensorParallel):
 
 
 class Exchanged(TensorParallel):
-    """What is gathered comes in another order of the ranks."""
+    """Gathers the ranks' parts in another order."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] == weight.shape[1]:
@@ -127,17 +127,18 @@ class Following(MainGrads):
             super().close(self.tree.rank)
 
 
-OURS, QUICK = Way(), Way(steps=1)
-REDUCED, EXCHANGED, ARRIVING = (Way(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
-MEAN, FOLLOWING = Way(grads=Mean, steps=1), Way(grads=Following, steps=1)
-BACKWARD, APART = (Way(ops, steps=1) for ops in (ReducedBackward, FoldedApart))
+OURS, QUICK = ParallelStrategy(), ParallelStrategy(steps=1)
+REDUCED, EXCHANGED, ARRIVING = (ParallelStrategy(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
+MEAN, FOLLOWING = (ParallelStrategy(grads=grads, steps=1) for grads in (Mean, Following))
+BACKWARD, APART = (ParallelStrategy(ops, steps=1) for ops in (ReducedBackward, FoldedApart))
 
-CONTROLS = {  # by what a reader calls it: the way, its world, and what must differ
-    "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", World(2, 1), "logprob"),
-    "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", World(2, 1), "logprob"),
-    "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", World(2, 1), "logprob"),
-    "a gradient by all-reduce": (f"{HERE}:BACKWARD", World(2, 1), "gradient"),
-    "norms folded by each rank": (f"{HERE}:APART", World(2, 1, tokens=True), "gradient"),
-    "DDP's mean over ranks": (f"{HERE}:MEAN", World(1, 2), "gradient"),
-    "a tree of the world's size": (f"{HERE}:FOLLOWING", World(1, 2), "gradient"),
+TP2, DP2 = ParallelConfig(2, 1), ParallelConfig(1, 2)
+CONTROLS = {  # by name: the strategy, its configuration, and the relation that must flag it
+    "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", TP2, Relation.INVARIANCE),
+    "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", TP2, Relation.INVARIANCE),
+    "a softmax merged in order of arrival": (f"{HERE}:ARRIVING", TP2, Relation.INVARIANCE),
+    "a gradient by all-reduce": (f"{HERE}:BACKWARD", TP2, Relation.GRADIENT),
+    "norms folded by each rank": (f"{HERE}:APART", ParallelConfig(2, 1, tokens=True), Relation.GRADIENT),
+    "DDP's mean over ranks": (f"{HERE}:MEAN", DP2, Relation.GRADIENT),
+    "a tree of the world's size": (f"{HERE}:FOLLOWING", DP2, Relation.GRADIENT),
 }

@@ -1,5 +1,4 @@
-"""A decoder trained by GRPO on what it generates, under several layouts: one SHA-256 of its weights, or as many as
-there are layouts."""
+"""Trains a decoder by GRPO on what it generates, under several layouts, and counts the SHA-256 of its weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,40 +8,33 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel
-from bi_kernels.audit.broken.attention import padding_keys_seen
-from bi_kernels.audit.broken.gradient import dw_separate
-from bi_kernels.audit.chain import plain
-from bi_kernels.audit.chain.generation import figures
-from bi_kernels.audit.chain.layouts import hash_of, parts, rows_of, sha256
-from bi_kernels.audit.chain.relations import PARITY, with_ops
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.kinds import Side
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
-from bi_kernels.audit.problem.call_layouts import Call, pack, pad, spans
-from bi_kernels.audit.problem.inputs import generator, on
+from bi_kernels.audit.problem.call_layouts import Call, micro_batches, pack, pad, spans
+from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.problem.subject import Labelled
+from bi_kernels.audit.targets.decoder import logprobs
+from bi_kernels.audit.targets.decoder_controls import PADDING_SEEN, SEPARATE
+from bi_kernels.audit.targets.model import Relation, hashes, policy_drift, sha256
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, Generated, generate, policy_loss
+from helpers import torch_ops
 from helpers.figures import plt  # in the style of all that is drawn
 
-SEPARATE, PADDING = "dW as the sum of separately accumulated partials, trained", "rollouts that see a cache's padding"
-OPS = {
-    "bi_kernels": bi_kernels,
-    "torch": plain,
-    SEPARATE: with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight)),
-    PADDING: with_ops(attention=padding_keys_seen),
-}
+APART, PADDING = "dW as the sum of separately accumulated partials, trained", "rollouts that see a cache's padding"
+OPS = {"bi_kernels": bi_kernels, "torch": torch_ops, APART: SEPARATE, PADDING: PADDING_SEEN}
 SPLITS: dict[str, Callable[[list, int], list[Call]]] = {  # the calls of step `number`, of its samples' tokens
     "packed": lambda s, number: [pack(s)],
     "micro_batches:each": lambda s, number: [pack([x]) for x in s],
-    "batch, in 2": lambda s, number: [pad(part) for part in parts(s, 2)],
-    "left_padded, in 4": lambda s, number: [pad(part, left=True) for part in parts(s, 4)],
+    "batch, in 2": lambda s, number: [pad(part) for part in micro_batches(s, 2)],
+    "left_padded, in 4": lambda s, number: [pad(part, left=True) for part in micro_batches(s, 4)],
     "micro_batches:changing": lambda s, number: [
-        pad(part) if i % 2 else pack(part) for i, part in enumerate(parts(s, 1 + number % len(s)))
+        pad(part) if i % 2 else pack(part) for i, part in enumerate(micro_batches(s, 1 + number % len(s)))
     ],
 }
-CONTROLS = ((SEPARATE, "packed"), (SEPARATE, "micro_batches:each"), (PADDING, "packed"))  # in which each shows
+CONTROLS = ((APART, "packed"), (APART, "micro_batches:each"), (PADDING, "packed"))  # in which each shows
 
 
 @dataclass
@@ -85,8 +77,8 @@ class Run:
         how = {"lr": self.case["learning_rate"], "weight_decay": 0.0, "fused": self.device.type == "cuda"}
         self.optimizer = torch.optim.AdamW(self.grads.masters, **how)
         self.rollouts = 1 if (candidate, split) in CONTROLS else self.case["rollouts"]
-        self.said = Trained(candidate, split, sum(p.numel() for p in self.grads.parameters))
-        self.begin = [hash_of(m) for m in self.grads.masters]
+        self.trained = Trained(candidate, split, sum(p.numel() for p in self.grads.parameters))
+        self.begin = hashes(self.grads.masters)
         self.steps = 0
 
     def rollout(self, number: int) -> list[Generated]:
@@ -103,17 +95,18 @@ class Run:
         for number in range(self.rollouts):
             generated = self.rollout(number)
             rewards = torch.tensor([reward(one) for one in generated]).view(-1, c["group"])
-            self.said.rewards.append(float(rewards.mean()))
+            self.trained.rewards.append(float(rewards.mean()))
             spread = rewards.std(1, keepdim=True, correction=0).clamp(min=1 / 64)
             advantages = ((rewards - rewards.mean(1, keepdim=True)) / spread).flatten().tolist()
             for first in range(0, len(generated), size):
                 chosen = slice(first, first + size)
                 self.step(generated[chosen], advantages[chosen], fresh=first == 0)
-        moved = [hash_of(m) != b for m, b in zip(self.grads.masters, self.begin)]
+        moved = [now != then for now, then in zip(hashes(self.grads.masters), self.begin)]
         weights = {name: m.detach() for (name, _), m in zip(self.model.named_parameters(), self.grads.masters)}
-        self.said.sha256, self.said.tensors, self.said.unmoved = sha256(weights), len(moved), len(moved) - sum(moved)
-        self.said.sample = torch.cat([w.flatten()[:4] for w in weights.values()]).tolist()
-        return self.said
+        self.trained.sha256, self.trained.tensors = sha256(weights), len(moved)
+        self.trained.unmoved = len(moved) - sum(moved)
+        self.trained.sample = torch.cat([w.flatten()[:4] for w in weights.values()]).tolist()
+        return self.trained
 
     def step(self, generated: Sequence[Generated], advantages: Sequence[float], fresh: bool) -> None:
         """Takes a step of the optimizer, its calls as the split has them. fresh: the weights are the rollout's."""
@@ -124,23 +117,16 @@ class Run:
         targets = make([blank(one, -100, one.ids) for one in generated], torch.int64)
         old = make([blank(one, 0.0, one.logprobs) for one in generated], torch.float32)
         gain = make([[a] * n for a, n in zip(advantages, lengths)], torch.float32)
-        active, found = targets >= 0, torch.zeros_like(old)
-        denominator = sum(len(one.ids) for one in generated)
-        for call in self.split(spans(lengths), self.steps):
-            index = on(self.device, call.index)
-            real, at = index >= 0, index.clamp(min=0)
-            rows = rows_of(call, lengths, self.device)
-            told = ids[at].masked_fill(~real, 0), targets[at].masked_fill(~real, -100)
-            logprob, _ = self.model.logprobs(*told, rows)
-            policy_loss(logprob, old[at], gain[at], active[at] & real, denominator).backward()
-            self.grads.collect()
-            found[index[real]] = logprob.detach()[real]
+        active, denominator = targets >= 0, sum(len(one.ids) for one in generated)
+        loss = lambda logprob, at, real: policy_loss(logprob, old[at], gain[at], active[at] & real, denominator)
+        calls = self.split(spans(lengths), self.steps)
+        found = logprobs(self.model, calls, lengths, ids, targets, loss, self.grads)
         self.grads.join()
         self.optimizer.step()
         self.grads.finish()
-        self.said.losses.append(float(policy_loss(found, old, gain, active, denominator)))
+        self.trained.losses.append(float(policy_loss(found, old, gain, active, denominator)))
         if fresh:
-            self.said.parity.append(figures(old[active], found[active])[1])
+            self.trained.parity.append(policy_drift(old[active], found[active]))
         self.steps += 1
 
 
@@ -171,12 +157,12 @@ def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
         worst, kl = (max(p[k] for p in run.parity) for k in ("max |Δ logprob|", "KL"))
         said = {"against": "generated", "tensor": "logprob", "detail": f"{len(run.parity)} rollouts; KL {kl:.3g}"}
         verdict = PASS if not differ and max(worst, kl) <= CONTRACT["chain"]["parity"] else NEEDS_FIX
-        parity = who.row(PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
+        parity = who.row(Relation.PARITY, steps, Drift(differ, tokens, worst), verdict=verdict, **said)
         if run.candidate == "bi_kernels":
             moved = Drift(run.unmoved, run.tensors)
             rows += [parity, who.row(PRECONDITION, steps, moved, "the initial weights", tensor="tensors left unmoved")]
             rows += [weights] if run is not first else []
-        elif run.candidate == SEPARATE and run is not first:
+        elif run.candidate == APART and run is not first:
             rows.append(weights.as_control())
         elif run.candidate == PADDING:
             rows.append(parity.as_control())
@@ -223,8 +209,8 @@ def draw(found: Sequence[Trained], title: str) -> plt.Figure:
                 axes[:, column], (at, range(len(gaps)), at), (run.rewards, gaps, [p["KL"] for p in run.parity])
             ):
                 ax.plot(x, y, color=color, linewidth=1.3, marker="o", markersize=2.5, label=run.split)
-        hashes = len({run.sha256 for run in mine})
-        axes[0, column].set_title(f"{candidate}: {hashes} SHA-256 of {len(mine)} runs")
+        count = len({run.sha256 for run in mine})
+        axes[0, column].set_title(f"{candidate}: {count} SHA-256 of {len(mine)} runs")
         axes[2, column].set_xlabel("optimizer step")
     for ax, label in zip(axes[:, 0], ("reward", "|loss − first layout's|", "KL, rollout to training")):
         ax.set_ylabel(label)

@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: one step of small decoders, cut by tensor over gloo.
 
-world_tensor.py FOLDER      # each rank writes {variant: {what: SHA-256}}: logprobs, whole gradients, what is generated
+ranks_tensor.py FOLDER      # each rank writes {variant: {what: SHA-256}}: logprobs, whole gradients, what is generated
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a step, and a decode step in a CUDA graph, cost on a GPU after `apply`, in times of the stock model's."""
+"""Times a step, and a decode step in a CUDA graph, on a GPU after `apply`, next to the stock model's."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,12 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-from bi_kernels.audit.models.cases import OURS, STOCK, built, quiet, vocabulary
 from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.targets.transformers import OURS, STOCK, build, draw_ids, quiet
 from bi_kernels.audit.timing import timed
 
 TIMED = "qwen3"
 STEP, DECODE, ROOM = (4, 2048), (8, 500), 1024  # sequences and tokens; of the static cache
-
-
-def _ids(session, shape: tuple[int, int]) -> torch.Tensor:
-    g = generator("cpu", session.parameters["seed"], "speed")
-    return torch.randint(1, vocabulary(session), shape, generator=g).to(session.device)
 
 
 def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
@@ -58,12 +53,12 @@ def run(session, dtype: str) -> list[dict]:
     """Times both, calls taking turns; returns the lines of a table."""
     lines = []
     with quiet():
-        models = {OURS: built(session, TIMED, dtype), STOCK: built(session, TIMED, dtype, ours=False)}
+        models = {OURS: build(session, TIMED, dtype), STOCK: build(session, TIMED, dtype, ours=False)}
         for what, make, shape in (
             ("forward and backward of a step", _step, STEP),
             ("a decode step in a CUDA graph", _decode, DECODE),
         ):
-            ids = _ids(session, shape)
+            ids = draw_ids(session, shape, generator("cpu", session.parameters["seed"], "speed"))
             calls = {name: make(model, ids) for name, model in models.items()}
             ms = timed(calls)
             sizes = f"{shape[0]} × {shape[1]} tokens"

@@ -1,1 +1,0 @@
-"""Models of Hugging Face Transformers after `apply`: every layout, split, cache and trainer, beside the stock model"""

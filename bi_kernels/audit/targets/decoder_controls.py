@@ -1,0 +1,66 @@
+"""Decoders with one op broken or one thing forgotten, each with the relation that must flag it."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+import bi_kernels
+from bi_kernels.audit.broken.attention import changed, padding_keys_seen
+from bi_kernels.audit.broken.forward import rope_by_row, row_count
+from bi_kernels.audit.broken.gradient import dw_separate
+from bi_kernels.audit.targets.decoder import DecoderTarget, generation_rows
+from bi_kernels.audit.targets.model import Control, Relation, layout_rows
+
+
+def with_ops(**changed) -> SimpleNamespace:
+    """Returns this package's ops, some of which are others."""
+    return SimpleNamespace(**{name: getattr(bi_kernels, name) for name in bi_kernels.__all__} | changed)
+
+
+def _recomputed_differently(gate, up):
+    """Gives activation checkpointing, which calls it inside the backward, another result than the forward had."""
+    y = bi_kernels.swiglu(gate, up)
+    return y if torch._C._current_graph_task_id() == -1 else bi_kernels.scale(y, 1.5)
+
+
+def _halves_for_few_rows(x, weight, bias=None, few=64):
+    if row_count(x) > few:
+        return bi_kernels.linear(x, weight, bias)
+    first, second = map(bi_kernels.linear, x.chunk(2, -1), weight.chunk(2, -1))
+    return bi_kernels.add(first, second)
+
+
+def _block_by_batch(q, k, v, **told):
+    count = len(told["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in told else len(q)
+    return (changed(block=32, hopper_prefill=None) if count < 3 else bi_kernels.attention)(q, k, v, **told)
+
+
+def _in(layout: str, **change) -> Callable:
+    """Returns what yields the rows of a layout of a changed decoder of few layers."""
+    return lambda session: layout_rows(DecoderTarget(session, "bf16", "control_layers", **change), [layout])
+
+
+def _generating(ops) -> Callable:
+    return lambda session: generation_rows(session, "bf16", ops, "control_layers")[0]
+
+
+SEPARATE = with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight))
+PADDING_SEEN = with_ops(attention=padding_keys_seen)
+_HALVES, _OF_2 = (with_ops(linear=partial(_halves_for_few_rows, **few)) for few in ({}, {"few": 2}))
+_BLOCKS, _RECOMPUTED = with_ops(attention=_block_by_batch), with_ops(swiglu=_recomputed_differently)
+_FORWARD, _BACKWARD, _PARITY = Relation.INVARIANCE, Relation.GRADIENT, Relation.PARITY
+CONTROLS = (
+    Control("linear that adds two halves of K for 64 rows or fewer", _FORWARD, _in("singles", ops=_HALVES)),
+    Control("RoPE by row", _FORWARD, _in("singles", ops=with_ops(rope=rope_by_row))),
+    Control("attention whose blocks follow the batch", _FORWARD, _in("singles", ops=_BLOCKS)),
+    Control("decode that sees a cache's padding", _PARITY, _in("decode", ops=PADDING_SEEN)),
+    Control("dW as the sum of separately accumulated partials", _BACKWARD, _in("micro_batches:each", ops=SEPARATE)),
+    Control("a step on old logprobs that saw a cache's padding", _BACKWARD, _in("decode", ops=PADDING_SEEN)),
+    Control("gradients that were not told the layout", _BACKWARD, _in("left_padded", forgets=True)),
+    Control("each micro-batch divided by its own tokens", _BACKWARD, _in("micro_batches:2", own=True)),
+    Control("a layer recomputed otherwise than it was computed", _BACKWARD, _in("checkpointing off", ops=_RECOMPUTED)),
+    Control("decode that sees a cache's padding, rescored", _PARITY, _generating(PADDING_SEEN)),
+    Control("linear that adds two halves of K for 2 rows or fewer, generated again", _FORWARD, _generating(_OF_2)),
+)
