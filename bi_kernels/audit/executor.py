@@ -125,6 +125,7 @@ class Process:
     ):
         server.start()
         self.function, self.pending, self.reader, self.lock = "", 0, None, threading.Lock()
+        self.pid = 0  # once `result` waits
         environment = {**(os.environ if environment is None else environment)}
         if server is SHARED:
             environment[ADDRESS] = server.address
@@ -168,6 +169,9 @@ class Process:
                         late, seconds = True, None
                         self._hang_up()
                     kind, found = self._message()
+                    if kind == "pid":
+                        self.pid = found
+                        continue
                     if kind == "ended":
                         raise Died(self.function, found, self._said(), late)
                     self.pending -= 1
@@ -210,6 +214,11 @@ class Process:
         with suppress(OSError):
             self.connection.send(None)
         self._wait()
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in its call."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGINT) if self.pid else None
 
     def stop(self) -> None:
         """Kills it and what it started in its session, and waits for that."""
@@ -343,6 +352,7 @@ def _answer(connection: Connection, out: int, err: int) -> None:
     try:
         atexit._clear()
         environment, cwd = connection.recv()
+        connection.send(("pid", os.getpid()))
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
