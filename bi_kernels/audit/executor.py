@@ -27,8 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-# torch first; the others while nobody waits. backward() needs the last, which takes 2 s.
-PRELOAD = "torch", "papermill", "pandas", "nbconvert", "torch.fx.experimental.symbolic_shapes"
+# torch first; the others while nobody waits. backward() needs symbolic_shapes, which takes 2 s.
+PRELOAD = "torch", "torch.fx.experimental.symbolic_shapes"
+REPORTS = "papermill", "pandas", "nbconvert"  # what a notebook and its report need
 ADDRESS = "BI_AUDIT_SERVER"  # the server's socket, for the processes that it forked
 
 
@@ -105,13 +106,13 @@ class ForkServer:
             process.begin(script)
             process.result(printed.append, seconds)
         except Died as died:
-            status = None if died.late or (died.status or -1) < 0 else died.status
+            status = None if died.late or died.status is None or died.status < 0 else died.status
             lines = lambda said: "".join(f"{line}\n" for line in said)
             return Ended(status, lines(printed), lines(died.said), died.late)
         raise AssertionError("a script ends its process")
 
 
-SHARED = ForkServer()
+SHARED = ForkServer((*PRELOAD, *REPORTS))
 
 
 class Process:
