@@ -520,7 +520,7 @@ def test_no_error_of_the_scores_moves_attention_s_probabilities_by_more_than_s_s
 
 
 def sources():
-    for path in committed("bi_kernels/**/*.py", "benchmarks/*.py", "tests/*.py", "tools/*.py"):
+    for path in committed("bi_kernels/**/*.py", "benchmarks/*.py", "mutation/*.py", "tests/*.py", "tools/*.py"):
         yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     for path in committed("notebooks/*.ipynb"):
         for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):

@@ -109,7 +109,9 @@ def test_every_python_reads_the_sources(version):
     code = "import sys; [compile(open(p, encoding='utf-8').read(), p, 'exec') for p in sys.argv[1:]]"
     sources = [
         ROOT / name
-        for name in sorted(files("bi_kernels") | files("benchmarks") | files("notebooks") | files("tests"))
+        for name in sorted(
+            files("bi_kernels") | files("benchmarks") | files("mutation") | files("notebooks") | files("tests")
+        )
         if name.endswith(".py")
     ]
     done = run(python_of(version), "-W", "error", "-c", code, *sources)

@@ -165,7 +165,7 @@ class Process:
 
 
 def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(sessions, "Worker", Process)
+    monkeypatch.setattr(sessions, "begin", Process)
     monkeypatch.setattr(sessions.RecipesSession, "theirs", THEIRS)
     monkeypatch.setattr(sessions.RecipesSession, "full", True)
     monkeypatch.setenv("BI_AUDIT_OUT", str(tmp_path))
@@ -193,7 +193,7 @@ def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatc
 
 
 def test_ours_needs_a_fix_where_it_drifts_or_was_not_run(monkeypatch):
-    monkeypatch.setattr(sessions, "Worker", Process)
+    monkeypatch.setattr(sessions, "begin", Process)
     for recipe, wanted in ((STARVED, "dX"), (UNSPLIT, "")):
         monkeypatch.setattr(sessions, "OURS", recipe)
         run = start("recipes", device="cpu")

@@ -27,8 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-# torch first; the others while nobody waits. backward() needs the last, which takes 2 s.
-PRELOAD = "torch", "papermill", "pandas", "nbconvert", "torch.fx.experimental.symbolic_shapes"
+# torch first; the others while nobody waits. backward() needs symbolic_shapes, which takes 2 s.
+PRELOAD = "torch", "torch.fx.experimental.symbolic_shapes"
+REPORTS = "papermill", "pandas", "nbconvert"  # what a notebook and its report need
 ADDRESS = "BI_AUDIT_SERVER"  # the server's socket, for the processes that it forked
 
 
@@ -105,13 +106,13 @@ class ForkServer:
             process.begin(script)
             process.result(printed.append, seconds)
         except Died as died:
-            status = None if died.late or (died.status or -1) < 0 else died.status
+            status = None if died.late or died.status is None or died.status < 0 else died.status
             lines = lambda said: "".join(f"{line}\n" for line in said)
             return Ended(status, lines(printed), lines(died.said), died.late)
         raise AssertionError("a script ends its process")
 
 
-SHARED = ForkServer()
+SHARED = ForkServer((*PRELOAD, *REPORTS))
 
 
 class Process:
@@ -125,6 +126,7 @@ class Process:
     ):
         server.start()
         self.function, self.pending, self.reader, self.lock = "", 0, None, threading.Lock()
+        self.pid = 0  # once `result` waits
         environment = {**(os.environ if environment is None else environment)}
         if server is SHARED:
             environment[ADDRESS] = server.address
@@ -168,6 +170,9 @@ class Process:
                         late, seconds = True, None
                         self._hang_up()
                     kind, found = self._message()
+                    if kind == "pid":
+                        self.pid = found
+                        continue
                     if kind == "ended":
                         raise Died(self.function, found, self._said(), late)
                     self.pending -= 1
@@ -210,6 +215,11 @@ class Process:
         with suppress(OSError):
             self.connection.send(None)
         self._wait()
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in its call."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGINT) if self.pid else None
 
     def stop(self) -> None:
         """Kills it and what it started in its session, and waits for that."""
@@ -343,6 +353,7 @@ def _answer(connection: Connection, out: int, err: int) -> None:
     try:
         atexit._clear()
         environment, cwd = connection.recv()
+        connection.send(("pid", os.getpid()))
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)

@@ -6,6 +6,7 @@ Imports neither triton nor the rest of the auditor.
 import inspect
 import linecache
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, FunctionType
 
@@ -13,20 +14,16 @@ PACKAGE = __name__.partition(".")[0]
 LIBRARIES = ("triton", "numpy", "torch", *(f"{PACKAGE}.{part}" for part in ("interpreter", "workbench")))
 
 
+@dataclass(eq=False, repr=False)
 class KernelError(RuntimeError):
-    """The error of a kernel. line: its number in the cell or file, 0 if unknown; code: that line's text; cause: the
-    name of the error's class; file: the file's last two parts, '' for a cell."""
+    """The error of a kernel."""
 
-    def __init__(self, kernel: str, line: int, code: str, message: str, cause: str = "", file: str = ""):
-        super().__init__(kernel, line, code, message, cause, file)
-        self.kernel, self.line, self.code, self.message, self.cause, self.file = (
-            kernel,
-            line,
-            code,
-            message,
-            cause,
-            file,
-        )
+    kernel: str
+    line: int  # in the cell or file, 0 if unknown
+    code: str  # that line's text
+    message: str
+    cause: str = ""  # the name of the error's class
+    file: str = ""  # the file's last two parts, '' for a cell
 
     def __str__(self) -> str:
         where = [self.kernel, *[f"line {self.line}"] * bool(self.line), *[f"`{self.code}`"] * bool(self.code)]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from papermill.exceptions import PapermillExecutionError
 from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import engine
-from bi_kernels.audit.runs.limits import Limits
 
 KERNEL = "python3"
 SETUP = "setup"  # tag of the cell that begins an audit
@@ -45,22 +43,18 @@ def about(path: Path, candidate: str) -> NotebookNode:
     return notebook
 
 
-def execute(name: str, path: Path, parameters: dict, folder: Path, seconds: tuple[float, float]) -> tuple[str, str]:
-    """Runs a notebook in this process, and leaves in `folder` what it records and the notebook. seconds: that a cell
-    and the audit may take, 0 for any number.
+def execute(name: str, path: Path, parameters: dict, folder: Path) -> tuple[str, str]:
+    """Runs a notebook in this process, and leaves in `folder` what it records and the notebook.
 
     Prints lines for `runner.Board` as it goes. Returns what the notebook raised, and, where it refused what it was
     told before anything was judged, why.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which limits are kept by
     tell = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")  # the cells' own prints are part of the notebook
     os.environ |= {"BI_AUDIT_OUT": str(folder.resolve()), "BI_AUDIT_TELL": str(tell.fileno())}
     notebook = about(path, parameters.get("candidate", "bi_kernels"))
-    limits = Limits(*seconds, tell)
     is_setup = lambda cell: SETUP in cell.metadata.get("tags", [])
 
     def started(cells: list, index: int) -> None:
-        limits.next_cell()
         tell.write("begun\n" * (index > 0 and is_setup(cells[index - 1])) + f"cell {index} {len(cells)}\n")
 
     target = folder / report.NOTEBOOK
@@ -68,14 +62,10 @@ def execute(name: str, path: Path, parameters: dict, folder: Path, seconds: tupl
         how = {"engine_name": engine.NAME, "kernel_name": KERNEL, "progress_bar": False, "started": started}
         papermill.execute_notebook(notebook, str(target), parameters, **how)
     except PapermillExecutionError as failed:
-        if failed.ename == "KeyboardInterrupt" and not limits.exceeded:
-            raise KeyboardInterrupt from None
         cells = nbformat.read(target, as_version=4).cells
         cell = next(c for c in cells if any(o.output_type == "error" for o in c.get("outputs", [])))
         refused = failed.ename == CannotJudge.__name__ or failed.ename == "ValueError" and is_setup(cell)
-        return limits.exceeded or f"{failed.ename}: {failed.evalue}", failed.evalue * refused
-    finally:
-        limits.over = True
+        return f"{failed.ename}: {failed.evalue}", failed.evalue * refused
     return "", ""
 
 
@@ -94,11 +84,9 @@ def written(name: str, folder: Path, title: str) -> tuple[str, bool]:
     return body, report.raised(executed.cells[-1])
 
 
-def made(
-    name: str, path: Path, title: str, parameters: dict, folder: Path, seconds: tuple[float, float]
-) -> tuple[str, str, bool, str]:
+def made(name: str, path: Path, title: str, parameters: dict, folder: Path) -> tuple[str, str, bool, str]:
     """Runs a notebook and makes its document: returns the Markdown, what the notebook raised, whether that was in its
     last cell, and why it refused what it was told, if it did."""
-    error, refused = execute(name, path, parameters, folder, seconds)
+    error, refused = execute(name, path, parameters, folder)
     body, finished = ("", False) if refused else written(name, folder, title)
     return body, error, finished, refused

@@ -34,7 +34,8 @@ SECONDS = {
     "dtype": 30,
 }
 SAYS = "any"  # the audit that says itself what it will ask, how far it is and what it finds
-LOOK = 2  # seconds between two looks at what has been recorded
+LOOK, COUNTED = 0.2, 10  # seconds between two looks at the clock; looks between two at what has been recorded
+GRACE = 10  # seconds that an interrupted notebook has to end
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,12 @@ def publish(
 class Board:
     """Shows a line an audit: its clock, the cells that it has run and the verdicts that it has recorded."""
 
-    def __init__(self, names: list[str], out: Path, console: Console, plan: str = ""):
-        self.out, self.console, self.plan = out, console, plan
+    def __init__(
+        self, names: list[str], out: Path, console: Console, plan: str = "", limits: tuple[float, float] = (0.0, 0.0)
+    ):
+        self.out, self.console, self.plan, self.limits = out, console, plan, limits
         self.late: dict[str, str] = {}  # which limit an audit exceeded
+        self.cell: dict[str, float] = {}  # when its cell began
         self.counted: dict[str, int] = {}
         name, word = TextColumn("{task.description:14}"), TextColumn("{task.fields[word]}")
         self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word, console=console)
@@ -133,13 +137,14 @@ class Board:
     def begin(self, name: str) -> None:
         self.progress.start_task(self.tasks[name])
         self.progress.update(self.tasks[name], word="starting")
+        self.cell[name] = 0.0
 
     def line(self, name: str, line: str) -> None:
         """Takes a line that the audit's process printed: one of `documents` or `progress`, or anything."""
         word, _, rest = line.partition(" ")
-        if word == "late":
-            self.late[name] = rest
-        elif word == "say" or word == "begun" and name != SAYS:
+        if word == "cell":
+            self.cell[name] = self.task(name).elapsed or 0.0
+        if word == "say" or word == "begun" and name != SAYS:
             self.say(self.plan)
             self.plan = ""
             self.say(f"{name}: {rest}" if rest else "")
@@ -167,11 +172,26 @@ class Board:
             self.counted[name] = len(rows)
             self.progress.update(self.tasks[name], word=said)
 
-    def watch(self, over: threading.Event) -> None:
+    def watch(self, running: dict[str, executor.Process], over: threading.Event) -> None:
+        """Counts what is recorded; interrupts an audit that exceeds a limit, and ends it if that does not help."""
+        ticks = 0
         while not over.wait(LOOK):
-            for name in self.tasks:
-                if self.task(name).started:
+            ticks += 1
+            for name, process in [*running.items()]:
+                elapsed, (cell, audit) = self.task(name).elapsed or 0.0, self.limits
+                if ticks % COUNTED == 0:
                     self.count(name)
+                if name not in self.late:
+                    if audit and elapsed > audit:
+                        self.late[name] = f"the audit took longer than the {audit:g} s of --timeout"
+                    elif cell and elapsed - self.cell[name] > cell:
+                        self.late[name] = f"a cell took longer than the {cell:g} s of --cell-timeout"
+                    else:
+                        continue
+                    self.cell[name] = elapsed
+                    process.interrupt()
+                elif elapsed - self.cell[name] > GRACE:
+                    process.stop()
 
     def short(self, name: str, beside: int) -> None:
         """Says of how many checks nothing is known, for the memory that others took: that is no drift."""
@@ -206,7 +226,7 @@ def run(
     knows which did; limits: seconds that a cell and an audit may take, 0 for any number; plan: is said once the first
     audit has begun. Raises CannotJudge, and leaves `out` as it was, where the only audit refuses its parameters.
     """
-    every, board, over = audits(), Board(names, out, console, plan), threading.Event()
+    every, board, over = audits(), Board(names, out, console, plan, limits), threading.Event()
     folder.clear(out)
     running: dict[str, executor.Process] = {}
     starting = threading.Lock()
@@ -218,9 +238,9 @@ def run(
             if over.is_set():
                 return
             built.mkdir(parents=True)
-            given = name, audit.notebook, audit.title, parameters[name], built, limits
+            given = name, audit.notebook, audit.title, parameters[name], built
+            board.begin(name)
             running[name] = executor.begin("bi_kernels.audit.runs.documents:made", *given)
-        board.begin(name)
         refused = ""
         try:
             body, error, finished, refused = running[name].result(lambda line: board.line(name, line))
@@ -241,6 +261,9 @@ def run(
             except executor.Died as why:  # what was recorded is worth more than how it looks
                 board.say(f"{name}: its report could not be written ({why})")
                 body, finished = f"# {audit.title}", False
+        finally:
+            running.pop(name)
+        error = board.late.get(name) or error
         if refused and len(names) == 1:
             board.hide()
             raise CannotJudge(refused)
@@ -252,13 +275,13 @@ def run(
         seconds[name] = board.end(name, passed)
 
     with board.progress, ThreadPoolExecutor(jobs) as pool:
-        threading.Thread(target=board.watch, args=(over,), daemon=True).start()
+        threading.Thread(target=board.watch, args=(running, over), daemon=True).start()
         try:
             list(pool.map(one, names))
         except KeyboardInterrupt:
             with starting:
                 over.set()
-            for process in running.values():
+            for process in [*running.values()]:
                 process.stop()
             pool.shutdown(cancel_futures=True)
             for name in names:
