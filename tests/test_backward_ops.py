@@ -461,8 +461,9 @@ def test_a_parameter_that_does_not_train_asks_for_no_layout(name, dtype=torch.bf
             CALLS[name][0](**some | {"weight": trained(given["weight"])}, **CALLS[name][3])
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
-def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=torch.bfloat16):
+def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, backend, dtype=torch.bfloat16):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     torch._dynamo.reset()
     call = CALLS[name][0]
@@ -470,8 +471,8 @@ def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=to
     leaves = {k: trained(t) if t.is_floating_point() else t for k, t in given.items()}
     for k in CALLS[name][2]:
         leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
-    compiled = torch.compile(lambda given: call(**given, **CALLS[name][3]), backend="aot_eager")
-    with PACKED[0][1]:
+    compiled = torch.compile(lambda given: call(**given, **CALLS[name][3]), backend=backend, fullgraph=True)
+    with TokenLayout([*PACKED[0][1].starts], PACKED[0][1].lengths, PACKED[0][1].rows):  # which only the graph keeps
         y = compiled(leaves)
     torch.autograd.backward(y, dy[0] if isinstance(y, torch.Tensor) else dy)
     for k, t in leaves.items():
@@ -1208,5 +1209,5 @@ def test_the_layout_belongs_to_the_call_and_not_to_its_backward():
 def test_an_id_beyond_32_bits_reaches_no_row():
     """Nobody checks the ids of a captured graph."""
     dy, ids = torch.ones(2, 40), torch.tensor([2**32 + 3, 3])
-    found = embed._fold_rows(dy, ids, torch.zeros(8, 40), None, layout_for("embedding", (2,)), None)
+    embed.fold_rows(dy, ids, layout_for("embedding", (2,)), None, found := torch.zeros(8, 40), False)
     assert (found[3] == 1).all() and found.sum() == 40

@@ -12,16 +12,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, is_hopper, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached
 from bi_kernels.ops.attention.decode import SplitDecode, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
-    SCHEDULE,
     Batch,
     Schedule,
     Sequences,
+    current_schedule,
     fits_hopper,
     max_tiles,
     round_up_sequences,
@@ -158,20 +159,14 @@ def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    causal: bool,
-    scale: float,
-    window: int,
-    schedule: Schedule = SCHEDULE,
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int
 ) -> list[Tensor]:
     """Returns [out, lse] of q (…, heads, D), contiguous, on k, v (…, heads, D), of whose rows each has its own stride,
     or their pages; window: 0 for none."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not q.numel() or not k.numel():
         return [out.zero_(), lse.fill_(-math.inf)]
+    schedule = current_schedule()
     first_q, length_q, first_k, length_k, pages, page, longest, full_q, _, batch = sequences
     plan = _plan(
         q.shape,
@@ -202,7 +197,7 @@ def attention_forward(
     elif plan.tma:
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
-            if schedule.hopper_prefill and not window and fits_hopper(q, k, v):
+            if schedule.hopper and not window and fits_hopper(q, k, v):
                 _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
                 return [out, lse]
             attention = plan.attention_tma
@@ -218,7 +213,9 @@ def attention_forward(
 
 
 def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule) -> None:
+    from bi_kernels.ops.attention.hopper.forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
+
     sequences = materialize_offsets(sequences, q.device)
     count, total = len(sequences.length_q), len(q) * (q.shape[1] // k.shape[1])
     told = causal, scale * LOG2E, schedule.split, many, max_tiles(total, count, 128), round_up_sequences(count)
-    schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)
+    prefill(q, k, v, out, lse, sequences[:4], *told)

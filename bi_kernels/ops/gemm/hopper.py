@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached
 from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.kernel import check_out, tma_ready
 from bi_kernels.ops.gemm.launch_cache import kind_of, remember

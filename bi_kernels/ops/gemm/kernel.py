@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor, jit
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.gemm.cost import TILES, Tile
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
