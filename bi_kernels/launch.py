@@ -1,6 +1,6 @@
 """Launches kernels, without asking Triton again for arguments of a kind that it has compiled one for.
 
-An op that is called often keeps a `Launch` for each shape, in a `cached` function; others call `launch`.
+An op that is called often keeps a `Launch` for each shape, in a `cached` function; others call `kernel[grid](...)`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from bi_kernels import (
     compat,
 )
 
-jit = triton.jit
 cached = lru_cache(maxsize=4096)  # what a launch needs but its tensors, by what that follows from
 
 
@@ -32,7 +31,7 @@ class Launch:
 
     def __call__(self, *given) -> None:
         if not compat.is_direct():
-            self._kernel[self._grid](*given, *self._numbers, **self._named)
+            self._kernel.run(*given, *self._numbers, grid=self._grid, warmup=False, **self._named)
             return
         values, kinds, low = [], [], 0
         for a in given:
@@ -48,7 +47,7 @@ class Launch:
         key = tuple(kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self._kernel[self._grid](*given, *self._numbers, **self._named)
+            self._compiled[key] = self._kernel.run(*given, *self._numbers, grid=self._grid, warmup=False, **self._named)
         else:
             compat.launch_compiled(compiled, self._device, self._whole_grid, (*values, *self._tail))
 
@@ -56,10 +55,22 @@ class Launch:
 _launch_of: Callable[..., Launch] = cached(Launch)
 
 
-def launch(kernel: JITFunction, grid: tuple[int, ...], given: tuple, *numbers, **named) -> None:
-    """Launches a kernel on the current device: given are the tensors, None and floats that are its first parameters,
-    numbers those that follow, named the rest and Triton's options."""
-    if compat.is_direct():
-        _launch_of(kernel, torch.cuda.current_device(), grid, *numbers, **named)(*given)
-    else:
-        kernel[grid](*given, *numbers, **named)
+class Kernel(JITFunction):
+    """A kernel whose first parameters are tensors, None and floats, and the numbers after them integers."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        if not compat.is_direct():
+            return super().__getitem__(grid)
+
+        def launch(*args, **named) -> None:
+            count = next((i for i, a in enumerate(args) if type(a) is int), len(args))
+            _launch_of(self, torch.cuda.current_device(), grid, *args[count:], **named)(*args[:count])
+
+        return launch
+
+
+def jit(fn: Callable | None = None, **options) -> Callable:
+    """Makes a kernel of a function, as `triton.jit` does: one that is launched faster, or an interpreted one."""
+    if fn is None:
+        return lambda fn: jit(fn, **options)
+    return triton.jit(fn, **options) if compat.INTERPRETED else Kernel(fn, **options)

@@ -78,6 +78,7 @@ class Op:
         flat: Callable | None = None,
     ):
         self._direct, self._flat = direct or launch, flat or (lambda *args: args)
+        self.backward = backward
         self.launch, several = launch, inspect.signature(launch).return_annotation is not torch.Tensor
         self._opaque = _custom_op(name, launch, fake)
         defaults = [p.default for p in inspect.signature(launch).parameters.values() if p.default is not p.empty]

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from bi_kernels import compat
 from bi_kernels.checks import check_numbers, integers_of
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 from bi_kernels.parameters import check_own
 from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 
@@ -176,7 +176,7 @@ class TokenLayout(ContextDecorator):
             block = min(ELEMENTS, triton.next_power_of_2(columns))
             rows, given = ELEMENTS // block, (x, self.slots_on(x.device), y)
             grid, sizes = (triton.cdiv(count, rows), triton.cdiv(columns, block)), (count, columns, x.stride(0))
-            launch(_gather_kernel, grid, given, *sizes, ROWS=rows, BLOCK=block, num_warps=WARPS)
+            _gather_kernel[grid](*given, *sizes, ROWS=rows, BLOCK=block, num_warps=WARPS)
         return y
 
 

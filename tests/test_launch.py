@@ -115,3 +115,17 @@ def test_a_map_is_encoded_once_for_an_address(monkeypatch, packed):
     encoded.clear()
     call(kept, *[descriptor(w, [32, 64], [64, 1], [16, 64]), 5] * 2)
     assert [told[1] for told in encoded] == [2], "another layout is another map"
+
+
+def test_ops_import_torch_and_triton_and_nothing_else():
+    """numpy, where it is installed, comes with torch; numba with the interpreter alone."""
+    code = """if True:
+        import sys, torch, triton
+        before = {*sys.modules}
+        import bi_kernels as bi
+        [getattr(bi, name) for name in bi.__all__]
+        print(*{name.partition(".")[0] for name in {*sys.modules} - before} - sys.stdlib_module_names)
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert ended.stdout.split() == ["bi_kernels"]

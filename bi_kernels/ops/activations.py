@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check_alike
-from bi_kernels.launch import Launch, cached, jit, launch
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.scalars import check_fp32, check_number, check_positive, truncated_repr
 
@@ -156,7 +156,7 @@ def _gradient(
 ) -> None:
     n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
     if n:
-        launch(_gradient_kernel, (triton.cdiv(n, BLOCK),), (*given, limit, alpha, offset), n, OP=op, **OPTIONS)
+        _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **OPTIONS)
 
 
 def _save(ctx, inputs, y):

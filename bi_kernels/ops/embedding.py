@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check, integers, mark_validated, needs_validation, once, widened
-from bi_kernels.launch import Launch, cached, jit, launch
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.fold import add_rows
 from bi_kernels.scalars import check_integer, truncated_repr
@@ -146,7 +146,7 @@ def fold_rows(
             sizes = len(out), width, -1 if padding_id is None else padding_id
             grid = (programs * triton.cdiv(width, block),)
             given = dy, rows, ends, ids, out
-            launch(_embedding_backward_kernel, grid, given, *sizes, **flags, **{**blocks, "BLOCK": block})
+            _embedding_backward_kernel[grid](*given, *sizes, **flags, **{**blocks, "BLOCK": block})
 
 
 def _save(ctx, inputs, y):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 
 # a program's columns and the slabs of a round; narrow, since the additions of a column wait for each other and their
 # latency is all that counts: the slabs are transposed on the way from shared memory to the registers
@@ -52,4 +52,4 @@ def fold_partials(partial: torch.Tensor, start: torch.Tensor | None, out: torch.
     slabs, width = partial.shape
     grid, continues = (triton.cdiv(width, FOLD["BLOCK"]),), start is not None
     given = partial, start, out
-    launch(_fold_partials_kernel, grid, given, slabs, width, CONTINUES=continues, enable_fp_fusion=False, **FOLD)
+    _fold_partials_kernel[grid](*given, slabs, width, CONTINUES=continues, enable_fp_fusion=False, **FOLD)

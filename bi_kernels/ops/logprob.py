@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import aligned, can_wait, check, check_shape, widened
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
@@ -98,7 +98,7 @@ def _launch_log_softmax(logits: Tensor) -> list[Tensor]:
     stats, blocks = Statistics(rows, columns, logits.device, None, 1.0), blocks_of(columns)
     stats.add(logits, 0)
     lse, grid = stats.merge().lse, grid_of(rows, columns, blocks)
-    launch(_log_softmax_kernel, grid, (logits, lse, None, None, out), rows, columns, BACKWARD=False, **blocks)
+    _log_softmax_kernel[grid](logits, lse, None, None, out, rows, columns, BACKWARD=False, **blocks)
     return [out, lse]
 
 
@@ -111,8 +111,8 @@ def _log_softmax_gradient(logits: Tensor, lse: Tensor, dy: Tensor, out: Tensor) 
     logits, dy, total = logits.contiguous(), aligned(dy), torch.empty_like(lse)
     sizes, blocks = logits.shape, blocks_of(logits.shape[1])
     grid = grid_of(*sizes, blocks)
-    launch(_row_sum_kernel, grid[:1], (dy, total), *sizes, **blocks)
-    launch(_log_softmax_kernel, grid, (logits, lse, dy, total, out), *sizes, BACKWARD=True, **blocks)
+    _row_sum_kernel[grid[:1]](dy, total, *sizes, **blocks)
+    _log_softmax_kernel[grid](logits, lse, dy, total, out, *sizes, BACKWARD=True, **blocks)
 
 
 def _save_log_softmax(ctx, inputs, outputs):

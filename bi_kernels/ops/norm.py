@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import aligned, check, check_shape, once
-from bi_kernels.launch import Launch, cached, jit, launch
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.fold import fold_partials
 from bi_kernels.scalars import check_fp32, check_number
@@ -169,18 +169,10 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     if slabs and width:
         blocks, flags = _blocks(width), {"HAS_DH": dh is not None, "NEEDS_DX": dx is not None, "NEEDS_DW": needs_dw}
-        launch(
-            _rms_norm_backward_kernel,
-            (slabs,),
-            (x, aligned(weight), rstd, dy, None if dh is None else aligned(dh), slots, dx, partial),
-            *(x.numel() // (width * heads), width, float(width)),
-            HEADS=heads,
-            SLAB=SLAB,
-            STAGES=_stages(blocks, x, dy, dh),
-            enable_fp_fusion=False,
-            **flags,
-            **blocks,
-        )
+        flags |= {"HEADS": heads, "SLAB": SLAB, "STAGES": _stages(blocks, x, dy, dh), "enable_fp_fusion": False}
+        given = x, aligned(weight), rstd, dy, None if dh is None else aligned(dh), slots, dx, partial
+        sizes = x.numel() // (width * heads), width, float(width)
+        _rms_norm_backward_kernel[(slabs,)](*given, *sizes, **flags, **blocks)
     return partial
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.checks import check, check_shape, integers
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 from bi_kernels.scalars import check_fp32, check_integer, check_number, truncated_repr
 
 BLOCK, WARPS = 4096, 8  # of the vocabulary
@@ -75,5 +75,5 @@ def sample(
         inv_temperature = check_fp32(op, "1 / temperature", 1.0 / temperature) if temperature else 0.0
         given = logits, samples.long().contiguous(), positions.long().contiguous(), out
         numbers, options = (columns, logits.stride(0), seed, inv_temperature), {"num_warps": WARPS, "BLOCK": BLOCK}
-        launch(_sample_kernel, (rows,), given, *numbers, enable_fp_fusion=False, **options)
+        _sample_kernel[(rows,)](*given, *numbers, enable_fp_fusion=False, **options)
     return out

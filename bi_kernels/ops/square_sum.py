@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.checks import aligned
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 
 BLOCK, ROWS, WARPS = 1024, 4, 4  # numbers that are added at a time; as often by a program
 
@@ -28,7 +28,7 @@ def block_sums(x: torch.Tensor, squared: bool = False) -> torch.Tensor:
     out = x.new_empty(count)
     if count:
         options = {"SQUARED": squared, "BLOCK": BLOCK, "ROWS": ROWS, "num_warps": WARPS, "enable_fp_fusion": False}
-        launch(_sums_kernel, (triton.cdiv(count, ROWS),), (x, out), len(x), **options)
+        _sums_kernel[(triton.cdiv(count, ROWS),)](x, out, len(x), **options)
     return out
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
 MERGE_ROWS = 32
@@ -162,12 +162,12 @@ class Statistics:
         columns, grid = logits.shape[1], grid_of(self.rows, logits.shape[1], self.shape)
         given = logits, self.targets, *self.parts, self.selected
         sizes = self.rows, columns, logits.stride(0), first, self.vocab, self.inv_temperature
-        launch(_block_kernel, grid, given, *sizes, HAS_TARGETS=self.targets is not None, **self.shape)
+        _block_kernel[grid](*given, *sizes, HAS_TARGETS=self.targets is not None, **self.shape)
 
     def merge(self) -> "Statistics":
         grid, given = (triton.cdiv(self.rows, MERGE_ROWS),), (*self.parts, self.lse, self.entropy)
         options = {"ROWS": MERGE_ROWS, "num_warps": 1, "enable_fp_fusion": False}
-        launch(_merge_kernel, grid, given, self.rows, self.blocks, **options)
+        _merge_kernel[grid](*given, self.rows, self.blocks, **options)
         return self
 
     def results(self, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -192,5 +192,5 @@ def dlogits(
     blocks, given = blocks_of(vocab), (logits, targets, lse, entropy, d_logprob, d_entropy, out)
     sizes, flags = (*logits.shape, logits.stride(0), first), {"HAS_ENTROPY": d_entropy is not None}
     grid = grid_of(*logits.shape, blocks)
-    launch(_dlogits_kernel, grid, given, *sizes, inv_temperature, **flags, IGNORE=ignore_index, **blocks)
+    _dlogits_kernel[grid](*given, *sizes, inv_temperature, **flags, IGNORE=ignore_index, **blocks)
     return out

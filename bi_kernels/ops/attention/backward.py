@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 
 from bi_kernels.checks import aligned
-from bi_kernels.launch import launch
 from bi_kernels.op import writes
 from bi_kernels.ops.attention.backward_kernels import delta_kernel, keys_backward_kernel, queries_backward_kernel
 from bi_kernels.ops.attention.schedule import (
@@ -55,23 +54,16 @@ def attention_backward(
     delta, rows, options = torch.empty_like(lse), schedule.merge_rows, {"num_warps": 4, "enable_fp_fusion": False}
     of_rows = {"HAS_LSE": d_lse is not None, "ROWS": rows, "D": shape["D"]}
     grid = (triton.cdiv(tokens * heads, rows),)
-    launch(delta_kernel, grid, (out, d_out, d_lse, delta), tokens * heads, width, **of_rows, **options)
+    delta_kernel[grid](out, d_out, d_lse, delta, tokens * heads, width, **of_rows, **options)
     inputs, log2_scale, room = (q, k, v, d_out, lse, delta), scale * LOG2E, round_up_sequences(count)
     named = {"scale": log2_scale, "factor": scale, "window": window, "CAUSAL": causal, "WINDOW": window > 0, **shape}
 
     def run(kernel, tiling, rows, size, *grads) -> None:
         """Launches a kernel whose tiles hold `size` of so many rows."""
-        launch(
-            kernel,
-            (max_tiles(rows, count, size), shape["HEADS"]),
-            (*inputs, *grads, *where),
-            count,
-            COUNT=room,
-            BLOCK_M=tiling.rows,
-            BLOCK_N=tiling.columns,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **named,
+        blocks = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "COUNT": room}
+        tiles = max_tiles(rows, count, size), shape["HEADS"]
+        kernel[tiles](
+            *inputs, *grads, *where, count, num_warps=tiling.warps, num_stages=tiling.stages, **blocks, **named
         )
 
     wide = schedule.fp32 if q.dtype == torch.float32 else schedule.wide_backward if shape["D"] > 128 else None

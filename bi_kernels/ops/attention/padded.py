@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import mark_validated, needs_validation
-from bi_kernels.launch import jit, launch
+from bi_kernels.launch import jit
 from bi_kernels.op import writes
 from bi_kernels.ops.attention.schedule import Sequences
 from bi_kernels.scalars import truncated_repr
@@ -67,7 +67,7 @@ def find_spans(
             *(1 if t is None else t.stride(0) for t in (lengths_q, lengths_k)),
         )
         options = {"LEFT_Q": left_q, "LEFT_K": left_k, "BLOCK": BLOCK, "num_warps": 1}
-        launch(_spans_kernel, (triton.cdiv(count, BLOCK),), (spans, lengths_q, lengths_k), *sizes, **options)
+        _spans_kernel[(triton.cdiv(count, BLOCK),)](spans, lengths_q, lengths_k, *sizes, **options)
 
 
 def check_values(op: str, name: str, lengths: Tensor | None, width: int) -> None:
