@@ -164,6 +164,11 @@ def current_node() -> str:
     return type(torch._C._current_autograd_node()).__name__
 
 
+def will_run(node: torch.autograd.graph.Node) -> bool:
+    """Tells whether the backward under way comes to a node. Raises RuntimeError for a leaf of autograd.grad."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def overlaps_itself(t: torch.Tensor) -> bool:
     """Tells whether several elements of a tensor share memory."""
     return torch._debug_has_internal_overlap(t) == 1

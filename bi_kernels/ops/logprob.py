@@ -126,7 +126,7 @@ def _backward_log_softmax(ctx, dy, _):
     return out
 
 
-_log_softmax = Op("log_softmax", _launch_log_softmax, _fake_log_softmax, _save_log_softmax, _backward_log_softmax)
+_log_softmax = Op("log_softmax_rows", _launch_log_softmax, _fake_log_softmax, _save_log_softmax, _backward_log_softmax)
 
 
 def checked_targets(
