@@ -148,8 +148,10 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def has_tangent(tensors: list[torch.Tensor]) -> bool:
-    """Tells whether forward-mode differentiation follows some tensor."""
+def is_transformed(tensors: list[torch.Tensor]) -> bool:
+    """Tells whether a torch.func transform, or forward-mode differentiation, follows what is computed."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     forward = torch.autograd.forward_ad
     return forward._current_level >= 0 and any(forward.unpack_dual(t).tangent is not None for t in tensors)
 

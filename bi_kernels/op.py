@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import INFERENCE
-from bi_kernels.compat import has_tangent, in_transform, is_fake
+from bi_kernels.compat import is_fake, is_transformed
 
 
 def _custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[str] = ()) -> Callable:
@@ -51,11 +51,6 @@ def writes(*outputs: str) -> Callable:
         return call
 
     return decorate
-
-
-def wants_grad(*tensors: torch.Tensor | None) -> bool:
-    """Tells whether autograd follows a call of these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class Op:
@@ -93,8 +88,7 @@ class Op:
             "setup_context": saved,
             "backward": once_differentiable(backward),
         }
-        of_name = f"{name}_function"
-        function = type(of_name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
+        function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
         self._differentiable = function.apply
         of_list = lambda ctx, grads: backward(ctx, *grads)
         self._opaque.register_autograd(of_list if several else backward, setup_context=saved)
@@ -110,7 +104,7 @@ class Op:
         trains = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
         if torch.compiler.is_compiling():
             return self._opaque(*self._flat(*args), *(training() if trains and training else self._untrained))
-        if in_transform() or has_tangent(tensors):
+        if is_transformed(tensors):
             raise NotImplementedError(
                 "bi_kernels: torch.func transforms and forward-mode differentiation are not supported; "
                 "call an op with plain tensors, and backward()"
@@ -124,10 +118,7 @@ class Op:
         device = tensors[0].get_device()  # −1 for a CPU
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device
-                return self._run(args, trains, training)
-        return self._run(args, trains, training)
-
-    def _run(self, args: tuple, trains: bool, training: Callable[[], tuple] | None):
+                return self(*args, training=training)
         if not trains:
             return self._direct(*args)
         try:

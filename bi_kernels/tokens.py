@@ -34,9 +34,8 @@ from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
-# the layout that is entered, and within which backward it was, by the number that autograd gives it; else -1
-_current: ContextVar["tuple[TokenLayout | None, int]"] = ContextVar("token layout", default=(None, -1))
-_outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
+# the layouts that are entered in a thread or task, each with the number of the backward around it, or -1
+_entered: ContextVar[tuple[tuple["TokenLayout", int], ...]] = ContextVar("token layouts", default=())
 # whether a parameter's gradient was folded by shapes alone
 inferred_any: ContextVar[bool] = ContextVar("a layout was inferred", default=False)
 ENTERED = "bi_kernels: a token layout was entered"
@@ -131,14 +130,11 @@ class TokenLayout(ContextDecorator):
 
     def __enter__(self) -> "TokenLayout":
         compat.mark_thread(ENTERED)
-        _outer.set((*_outer.get(), _current.get()))
-        _current.set((self, compat.current_backward()))
+        _entered.set((*_entered.get(), (self, compat.current_backward())))
         return self
 
     def __exit__(self, *error) -> None:
-        *outer, before = _outer.get()
-        _outer.set(tuple(outer))
-        _current.set(before)
+        _entered.set(_entered.get()[:-1])
 
     def within(self, function: Callable) -> Callable:
         """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""
@@ -209,7 +205,7 @@ def _flat(length: int) -> TokenLayout:
 def current_layout(op: str) -> TokenLayout | _Unset | None:
     """Returns the layout that `with` set, or None. Inside a backward, where a call is made again, that is one entered
     there, as by `within`; one around the backward may be another call's."""
-    (layout, within), backward = _current.get(), compat.current_backward()
+    (*_, (layout, within)), backward = _entered.get() or ((None, -1),), compat.current_backward()
     if backward == -1 or layout is not None and within == backward:
         return layout
     return _Unset(op) if compat.is_marked(ENTERED) else None

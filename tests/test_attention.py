@@ -689,13 +689,7 @@ BAD_INPUT = [  # q, k, v, what else, error, words
         for x in (0, -1.0, torch.nan, torch.inf, "1")
     ],
     *[
-        (
-            str(dtype),
-            (B.to(dtype), KB.to(dtype), KB.to(dtype)),
-            {},
-            TypeError,
-            ["q has dtype", "supported are bf16, fp16, fp32"],
-        )
+        ((B.to(dtype), KB.to(dtype), KB.to(dtype)), {}, TypeError, "q has dtype … supported are bf16, fp16, fp32")
         for dtype in (torch.float8_e4m3fn, torch.int32, torch.float64)
     ],
     ((B, KB.half(), KB), {}, TypeError, "k has dtype torch.float16 … q has torch.bfloat16 … equal"),

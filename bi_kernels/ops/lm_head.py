@@ -181,7 +181,7 @@ def lm_head_logprob(
     lead, rows = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
 
     def training() -> tuple:
-        kept = 0.0 if torch.compiler.is_compiling() else float(keep_bytes)
+        kept = 0.0 if torch.compiler.is_compiling() else float(keep_bytes)  # dlogits take the place of what is kept
         return kept, *training_arguments(op, hidden, 1, weight=weight)
 
     targets = widened(targets).reshape(-1).contiguous()

@@ -22,6 +22,7 @@ from bi_kernels.ops.attention.schedule import (
     Batch,
     Schedule,
     Sequences,
+    Tiling,
     current_schedule,
     fits_hopper,
     max_tiles,
@@ -109,32 +110,18 @@ def _plan(
         LEFT=batch is not None and batch.left,
         PARTIAL=partial,
     )
-    attention = lambda tiling: Launch(
-        attention_kernel,
-        device,
-        (max_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
-        BLOCK_M=tiling.rows,
-        MANY=many,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **told,
-    )
+
+    def attention(tiling: Tiling) -> Launch:
+        grid = (max_tiles(total, count, tiling.rows) * heads, splits if partial else 1)
+        how = {"BLOCK_M": tiling.rows, "MANY": many, "num_warps": tiling.warps, "num_stages": tiling.stages}
+        return Launch(attention_kernel, device, grid, **how, **told)
+
     steps = None
     if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
         steps = SplitDecode(device, dtype, integers, total, longest, schedule, told)
-    merge = Launch(
-        merge_kernel,
-        device,
-        (triton.cdiv(total * heads, schedule.merge_rows),),
-        total * heads,
-        splits,
-        scale,
-        shape["width"],
-        ROWS=schedule.merge_rows,
-        D=shape["D"],
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (triton.cdiv(total * heads, schedule.merge_rows),)
+    how = {"ROWS": schedule.merge_rows, "D": shape["D"], "num_warps": 4, "enable_fp_fusion": False}
+    merge = Launch(merge_kernel, device, grid, total * heads, splits, scale, shape["width"], **how)
     queries = total * heads * splits if partial else 0
     fits, programs = not fp32 and shape["EVEN"], count * heads * (splits if partial else 1)
     contiguous = strides_k == strides_v == torch.empty(shape_k, device="meta").stride()
@@ -168,24 +155,11 @@ def attention_forward(
         return [out.zero_(), lse.fill_(-math.inf)]
     schedule = current_schedule()
     first_q, length_q, first_k, length_k, pages, page, longest, full_q, _, batch = sequences
-    plan = _plan(
-        q.shape,
-        k.shape,
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.get_device(),
-        len(first_q) if batch is None else batch.count,
-        batch,
-        tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)]),
-        0 if pages is None else pages.stride(0),
-        page,
-        longest,
-        causal,
-        scale,
-        window,
-        schedule,
-    )
+    count, stride = len(first_q) if batch is None else batch.count, 0 if pages is None else pages.stride(0)
+    integers = tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)])
+    shapes, kind = (q.shape, k.shape, k.stride(), v.stride()), (q.dtype, q.get_device())
+    where, constants = (count, batch, integers, stride, page, longest), (causal, scale, window)
+    plan = _plan(*shapes, *kind, *where, *constants, schedule)
     parts = _partials(plan.partial, out, lse, full_q) if plan.partial else None
     if not full_q and parts is None:  # padding keeps these; the merge of partial results writes every row
         out.zero_()

@@ -269,27 +269,8 @@ def prefill(
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
-    _hopper_prefill_kernel[(min(multiprocessors(q.device), tiles * heads),)](
-        q,
-        descriptor(k),
-        descriptor(v),
-        out,
-        lse,
-        table,
-        *where,
-        len(where[0]),
-        scale,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        ROWS=ROWS,
-        SPLIT=split,
-        CAUSAL=causal,
-        MANY=many,
-        STAGES=stages,
-        REGISTERS=REGISTERS,
-        WORDS=WORDS,
-        PAUSE=common.PAUSE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (min(multiprocessors(q.device), tiles * heads),)
+    given = q, descriptor(k), descriptor(v), out, lse, table, *where, len(where[0]), scale
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "SPLIT": split, "WORDS": WORDS}
+    how = {"CAUSAL": causal, "MANY": many, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_prefill_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -274,23 +274,7 @@ def keys_backward(
     tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
     """
     heads, descriptors = k.shape[1], [descriptor(t) for t in (q, d_out, k, v)]
-    _hopper_keys_kernel[(tiles, heads)](
-        *descriptors,
-        lse,
-        delta,
-        dk,
-        dv,
-        *where,
-        len(where[0]),
-        scale,
-        factor,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        CAUSAL=causal,
-        STAGES=STAGES,
-        REGISTERS=REGISTERS,
-        PAUSE=common.PAUSE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    given = *descriptors, lse, delta, dk, dv, *where, len(where[0]), scale, factor
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads}
+    how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_keys_kernel[(tiles, heads)](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -247,28 +247,8 @@ def queries_backward(
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
-    _hopper_queries_kernel[(min(multiprocessors(q.device), tiles * heads),)](
-        q,
-        d_out,
-        descriptor(k),
-        descriptor(v),
-        lse,
-        delta,
-        dq,
-        table,
-        *where,
-        len(where[0]),
-        scale,
-        factor,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        ROWS=ROWS,
-        CAUSAL=causal,
-        STAGES=stages,
-        REGISTERS=REGISTERS,
-        WORDS=WORDS,
-        PAUSE=common.PAUSE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (min(multiprocessors(q.device), tiles * heads),)
+    given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, factor
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "WORDS": WORDS}
+    how = {"CAUSAL": causal, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_queries_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)
