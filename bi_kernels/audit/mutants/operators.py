@@ -23,7 +23,7 @@ FREE = {
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
-TENSOR = re.compile(r"^(forward|backward)$")  # methods of an autograd.Function, whose results launchers make
+TENSOR = re.compile(r"^(_?(launch|backward|forward|gradient)\w*|norm_forward|look_up|_gemm)$")  # below and within autograd
 
 
 @dataclass(frozen=True)
