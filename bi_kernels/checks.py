@@ -1,6 +1,5 @@
 """Argument checks that every op shares: one sentence naming the op, the argument, its value and what is allowed."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -8,17 +7,15 @@ from operator import index
 
 import torch
 
+from bi_kernels.compat import INTERPRETED, PLAIN, in_transform, is_fake, is_subclass
 from bi_kernels.contract import check_dtype
 from bi_kernels.scalars import truncated_repr
 
-# Triton decides when a kernel is defined, so it is asked once, here, before any kernel of the package is
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from bi_kernels import interpreter
 
     interpreter.install()
 
-PLAIN = torch.Tensor, torch.nn.Parameter  # types whose numbers stand in their memory
 INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 INTEGERS |= {torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 INFERENCE = "bi_kernels: an op that needs a gradient got tensors made in inference_mode; pass their clones"
@@ -74,9 +71,9 @@ def check_plain(op: str, name: str, t: torch.Tensor) -> bool:
         raise TypeError(f"{op}: {name} is a view that is negated when it is read, expected {name}.resolve_neg()")
     if type(t) in PLAIN:
         return False
-    if _is_fake(t):
+    if is_fake(t):
         return True
-    if torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python):
+    if is_subclass(t):
         plain = f"{name}.to_local()" if hasattr(t, "to_local") else "a torch.Tensor"
         raise TypeError(f"{op}: {name} is a {type(t).__name__}, expected {plain}")
     return False
@@ -84,22 +81,13 @@ def check_plain(op: str, name: str, t: torch.Tensor) -> bool:
 
 def _mixed(x: torch.Tensor, others: list[torch.Tensor]) -> bool:
     """Tells whether a fake tensor may be given with others that are none."""
-    return _is_fake(x) and x.fake_mode.allow_non_fake_inputs and all(type(t) in PLAIN for t in others)
+    return is_fake(x) and x.fake_mode.allow_non_fake_inputs and all(type(t) in PLAIN for t in others)
 
 
 def check_numbers(op: str, name: str, t: torch.Tensor) -> None:
     """Raises TypeError for a tensor that holds no numbers in its memory."""
     if check_plain(op, name, t) or t.is_meta:
         raise TypeError(f"{op}: {name} is a {type(t).__name__} on {t.device} without numbers, expected some")
-
-
-def _is_fake(t: torch.Tensor) -> bool:
-    """Tells whether a tensor has a shape and no numbers."""
-    if type(t) in PLAIN:
-        return False
-    from torch._subclasses import FakeTensor  # noqa: PLC0415  (whoever made one has loaded it)
-
-    return isinstance(t, FakeTensor)
 
 
 def check(op: str, same_dtype: bool = True, optional: tuple[str, ...] = (), **tensors: torch.Tensor | None) -> None:
@@ -177,7 +165,7 @@ def can_wait(t: torch.Tensor) -> bool:
     graph, and not where there are none."""
     if torch.compiler.is_compiling() or t.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return not _is_fake(t) and torch._C._functorch.peek_interpreter_stack() is None
+    return not is_fake(t) and not in_transform()
 
 
 def _written(t: torch.Tensor) -> tuple[int, int] | None:
@@ -227,14 +215,6 @@ def ensure_cuda_context(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _transformed(tensors: list[torch.Tensor]) -> bool:
-    """Tells whether somebody else than autograd's backward is to follow what is computed."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    forward = torch.autograd.forward_ad
-    return forward._current_level >= 0 and any(forward.unpack_dual(t).tangent is not None for t in tensors)
-
-
 def widened(t: torch.Tensor) -> torch.Tensor:
     """Returns integers as they are, or in 64 bits where they are narrow or have no sign: −100 is none of theirs."""
     return t if t.dtype in (torch.int32, torch.int64) else t.long()
@@ -244,42 +224,3 @@ def refuse_inference(*tensors: torch.Tensor) -> None:
     """Raises TypeError for tensors that autograd saves for no backward."""
     if any(t.is_inference() for t in tensors):
         raise TypeError(INFERENCE)
-
-
-def apply(launch: Callable, opaque: Callable, differentiable: Callable, *args) -> torch.Tensor:
-    """Calls an op's launcher: directly, as the autograd function `differentiable` where a gradient is wanted, or under
-    torch.compile as the custom op `opaque`, or, for a gradient, in eager mode between two compiled parts.
-
-    The compiler sees no launch through a custom op, so it cannot freeze the tile of the traced M; eager code does not
-    pay the dispatcher's 25 µs.
-    """
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    trains = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
-    if torch.compiler.is_compiling():
-        if not trains:
-            return opaque(*args)
-        from bi_kernels.eager import in_eager  # noqa: PLC0415  (torch._dynamo, which is loaded by now)
-
-        return in_eager(differentiable, *args)
-    if _transformed(tensors):
-        raise NotImplementedError(
-            "bi_kernels: torch.func transforms and forward-mode differentiation are not supported; "
-            "call an op with plain tensors, and backward()"
-        )
-    if any(map(_is_fake, tensors)):
-        if trains:
-            raise NotImplementedError(
-                "bi_kernels: an op was called with fake tensors that require a gradient, expected torch.no_grad()"
-            )
-        return opaque(*args)
-    call = differentiable if trains else launch
-    device = tensors[0].get_device()  # −1 for a CPU
-    try:
-        if device >= 0 and device != torch.cuda.current_device():
-            with torch.cuda.device(device):  # Triton launches on the current device
-                return call(*args)
-        return call(*args)
-    except RuntimeError as error:
-        if "Inference tensors cannot be saved" in str(error):
-            raise TypeError(INFERENCE) from None
-        raise

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from bi_kernels.checks import check_numbers
+from bi_kernels.compat import current_node, overlaps_itself
 from bi_kernels.contract import DTYPES
 from bi_kernels.scalars import one_line, truncated_repr
 
@@ -37,7 +38,7 @@ def trained(
             kind = "on the meta device" if p.is_meta else f"of dtype {p.dtype}"
             raise TypeError(f"MainGrads: {name} is {kind}, expected fp32, fp16 or bf16 on a device")
         check_numbers("MainGrads", name, p)
-        if not p.is_leaf or p.is_inference() or torch._debug_has_internal_overlap(p) == 1:
+        if not p.is_leaf or p.is_inference() or overlaps_itself(p):
             raise ValueError(f"MainGrads: {name} cannot be written to in place, expected a module's parameter")
         if getattr(getattr(p, "main_grad", None), "of_step", None) in LIVE_MAIN_GRADS:
             raise ValueError(f"MainGrads: {name} has another MainGrads' main_grad, expected one that was released")
@@ -65,7 +66,7 @@ def tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Par
 def check_own(op: str, name: str, weight: torch.Tensor) -> None:
     """Raises ValueError for the copy of a parameter that a reentrant checkpoint passes on: what an op leaves there goes
     to the parameter's `.grad`, beside its main_grad."""
-    if not weight.is_leaf or type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward":
+    if not weight.is_leaf or current_node() != "CheckpointFunctionBackward":
         return
     there = [p for owner in LIVE_MAIN_GRADS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
     if weight.numel() and there and all(p is not weight for p in there):

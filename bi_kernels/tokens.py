@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 import triton
 import triton.language as tl
 
-from bi_kernels import checks
-from bi_kernels.checks import integers_of
+from bi_kernels import compat
+from bi_kernels.checks import check_numbers, integers_of
 from bi_kernels.launch import jit
 from bi_kernels.parameters import check_own
 from bi_kernels.scalars import check_flag, integer_of, truncated_repr
@@ -32,9 +34,13 @@ from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
 ELEMENTS, WARPS = 1024, 4  # that one program copies
 OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
-# the layout that is entered, and within which backward it was, by the number that autograd gives it; else -1
-_current: ContextVar["tuple[TokenLayout | None, int]"] = ContextVar("token layout", default=(None, -1))
-_outer: ContextVar[tuple] = ContextVar("what was entered before", default=())  # of a thread or a task
+# the layouts that are entered in a thread or task, each with the number of the backward around it, or -1
+_entered: ContextVar[tuple[tuple["TokenLayout", int], ...]] = ContextVar("token layouts", default=())
+# whether a parameter's gradient was folded by shapes alone
+inferred_any: ContextVar[bool] = ContextVar("a layout was inferred", default=False)
+ENTERED = "bi_kernels: a token layout was entered"
+_ids = count()
+_live: WeakValueDictionary[int, "TokenLayout"] = WeakValueDictionary()
 
 
 @jit
@@ -55,9 +61,7 @@ class TokenLayout(ContextDecorator):
     padding: no gradient of a parameter sees them. Raises ValueError for sequences that overlap or leave the rows.
     """
 
-    flat = False  # whether it was read from (tokens, features), one sequence as far as that says
-    entered = False  # whether this process has used any
-    assumed = False  # whether it has folded a parameter's gradient by shapes alone
+    is_inferred = False  # whether it was read from (tokens, features), one sequence as far as that says
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], rows: int, order: Sequence[int] | None = None):
         starts, lengths = integers_of(OP, "starts", starts), integers_of(OP, "lengths", lengths)
@@ -125,15 +129,12 @@ class TokenLayout(ContextDecorator):
         return cls(starts, lengths, width * len(lengths), order)
 
     def __enter__(self) -> "TokenLayout":
-        TokenLayout.entered = True
-        _outer.set((*_outer.get(), _current.get()))
-        _current.set((self, torch._C._current_graph_task_id()))
+        compat.mark_thread(ENTERED)
+        _entered.set((*_entered.get(), (self, compat.current_backward())))
         return self
 
     def __exit__(self, *error) -> None:
-        *outer, before = _outer.get()
-        _outer.set(tuple(outer))
-        _current.set(before)
+        _entered.set(_entered.get()[:-1])
 
     def within(self, function: Callable) -> Callable:
         """`function` under this layout wherever it is called, as activation checkpointing does inside backward."""
@@ -169,9 +170,9 @@ class TokenLayout(ContextDecorator):
         if y.numel():
             count, columns = y.shape
             block = min(ELEMENTS, triton.next_power_of_2(columns))
-            rows, slots = ELEMENTS // block, self.slots_on(x.device)
-            grid = triton.cdiv(count, rows), triton.cdiv(columns, block)
-            _gather_kernel[grid](x, slots, y, count, columns, x.stride(0), ROWS=rows, BLOCK=block, num_warps=WARPS)
+            rows, given = ELEMENTS // block, (x, self.slots_on(x.device), y)
+            grid, sizes = (triton.cdiv(count, rows), triton.cdiv(columns, block)), (count, columns, x.stride(0))
+            _gather_kernel[grid](*given, *sizes, ROWS=rows, BLOCK=block, num_warps=WARPS)
         return y
 
 
@@ -197,17 +198,17 @@ def _dense(sequences: int, length: int) -> TokenLayout:
 @lru_cache(maxsize=64)
 def _flat(length: int) -> TokenLayout:
     layout = TokenLayout([0], [length], length)
-    layout.flat = True
+    layout.is_inferred = True
     return layout
 
 
 def current_layout(op: str) -> TokenLayout | _Unset | None:
     """Returns the layout that `with` set, or None. Inside a backward, where a call is made again, that is one entered
     there, as by `within`; one around the backward may be another call's."""
-    if not TokenLayout.entered:
-        return None
-    (layout, within), backward = _current.get(), torch._C._current_graph_task_id()
-    return layout if backward == -1 or layout is not None and within == backward else _Unset(op)
+    (*_, (layout, within)), backward = _entered.get() or ((None, -1),), compat.current_backward()
+    if backward == -1 or layout is not None and within == backward:
+        return layout
+    return _Unset(op) if compat.is_marked(ENTERED) else None
 
 
 def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout:
@@ -231,8 +232,8 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
             + "; for (…, heads, D) use qk_norm"
             * (op.endswith("rms_norm") and tokens == layout.rows * length)
         )
-    if trains and not torch.compiler.is_compiling():
-        TokenLayout.assumed = True
+    if trains:
+        inferred_any.set(True)
         if len(lead) > 2:
             warnings.warn(
                 f"{op}: x has leading dimensions {tuple(lead)}, which are taken for {sequences} sequences of {length} "
@@ -244,7 +245,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 
 def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
-    if not isinstance(layout, TokenLayout) or not layout.flat or not hasattr(buffer, "of_step"):
+    if not isinstance(layout, TokenLayout) or not layout.is_inferred or not hasattr(buffer, "of_step"):
         return  # what is computed again may have none
     if getattr(buffer, "zeros_at", None) != (id(buffer), buffer._version):
         warnings.warn(
@@ -265,7 +266,7 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
     if buffer.device == weight.device:
-        checks.check_numbers(op, f"{name}.{attribute}", buffer)
+        check_numbers(op, f"{name}.{attribute}", buffer)
     plain = buffer.is_contiguous() and not buffer.is_inference()
     if buffer.shape != weight.shape or buffer.device != weight.device or not plain:
         raise ValueError(
@@ -273,6 +274,59 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
             f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}"
         )
     return buffer
+
+
+def embedding_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Returns the buffer of an embedding, which a weight that is tied to an LM head has besides `main_grad`."""
+    own = main_grad("embedding", weight, attribute="embedding_main_grad")
+    return main_grad("embedding", weight) if own is None else own
+
+
+def training_arguments(op: str, x: torch.Tensor, features: int, **parameters: torch.Tensor | None) -> tuple:
+    """Returns the layout of x's tokens, whose last dimensions are features, and of each parameter the buffer that
+    torch.compile must know of; else None, for a backward looks it up."""
+    trained = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
+    if torch.compiler.is_compiling():
+        attributes = ("embedding_main_grad", "main_grad") if op == "embedding" else ("main_grad",)
+        found = {name: [getattr(p, a) for a in attributes if hasattr(p, a)] for name, p in trained.items()}
+        buffers = [found[name][0] if found.get(name) else None for name in parameters]
+        return _token_layout(x, op, features, bool(trained)), *buffers
+    for name, p in trained.items():
+        embedding_grad(p) if op == "embedding" else main_grad(op, p, name)
+    return layout_for(op, x.shape[: x.dim() - features], bool(trained)), *[None] * len(parameters)
+
+
+@torch.library.custom_op("bi_kernels::token_layout", mutates_args=())
+def _token_layout(x: torch.Tensor, op: str, features: int, trains: bool) -> torch.Tensor:
+    """Returns a tensor that stands for the layout that is entered when the compiled code runs."""
+    layout = layout_for(op, x.shape[: x.dim() - features], trains)
+    number = layout.__dict__.setdefault("_id", next(_ids))
+    _live[number] = layout
+    stand_in = torch.tensor([number], device="cpu")
+    stand_in.token_layout = layout  # and keeps it alive
+    return stand_in
+
+
+@_token_layout.register_fake
+def _(x, op, features, trains):
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def layout_of(layout: "TokenLayout | torch.Tensor") -> TokenLayout:
+    """Returns the layout that `training_arguments` returned."""
+    return _live[int(layout)] if isinstance(layout, torch.Tensor) else layout
+
+
+def gradient_of(
+    op: str, parameter: torch.Tensor, name: str = "weight", buffer: torch.Tensor | None = None
+) -> tuple[torch.Tensor, bool]:
+    """Returns where a parameter's gradient goes, and whether it goes on from what is there: a buffer, or a new tensor.
+    buffer: as `training_arguments` returned it."""
+    if buffer is None and not torch.compiler.is_compiling():
+        buffer = embedding_grad(parameter) if op == "embedding" else main_grad(op, parameter, name)
+    if buffer is None:
+        return torch.empty_like(parameter, memory_format=torch.contiguous_format), False
+    return buffer, True
 
 
 def consume_zero_flag(buffer: torch.Tensor) -> bool:

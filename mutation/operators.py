@@ -19,11 +19,12 @@ FREE = {
     *("Tile", "tiles", "multiprocessors", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
     *("room_for", "remind", "_checked", "_checked_both", "check_values", "_check_pages", "check_ids"),
     *("checked_targets", "_integers", "fits_apart"),
-    *("_Unset", "_"),
+    *("_Unset", "_", "_fake", "_fake_log_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
-TENSOR = re.compile(r"^(forward|backward)$")  # methods of an autograd.Function, whose results launchers make
+# launchers and backwards, whose results are tensors
+TENSOR = re.compile(r"^(_?(launch|backward|forward|gradient)\w*|norm_forward|look_up|_gemm)$")
 
 
 @dataclass(frozen=True)

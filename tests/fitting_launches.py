@@ -30,7 +30,7 @@ from bi_kernels.ops.attention.arguments import arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward
 from bi_kernels.ops.attention.padded import materialize_offsets
-from bi_kernels.ops.attention.schedule import SCHEDULE
+from bi_kernels.ops.attention.schedule import SCHEDULE, using
 from bi_kernels.ops.gemm import hopper
 from bi_kernels.ops.gemm.cost import RINGS, TILES, PipelineConfig
 from bi_kernels.ops.gemm.kernel import launch, tiles
@@ -73,7 +73,7 @@ def rows() -> None:
     for dtype in OF:
         for width in (1, 1024, 1025, 4096, 5120, 32768):
             x = torch.zeros(33, width, dtype=dtype)
-            norm.norm_backward("rms_norm", x, x[0], torch.zeros(33), x, x, layout, 1, True, True)
+            norm.norm_gradient(x, x[0], torch.zeros(33), x, x, layout, 1, x, x[0], False)
     for squared in (True, False):
         block_sums(torch.zeros(5000), squared)
 
@@ -85,8 +85,8 @@ def heads() -> None:
             call = arguments(q, q[:, :, :2], q[:, :, :2])
             out, lse = attention_forward(*call[:7])
             out, lse, *qkv = (t.flatten(0, 1) for t in (out, lse, *call[:3]))
-            where = materialize_offsets(call.sequences, q.device)
-            attention_backward(out, None, *qkv, out, lse, where, *call[4:7], True, True)
+            where = materialize_offsets(call.sequences, q.device)[:4]
+            attention_backward(out, None, *qkv, out, lse, *where, *call[4:7], *qkv)
             for cache in (call[1], call[1].new_zeros(1, 5000, 2, width)):
                 decode.INTERPRETED = True  # in steps, which it else is on a GPU alone
                 attention_forward(*arguments(q[:, :1], cache, cache)[:7])
@@ -105,7 +105,8 @@ def pages() -> None:
         call = arguments(q, k, k, **told)[:7]
         attention_forward(*call)
         decode.INTERPRETED = True
-        attention_forward(*call, replace(SCHEDULE, apart=SCHEDULE.apart._replace(programs=10**6)))
+        with using(replace(SCHEDULE, apart=SCHEDULE.apart._replace(programs=10**6))):
+            attention_forward(*call)
         decode.INTERPRETED = False
 
 

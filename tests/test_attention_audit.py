@@ -212,6 +212,7 @@ triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0, g
 from helpers.attention_on_gpu import without_wait
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static.launches import recorded
+from bi_kernels.ops.attention.hopper import common
 from bi_kernels.ops.attention.hopper.forward import prefill
 from bi_kernels.ops.attention.hopper.keys import keys_backward
 from bi_kernels.ops.attention.hopper.queries import queries_backward
@@ -220,12 +221,13 @@ for (width, group, causal, many), late in zip({cases}, (0, 1000)):
     with recorded(run=False) as launches:
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16
-        told = where, causal, 0.1, 0.1, 9, 16, late
+        told, common.PAUSE = (where, causal, 0.1, 0.1, 9, 16), late
         keys_backward(q, k, k, q, fp32, fp32, k, k, *told)
         queries_backward(q, k, k, q, fp32, fp32, q, *told)
-        prefill(*forward, late)
+        prefill(*forward)
         if late:
-            without_wait().prefill(*forward, 0)
+            common.PAUSE = 0
+            without_wait().prefill(*forward)
     for v in static.binaries(launches):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
     for v in launches.variants.values():  # the loop over tiles hands all eight words of a tile on, in every group

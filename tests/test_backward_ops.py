@@ -11,7 +11,7 @@ import torch
 from conftest import assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
-import bi_kernels
+import bi_kernels as bi
 from bi_kernels import contract
 from bi_kernels.audit.evidence.drift import compare
 from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
@@ -29,18 +29,18 @@ TOKENS, VOCAB, IGNORED, PADDING_ID = sum(LENGTHS), 56, 3, 3
 HIDDEN, COLUMNS, HEADS = (40,), (24,), (3, 16)
 IDS = ()
 MASKED = {"temperature": 0.7, "ignore_index": IGNORED}
-LM_HEAD = (bi_kernels.lm_head_logprob, {"hidden": HIDDEN, "targets": IDS}, {"weight": (VOCAB, *HIDDEN)})
+LM_HEAD = (bi.lm_head_logprob, {"hidden": HIDDEN, "targets": IDS}, {"weight": (VOCAB, *HIDDEN)})
 
 # name: (function, {input of every token: its trailing shape}, {parameter: shape}, constants)
 CALLS = {
-    "linear": (bi_kernels.linear, {"x": HIDDEN}, {"weight": (*COLUMNS, *HIDDEN), "bias": COLUMNS}, {}),
-    "matmul": (bi_kernels.matmul, {"a": HIDDEN}, {"b": (*HIDDEN, *COLUMNS)}, {}),
-    "rms_norm": (bi_kernels.rms_norm, {"x": HIDDEN}, {"weight": HIDDEN}, {}),
-    "qk_norm": (bi_kernels.qk_norm, {"x": HEADS}, {"weight": HEADS[1:]}, {}),
-    "add_rms_norm": (bi_kernels.add_rms_norm, {"x": HIDDEN, "residual": HIDDEN}, {"weight": HIDDEN}, {}),
-    "embedding": (bi_kernels.embedding, {"ids": IDS}, {"weight": (VOCAB, *HIDDEN)}, {"padding_id": PADDING_ID}),
-    "token_logprob": (bi_kernels.token_logprob, {"logits": (VOCAB,), "targets": IDS}, {}, MASKED),
-    "log_softmax": (bi_kernels.log_softmax, {"logits": (VOCAB,)}, {}, {}),
+    "linear": (bi.linear, {"x": HIDDEN}, {"weight": (*COLUMNS, *HIDDEN), "bias": COLUMNS}, {}),
+    "matmul": (bi.matmul, {"a": HIDDEN}, {"b": (*HIDDEN, *COLUMNS)}, {}),
+    "rms_norm": (bi.rms_norm, {"x": HIDDEN}, {"weight": HIDDEN}, {}),
+    "qk_norm": (bi.qk_norm, {"x": HEADS}, {"weight": HEADS[1:]}, {}),
+    "add_rms_norm": (bi.add_rms_norm, {"x": HIDDEN, "residual": HIDDEN}, {"weight": HIDDEN}, {}),
+    "embedding": (bi.embedding, {"ids": IDS}, {"weight": (VOCAB, *HIDDEN)}, {"padding_id": PADDING_ID}),
+    "token_logprob": (bi.token_logprob, {"logits": (VOCAB,), "targets": IDS}, {}, MASKED),
+    "log_softmax": (bi.log_softmax, {"logits": (VOCAB,)}, {}, {}),
     "lm_head_logprob": (*LM_HEAD, MASKED),
     "lm_head_logprob, part kept": (*LM_HEAD, MASKED | {"keep_bytes": 20 * 4 * TOKENS}),
     "lm_head_logprob, all kept": (*LM_HEAD, MASKED | {"keep_bytes": float("inf")}),
@@ -262,7 +262,7 @@ def test_dw_is_the_tensor_cores_fold_over_slabs_of_16_tokens(dtype):
     parameters["weight"].main_grad = torch.full_like(given["weight"], 0.5, dtype=torch.float32)
     parameters["bias"].main_grad = torch.full_like(given["bias"], -0.25, dtype=torch.float32)
     with PACKED[0][1]:
-        bi_kernels.linear(given["x"], **parameters).backward(dy)
+        bi.linear(given["x"], **parameters).backward(dy)
     assert_same_bits(parameters["weight"].main_grad, torch.from_numpy(weight), "dW")
     assert_same_bits(parameters["bias"].main_grad, torch.from_numpy(bias[:, 0].copy()), "dbias")
 
@@ -283,7 +283,7 @@ def test_a_row_of_the_table_is_folded_token_by_token(dtype, many, monkeypatch):
         for token in (ids != PADDING_ID).nonzero().flatten():
             expected[ids[token]] += dy[token].float()
         weight.main_grad = start if start.any() else None
-        bi_kernels.embedding(ids, weight, PADDING_ID).backward(dy)
+        bi.embedding(ids, weight, PADDING_ID).backward(dy)
         if weight.main_grad is None:
             assert_same_bits(weight.grad, expected.to(dtype), ".grad")
         else:
@@ -297,7 +297,7 @@ def test_one_id_everywhere(count):
         torch.zeros(VOCAB, *HIDDEN, dtype=torch.bfloat16),
     )
     weight.requires_grad_().main_grad = torch.zeros(VOCAB, *HIDDEN)
-    bi_kernels.embedding(torch.full((count,), 9), weight).backward(dy)
+    bi.embedding(torch.full((count,), 9), weight).backward(dy)
     assert_same_bits(weight.main_grad[9], sum(dy.float(), torch.zeros(HIDDEN)))
     assert not weight.main_grad[[i for i in range(VOCAB) if i != 9]].any()
 
@@ -306,7 +306,7 @@ def test_an_id_that_nobody_has_checked_gives_nan_and_not_a_strangers_row(monkeyp
     """As in a captured graph, which is replayed with other ids."""
     monkeypatch.setattr(embed, "needs_validation", lambda question, ids: False)
     weight = torch.randn(VOCAB, 20, generator=torch.Generator().manual_seed(0))
-    y = bi_kernels.embedding(torch.tensor([0, VOCAB, -1, VOCAB - 1]), weight)
+    y = bi.embedding(torch.tensor([0, VOCAB, -1, VOCAB - 1]), weight)
     assert y[1:3].isnan().all()
     assert_same_bits(y[[0, 3]], weight[[0, -1]])
 
@@ -316,7 +316,7 @@ def test_the_embedding_of_a_tied_table_has_a_buffer_of_its_own():
     weight = trained(given["weight"])
     weight.main_grad, weight.embedding_main_grad = torch.full((VOCAB, *HIDDEN), 3.0), torch.zeros(VOCAB, *HIDDEN)
     with PACKED[0][1]:
-        bi_kernels.embedding(given["ids"], weight, PADDING_ID).backward(dy[0])
+        bi.embedding(given["ids"], weight, PADDING_ID).backward(dy[0])
     assert_same_bits(weight.embedding_main_grad, gradients("embedding", given, dy, PACKED)["weight"])
     assert weight.grad is None and bool((weight.main_grad == 3).all())
 
@@ -399,7 +399,7 @@ def test_the_logprob_alone_or_the_entropy_alone_may_be_trained_on(name, blocks_o
 def test_a_second_backward_of_the_lm_head_finds_its_logits_again(name, blocks_of_16, dtype=torch.bfloat16):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     leaves = [given[k].clone().requires_grad_() for k in ("hidden", "weight")]
-    y = bi_kernels.lm_head_logprob(*leaves, given["targets"], **CALLS[name][3])
+    y = bi.lm_head_logprob(*leaves, given["targets"], **CALLS[name][3])
     before = [t.detach().clone() for t in y]
     first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     for a, b, k in zip(first, second, ("hidden", "weight")):
@@ -461,8 +461,9 @@ def test_a_parameter_that_does_not_train_asks_for_no_layout(name, dtype=torch.bf
             CALLS[name][0](**some | {"weight": trained(given["weight"])}, **CALLS[name][3])
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
-def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=torch.bfloat16):
+def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, backend, dtype=torch.bfloat16):
     given, dy = arguments(name, dtype), upstream(name, dtype)
     torch._dynamo.reset()
     call = CALLS[name][0]
@@ -470,8 +471,8 @@ def test_gradients_of_a_compiled_function_are_those_of_eager_mode(name, dtype=to
     leaves = {k: trained(t) if t.is_floating_point() else t for k, t in given.items()}
     for k in CALLS[name][2]:
         leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
-    compiled = torch.compile(lambda given: call(**given, **CALLS[name][3]), backend="aot_eager")
-    with PACKED[0][1]:
+    compiled = torch.compile(lambda given: call(**given, **CALLS[name][3]), backend=backend, fullgraph=True)
+    with packed(A, B, C, D)[1]:  # which nobody else keeps until the backward
         y = compiled(leaves)
     torch.autograd.backward(y, dy[0] if isinstance(y, torch.Tensor) else dy)
     for k, t in leaves.items():
@@ -487,12 +488,12 @@ def test_masters_get_every_gradient_whatever_the_loop_looks_like():
         lambda optimizer: optimizer.zero_grad(False),
     ):
         weight = trained(numbers((*COLUMNS, *HIDDEN), torch.bfloat16))
-        before, grads = weight.detach().clone(), bi_kernels.MainGrads([weight])
+        before, grads = weight.detach().clone(), bi.MainGrads([weight])
         optimizer = torch.optim.SGD(grads.masters, lr=1.0)
         for _ in range(2):
             zeroed(optimizer)
-            bi_kernels.linear(x, weight[:12]).backward(dy)  # a view: its gradient is in .grad
-            bi_kernels.linear(x, weight)[:, 12:].backward(dy)
+            bi.linear(x, weight[:12]).backward(dy)  # a view: its gradient is in .grad
+            bi.linear(x, weight)[:, 12:].backward(dy)
             grads.join()
             assert weight.grad is None and grads.masters[0].grad is weight.main_grad and weight.main_grad.all()
             optimizer.step()
@@ -576,7 +577,7 @@ def large(dtype=torch.bfloat16):
 def logprob_and_gradients(hidden, weight, targets, dy, **more):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    y = bi_kernels.lm_head_logprob(hidden, weight, targets, **MASKED, **more)
+    y = bi.lm_head_logprob(hidden, weight, targets, **MASKED, **more)
     torch.autograd.backward(y, dy)
     return {"logprob": y[0].detach(), "entropy": y[1].detach(), "hidden": hidden.grad, "weight": weight.main_grad}
 
@@ -602,31 +603,29 @@ def test_a_row_of_a_large_vocabulary_does_not_depend_on_the_number_of_rows():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_lm_head_is_linear_and_token_logprob(dtype):
     hidden, weight, targets, dy, fused = large(dtype)
-    logits = bi_kernels.linear(hidden, weight).requires_grad_()
-    y = bi_kernels.token_logprob(logits, targets, **MASKED)
+    logits = bi.linear(hidden, weight).requires_grad_()
+    y = bi.token_logprob(logits, targets, **MASKED)
     (dlogits,) = torch.autograd.grad(y, logits, dy)
     for rows in (1, 16):
         part = logits[:rows].detach().requires_grad_()
-        (alone,) = torch.autograd.grad(
-            bi_kernels.token_logprob(part, targets[:rows], **MASKED), part, [t[:rows] for t in dy]
-        )
+        (alone,) = torch.autograd.grad(bi.token_logprob(part, targets[:rows], **MASKED), part, [t[:rows] for t in dy])
         assert_same_bits(alone, dlogits[:rows], f"dlogits, {rows} rows")
     assert_same_bits(fused["logprob"], y[0].detach(), "logprob")
     assert_same_bits(fused["entropy"], y[1].detach(), "entropy")
-    assert_same_bits(fused["hidden"], bi_kernels.linear(dlogits, weight.t()), "dhidden")
+    assert_same_bits(fused["hidden"], bi.linear(dlogits, weight.t()), "dhidden")
     given = {"hidden": hidden, "targets": targets, "weight": weight}
     assert_within("lm_head_logprob", given, dy, (17,), fused)
     assert_within("token_logprob", {"logits": logits.detach(), "targets": targets}, dy, (17,), {"logits": dlogits})
     own = numbers(logits.shape, torch.float32, seed="dy")
-    (found,) = torch.autograd.grad(bi_kernels.log_softmax(logits), logits, own)
+    (found,) = torch.autograd.grad(bi.log_softmax(logits), logits, own)
     assert_within("log_softmax", {"logits": logits.detach()}, [own], (17,), {"logits": found})
 
 
 def selected(logits, targets, dy):
     """logprob, entropy and dlogits of token_logprob, y and dlogits of log_softmax."""
     leaf = logits.clone().requires_grad_()
-    y = bi_kernels.token_logprob(leaf, targets, **MASKED)
-    every = bi_kernels.log_softmax(leaf)
+    y = bi.token_logprob(leaf, targets, **MASKED)
+    every = bi.log_softmax(leaf)
     return [
         *(t.detach() for t in y),
         *torch.autograd.grad(y, leaf, dy),
@@ -690,452 +689,240 @@ def within(layout: TokenLayout, call):
 
 
 NAMED = {  # op: (call, its parameter, the parameter's name)
-    "linear": (lambda w: bi_kernels.linear(X, w), W, "weight"),
-    "linear bias": (lambda b: bi_kernels.linear(X, W, b), BIAS, "bias"),
-    "matmul": (lambda b: bi_kernels.matmul(X, b), W.t().contiguous(), "b"),
-    "rms_norm": (lambda w: bi_kernels.rms_norm(X, w), NORM, "weight"),
-    "qk_norm": (lambda w: bi_kernels.qk_norm(X[:, None], w), NORM, "weight"),
-    "add_rms_norm": (lambda w: bi_kernels.add_rms_norm(X, X, w), NORM, "weight"),
-    "embedding": (lambda w: bi_kernels.embedding(T, w), W, "weight"),
-    "lm_head_logprob": (lambda w: bi_kernels.lm_head_logprob(X, w, T), W, "weight"),
+    "linear": (lambda w: bi.linear(X, w), W, "weight"),
+    "linear bias": (lambda b: bi.linear(X, W, b), BIAS, "bias"),
+    "matmul": (lambda b: bi.matmul(X, b), W.t().contiguous(), "b"),
+    "rms_norm": (lambda w: bi.rms_norm(X, w), NORM, "weight"),
+    "qk_norm": (lambda w: bi.qk_norm(X[:, None], w), NORM, "weight"),
+    "add_rms_norm": (lambda w: bi.add_rms_norm(X, X, w), NORM, "weight"),
+    "embedding": (lambda w: bi.embedding(T, w), W, "weight"),
+    "lm_head_logprob": (lambda w: bi.lm_head_logprob(X, w, T), W, "weight"),
 }
 LOGPROBS = {
-    "token_logprob": lambda targets, **more: bi_kernels.token_logprob(bi_kernels.linear(X, W), targets, **more),
-    "lm_head_logprob": lambda targets, **more: bi_kernels.lm_head_logprob(X, W, targets, **more),
+    "token_logprob": lambda targets, **more: bi.token_logprob(bi.linear(X, W), targets, **more),
+    "lm_head_logprob": lambda targets, **more: bi.lm_head_logprob(X, W, targets, **more),
 }
 LAYOUT = "TokenLayout: "
 
 BAD_INPUT = [
+    (lambda: bi.embedding(put(T, 2, 24), W), ValueError, "embedding: ids holds 24 at flat index 2 … 0 to 23"),
     (
-        "embedding id too large",
-        lambda: bi_kernels.embedding(put(T, 2, 24), W),
+        lambda: bi.embedding(put(T, 3, -1).reshape(1, 5), W),
         ValueError,
-        ["embedding: ids holds 24 at flat index 2", "0 to 23"],
+        "embedding: ids holds -1 at flat index 3 … 0 to 23",
     ),
+    (lambda: bi.embedding(T.float(), W), TypeError, "embedding: ids has dtype torch.float32 … integers"),
+    (lambda: bi.embedding(T > 3, W), TypeError, "embedding: ids has dtype torch.bool … integers"),
+    (lambda: bi.embedding([1, 2], W), TypeError, "embedding: ids is a list … torch.Tensor"),
+    (lambda: bi.embedding(T, NORM), ValueError, "embedding: weight has shape (32,) … (vocab, hidden)"),
     (
-        "embedding id negative",
-        lambda: bi_kernels.embedding(put(T, 3, -1).reshape(1, 5), W),
-        ValueError,
-        ["embedding: ids holds -1 at flat index 3", "0 to 23"],
-    ),
-    (
-        "embedding ids float",
-        lambda: bi_kernels.embedding(T.float(), W),
+        lambda: bi.embedding(T, W.double()),
         TypeError,
-        ["embedding: ids has dtype torch.float32", "integers"],
+        "embedding: weight has dtype float64 … supported are bf16, fp16, fp32",
     ),
-    (
-        "embedding ids bool",
-        lambda: bi_kernels.embedding(T > 3, W),
-        TypeError,
-        ["embedding: ids has dtype torch.bool", "integers"],
-    ),
-    (
-        "embedding ids a list",
-        lambda: bi_kernels.embedding([1, 2], W),
-        TypeError,
-        ["embedding: ids is a list", "torch.Tensor"],
-    ),
-    (
-        "embedding weight rank",
-        lambda: bi_kernels.embedding(T, NORM),
-        ValueError,
-        ["embedding: weight has shape (32,)", "(vocab, hidden)"],
-    ),
-    (
-        "embedding weight dtype",
-        lambda: bi_kernels.embedding(T, W.double()),
-        TypeError,
-        ["embedding: weight has dtype float64", "supported are bf16, fp16, fp32"],
-    ),
-    (
-        "embedding padding_id too large",
-        lambda: bi_kernels.embedding(T, W, 24),
-        ValueError,
-        ["embedding: padding_id is 24", "None or 0 to 23"],
-    ),
-    (
-        "embedding padding_id negative",
-        lambda: bi_kernels.embedding(T, W, padding_id=-1),
-        ValueError,
-        ["embedding: padding_id is -1", "None or 0 to 23"],
-    ),
-    (
-        "embedding elsewhere",
-        lambda: bi_kernels.embedding(T, W.to("meta")),
-        ValueError,
-        ["embedding: weight is on meta", "supported are cuda, and cpu"],
-    ),
+    (lambda: bi.embedding(T, W, 24), ValueError, "embedding: padding_id is 24 … None or 0 to 23"),
+    (lambda: bi.embedding(T, W, padding_id=-1), ValueError, "embedding: padding_id is -1 … None or 0 to 23"),
+    (lambda: bi.embedding(T, W.to("meta")), ValueError, "embedding: weight is on meta … supported are cuda, and cpu"),
     *[
         row
         for name, call in LOGPROBS.items()
         for row in (
             (
-                f"{name} target too large",
                 lambda call=call: call(put(T, 1, 24)),
                 ValueError,
-                [f"{name}: targets holds 24 at flat index 1", "0 to 23 or -100"],
+                f"{name}: targets holds 24 at flat index 1 … 0 to 23 or -100",
             ),
             (
-                f"{name} target negative",
                 lambda call=call: call(put(T, 4, -2), ignore_index=-1),
                 ValueError,
-                [f"{name}: targets holds -2 at flat index 4", "0 to 23 or -1"],
+                f"{name}: targets holds -2 at flat index 4 … 0 to 23 or -1",
             ),
-            (
-                f"{name} targets float",
-                lambda call=call: call(T.float()),
-                TypeError,
-                [f"{name}: targets has dtype torch.float32", "integers"],
-            ),
-            (
-                f"{name} targets size",
-                lambda call=call: call(T[:3]),
-                ValueError,
-                [f"{name}: targets has shape (3,)", "(5,)"],
-            ),
-            (
-                f"{name} targets elsewhere",
-                lambda call=call: call(T.to("meta")),
-                ValueError,
-                [f"{name}: targets is on meta", "cpu", "one device"],
-            ),
+            (lambda call=call: call(T.float()), TypeError, f"{name}: targets has dtype torch.float32 … integers"),
+            (lambda call=call: call(T[:3]), ValueError, f"{name}: targets has shape (3,) … (5,)"),
+            (lambda call=call: call(T.to("meta")), ValueError, f"{name}: targets is on meta … cpu … one device"),
             *[
                 (
-                    f"{name} temperature {t!r}",
                     lambda call=call, t=t: call(T, temperature=t),
                     (TypeError, ValueError),
-                    [f"{name}: temperature is {t!r}", "number"],
+                    f"{name}: temperature is {t!r} … number",
                 )
                 for t in (0, 0.0, -1.0, float("nan"), "1", None)
             ],
         )
     ],
     (
-        "token_logprob nothing",
-        lambda: bi_kernels.token_logprob(torch.zeros(0, 8), T[:0]),
+        lambda: bi.token_logprob(torch.zeros(0, 8), T[:0]),
         ValueError,
-        ["token_logprob: targets has shape (0,)", "at least one token"],
+        "token_logprob: targets has shape (0,) … at least one token",
     ),
+    (lambda: bi.token_logprob(torch.zeros(5, 0), T), ValueError, "token_logprob: logits has shape (5, 0) … (..., V)"),
+    (lambda: bi.log_softmax(torch.zeros(5, 0)), ValueError, "log_softmax: logits has shape (5, 0) … (..., V)"),
+    (lambda: bi.log_softmax(torch.tensor(1.0)), ValueError, "log_softmax: logits has shape () … (..., V)"),
     (
-        "token_logprob no vocabulary",
-        lambda: bi_kernels.token_logprob(torch.zeros(5, 0), T),
-        ValueError,
-        ["token_logprob: logits has shape (5, 0)", "(..., V)"],
-    ),
-    (
-        "log_softmax no vocabulary",
-        lambda: bi_kernels.log_softmax(torch.zeros(5, 0)),
-        ValueError,
-        ["log_softmax: logits has shape (5, 0)", "(..., V)"],
-    ),
-    (
-        "log_softmax rank",
-        lambda: bi_kernels.log_softmax(torch.tensor(1.0)),
-        ValueError,
-        ["log_softmax: logits has shape ()", "(..., V)"],
-    ),
-    (
-        "log_softmax dtype",
-        lambda: bi_kernels.log_softmax(X.double()),
+        lambda: bi.log_softmax(X.double()),
         TypeError,
-        ["log_softmax: logits has dtype float64", "supported are bf16, fp16, fp32"],
+        "log_softmax: logits has dtype float64 … supported are bf16, fp16, fp32",
     ),
     (
-        "lm_head_logprob nothing",
-        lambda: bi_kernels.lm_head_logprob(X[:0], W, T[:0]),
+        lambda: bi.lm_head_logprob(X[:0], W, T[:0]),
         ValueError,
-        ["lm_head_logprob: targets has shape (0,)", "at least one token"],
+        "lm_head_logprob: targets has shape (0,) … at least one token",
     ),
     (
-        "lm_head_logprob sizes",
-        lambda: bi_kernels.lm_head_logprob(X, W.t(), T),
+        lambda: bi.lm_head_logprob(X, W.t(), T),
         ValueError,
-        ["lm_head_logprob: hidden has shape (5, 32)", "(32, 24)", "(..., H) and (V, H)"],
+        "lm_head_logprob: hidden has shape (5, 32) … (32, 24) … (..., H) and (V, H)",
     ),
+    (lambda: bi.lm_head_logprob(X, NORM, T), ValueError, "lm_head_logprob: hidden has shape (5, 32) … (32,) … (V, H)"),
     (
-        "lm_head_logprob weight rank",
-        lambda: bi_kernels.lm_head_logprob(X, NORM, T),
-        ValueError,
-        ["lm_head_logprob: hidden has shape (5, 32)", "(32,)", "(V, H)"],
-    ),
-    (
-        "lm_head_logprob weight dtype",
-        lambda: bi_kernels.lm_head_logprob(X, W.half(), T),
+        lambda: bi.lm_head_logprob(X, W.half(), T),
         TypeError,
-        ["lm_head_logprob: weight has dtype torch.float16", "hidden has torch.bfloat16", "equal"],
+        "lm_head_logprob: weight has dtype torch.float16 … hidden has torch.bfloat16 … equal",
     ),
     (
-        "lm_head_logprob weight elsewhere",
-        lambda: bi_kernels.lm_head_logprob(X, W.to("meta"), T),
+        lambda: bi.lm_head_logprob(X, W.to("meta"), T),
         ValueError,
-        ["lm_head_logprob: weight is on meta", "cpu", "one device"],
+        "lm_head_logprob: weight is on meta … cpu … one device",
     ),
+    (lambda: bi.lm_head_logprob(X, W, T, keep_bytes=-1), ValueError, "lm_head_logprob: keep_bytes is -1 … at least 0"),
     (
-        "lm_head_logprob keep_bytes",
-        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=-1),
+        lambda: bi.lm_head_logprob(X, W, T, keep_bytes=float("nan")),
         ValueError,
-        ["lm_head_logprob: keep_bytes is -1", "at least 0"],
+        "lm_head_logprob: keep_bytes is nan … at least 0",
     ),
     (
-        "lm_head_logprob keep_bytes NaN",
-        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes=float("nan")),
-        ValueError,
-        ["lm_head_logprob: keep_bytes is nan", "at least 0"],
-    ),
-    (
-        "lm_head_logprob keep_bytes a string",
-        lambda: bi_kernels.lm_head_logprob(X, W, T, keep_bytes="1 GB"),
+        lambda: bi.lm_head_logprob(X, W, T, keep_bytes="1 GB"),
         TypeError,
-        ["lm_head_logprob: keep_bytes is '1 GB'", "number"],
+        "lm_head_logprob: keep_bytes is '1 GB' … number",
+    ),
+    (lambda: bi.rms_norm(X, NORM, "1e-6"), TypeError, "rms_norm: eps is '1e-6' … number"),
+    (lambda: bi.add_rms_norm(X, X, NORM, eps=None), TypeError, "add_rms_norm: eps is None … number"),
+    (lambda: bi.rms_norm(X, NORM[:8]), ValueError, "rms_norm: weight has shape (8,) … (32,)"),
+    (lambda: bi.rms_norm(X, W), ValueError, "rms_norm: weight has shape (24, 32) … (32,)"),
+    (lambda: bi.qk_norm(NORM, NORM), ValueError, "qk_norm: x has shape (32,) … (..., heads, head_dim)"),
+    (
+        lambda: bi.rms_norm(X[:, :0], NORM[:0]),
+        ValueError,
+        f"rms_norm: the last dimension of x is 0 … 1 to {norm.WIDEST}",
     ),
     (
-        "rms_norm eps a string",
-        lambda: bi_kernels.rms_norm(X, NORM, "1e-6"),
+        lambda: bi.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)),
+        ValueError,
+        f"rms_norm: the last dimension of x is {norm.WIDEST + 1} … 1 to {norm.WIDEST}",
+    ),
+    (lambda: bi.add_rms_norm(X, X[:2], NORM), ValueError, "add_rms_norm: residual has shape (2, 32) … (5, 32)"),
+    (
+        lambda: bi.add_rms_norm(X, X.float(), NORM),
         TypeError,
-        ["rms_norm: eps is '1e-6'", "number"],
+        "add_rms_norm: residual has dtype torch.float32 … x has torch.bfloat16",
     ),
-    (
-        "add_rms_norm eps nothing",
-        lambda: bi_kernels.add_rms_norm(X, X, NORM, eps=None),
-        TypeError,
-        ["add_rms_norm: eps is None", "number"],
-    ),
-    (
-        "rms_norm weight size",
-        lambda: bi_kernels.rms_norm(X, NORM[:8]),
-        ValueError,
-        ["rms_norm: weight has shape (8,)", "(32,)"],
-    ),
-    (
-        "rms_norm weight rank",
-        lambda: bi_kernels.rms_norm(X, W),
-        ValueError,
-        ["rms_norm: weight has shape (24, 32)", "(32,)"],
-    ),
-    (
-        "qk_norm rank",
-        lambda: bi_kernels.qk_norm(NORM, NORM),
-        ValueError,
-        ["qk_norm: x has shape (32,)", "(..., heads, head_dim)"],
-    ),
-    (
-        "rms_norm no features",
-        lambda: bi_kernels.rms_norm(X[:, :0], NORM[:0]),
-        ValueError,
-        ["rms_norm: the last dimension of x is 0", f"1 to {norm.WIDEST}"],
-    ),
-    (
-        "rms_norm too wide",
-        lambda: bi_kernels.rms_norm(torch.zeros(1, norm.WIDEST + 1), torch.zeros(norm.WIDEST + 1)),
-        ValueError,
-        [f"rms_norm: the last dimension of x is {norm.WIDEST + 1}", f"1 to {norm.WIDEST}"],
-    ),
-    (
-        "add_rms_norm residual size",
-        lambda: bi_kernels.add_rms_norm(X, X[:2], NORM),
-        ValueError,
-        ["add_rms_norm: residual has shape (2, 32)", "(5, 32)"],
-    ),
-    (
-        "add_rms_norm residual dtype",
-        lambda: bi_kernels.add_rms_norm(X, X.float(), NORM),
-        TypeError,
-        ["add_rms_norm: residual has dtype torch.float32", "x has torch.bfloat16"],
-    ),
-    (
-        "add_rms_norm residual elsewhere",
-        lambda: bi_kernels.add_rms_norm(X, X.to("meta"), NORM),
-        ValueError,
-        ["add_rms_norm: residual is on meta", "cpu"],
-    ),
-    (
-        "rms_norm weight elsewhere",
-        lambda: bi_kernels.rms_norm(X, NORM.to("meta")),
-        ValueError,
-        ["rms_norm: weight is on meta", "cpu"],
-    ),
+    (lambda: bi.add_rms_norm(X, X.to("meta"), NORM), ValueError, "add_rms_norm: residual is on meta … cpu"),
+    (lambda: bi.rms_norm(X, NORM.to("meta")), ValueError, "rms_norm: weight is on meta … cpu"),
     *[
         row
         for name, (call, parameter, argument) in NAMED.items()
         for row in (
             (
-                f"{name} main_grad dtype",
                 lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros_like(p))),
                 TypeError,
-                [f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16", "torch.float32"],
+                f"{name.split()[0]}: {argument}.main_grad has dtype torch.bfloat16 … torch.float32",
             ),
             (
-                f"{name} main_grad no tensor",
                 lambda call=call, p=parameter: call(trained(p, main_grad=[0.0])),
                 TypeError,
-                [f"{name.split()[0]}: {argument}.main_grad has type list", "torch.float32"],
+                f"{name.split()[0]}: {argument}.main_grad has type list … torch.float32",
             ),
             (
-                f"{name} main_grad shape",
                 lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(3))),
                 ValueError,
-                [
-                    f"{name.split()[0]}: {argument}.main_grad has shape (3,) on cpu",
-                    f"{tuple(parameter.shape)} on cpu as {argument}",
-                ],
+                f"{argument}.main_grad has shape (3,) on cpu … {tuple(parameter.shape)} on cpu as {argument}",
             ),
             (
-                f"{name} main_grad elsewhere",
                 lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(p.shape, device="meta"))),
                 ValueError,
-                [f"{name.split()[0]}: {argument}.main_grad", "on meta", "on cpu"],
+                f"{name.split()[0]}: {argument}.main_grad … on meta … on cpu",
             ),
             (
-                f"{name} main_grad strides",
                 lambda call=call, p=parameter: call(trained(p, main_grad=torch.zeros(*p.shape, 2)[..., 0])),
                 ValueError,
-                [f"{name.split()[0]}: {argument}.main_grad", "contiguous"],
+                f"{name.split()[0]}: {argument}.main_grad … contiguous",
             ),
         )
     ],
     (
-        "embedding embedding_main_grad dtype",
-        lambda: bi_kernels.embedding(T, trained(W, embedding_main_grad=torch.zeros_like(W))),
+        lambda: bi.embedding(T, trained(W, embedding_main_grad=torch.zeros_like(W))),
         TypeError,
-        ["embedding: weight.embedding_main_grad has dtype torch.bfloat16", "torch.float32"],
+        "embedding: weight.embedding_main_grad has dtype torch.bfloat16 … torch.float32",
     ),
     *[
         (
-            f"{name} layout of other rows",
             lambda call=call, p=parameter: within(TokenLayout.packed([0, 2, 6]), lambda: call(trained(p))),
             ValueError,
-            [f"{name.split()[0]}: ", " has 5 tokens", "6 rows"],
+            f"{name.split()[0]}:  …  has 5 tokens … 6 rows",
         )
         for name, (call, parameter, _) in NAMED.items()
     ],
     (
-        "cu_seqlens decreases",
         lambda: TokenLayout.packed(torch.tensor([0, 4, 2])),
         ValueError,
-        [f"{LAYOUT}cu_seqlens is [0, 4, 2]", "start at 0, never decrease"],
+        f"{LAYOUT}cu_seqlens is [0, 4, 2] … start at 0, never decrease",
     ),
+    (lambda: TokenLayout.packed([1, 4]), ValueError, f"{LAYOUT}cu_seqlens is [1, 4] … start at 0"),
+    (lambda: TokenLayout.packed([]), ValueError, f"{LAYOUT}cu_seqlens is [] … start at 0"),
+    (lambda: TokenLayout.packed([0]), ValueError, f"{LAYOUT}cu_seqlens is [0] … never decrease, and end"),
     (
-        "cu_seqlens starts late",
-        lambda: TokenLayout.packed([1, 4]),
-        ValueError,
-        [f"{LAYOUT}cu_seqlens is [1, 4]", "start at 0"],
-    ),
-    ("cu_seqlens empty", lambda: TokenLayout.packed([]), ValueError, [f"{LAYOUT}cu_seqlens is []", "start at 0"]),
-    (
-        "cu_seqlens of no sequence",
-        lambda: TokenLayout.packed([0]),
-        ValueError,
-        [f"{LAYOUT}cu_seqlens is [0]", "never decrease, and end"],
-    ),
-    (
-        "cu_seqlens float",
         lambda: TokenLayout.packed(torch.tensor([0.0, 4.0])),
         ValueError,
-        [f"{LAYOUT}cu_seqlens has shape (2,)", "torch.float32", "integers"],
+        f"{LAYOUT}cu_seqlens has shape (2,) … torch.float32 … integers",
     ),
     (
-        "cu_seqlens rank",
         lambda: TokenLayout.packed(torch.tensor([[0, 4]])),
         ValueError,
-        [f"{LAYOUT}cu_seqlens has shape (1, 2)", "one dimension"],
+        f"{LAYOUT}cu_seqlens has shape (1, 2) … one dimension",
     ),
     (
-        "sequences overlap",
         lambda: TokenLayout([0, 3], [4, 2], 8),
         ValueError,
-        [f"{LAYOUT}sequences start at [0, 3] with lengths [4, 2]", "8 rows, fewer than 2**31, and not to overlap"],
+        f"{LAYOUT}sequences start at [0, 3] with lengths [4, 2] … 8 rows, fewer than 2**31, and not to overlap",
     ),
-    (
-        "sequences leave the rows",
-        lambda: TokenLayout([0, 6], [4, 3], 8),
-        ValueError,
-        [LAYOUT, "[0, 6]", "[4, 3]", "8 rows"],
-    ),
-    ("sequences start before the rows", lambda: TokenLayout([-1], [2], 8), ValueError, [LAYOUT, "[-1]", "8 rows"]),
-    ("a length is negative", lambda: TokenLayout([0, 4], [3, -2], 8), ValueError, [LAYOUT, "[3, -2]", "8 rows"]),
-    (
-        "no sequence",
-        lambda: TokenLayout.padded([], 8),
-        ValueError,
-        [f"{LAYOUT}lengths is empty", "at least one sequence"],
-    ),
-    (
-        "lengths beyond the width",
-        lambda: TokenLayout.padded(torch.tensor([3, 9]), 8),
-        ValueError,
-        [f"{LAYOUT}lengths holds 9", "at most the width 8"],
-    ),
-    (
-        "order repeats",
-        lambda: TokenLayout.packed([0, 2, 5], order=[1, 1]),
-        ValueError,
-        [f"{LAYOUT}order is [1, 1]", "2 different numbers"],
-    ),
-    (
-        "order is short",
-        lambda: TokenLayout.packed([0, 2, 5], order=[0]),
-        ValueError,
-        [f"{LAYOUT}order is [0]", "2 different"],
-    ),
+    (lambda: TokenLayout([0, 6], [4, 3], 8), ValueError, " … ".join([LAYOUT, "[0, 6]", "[4, 3]", "8 rows"])),
+    (lambda: TokenLayout([-1], [2], 8), ValueError, " … ".join([LAYOUT, "[-1]", "8 rows"])),
+    (lambda: TokenLayout([0, 4], [3, -2], 8), ValueError, " … ".join([LAYOUT, "[3, -2]", "8 rows"])),
+    (lambda: TokenLayout.padded([], 8), ValueError, f"{LAYOUT}lengths is empty … at least one sequence"),
+    (lambda: TokenLayout.padded(torch.tensor([3, 9]), 8), ValueError, f"{LAYOUT}lengths holds 9 … at most the width 8"),
+    (lambda: TokenLayout.packed([0, 2, 5], order=[1, 1]), ValueError, f"{LAYOUT}order is [1, 1] … 2 different numbers"),
+    (lambda: TokenLayout.packed([0, 2, 5], order=[0]), ValueError, f"{LAYOUT}order is [0] … 2 different"),
     *[
-        (
-            f"embedding padding_id {i!r}",
-            lambda i=i: bi_kernels.embedding(T, trained(W), i),
-            TypeError,
-            [f"embedding: padding_id is {i!r}", "None or"],
-        )
+        (lambda i=i: bi.embedding(T, trained(W), i), TypeError, f"embedding: padding_id is {i!r} … None or")
         for i in ("3", 2.5)
     ],
     *[
-        (
-            f"{name} ignore_index {i!r}",
-            lambda call=call, i=i: call(T, ignore_index=i),
-            TypeError,
-            [f"{name}: ignore_index is {i!r}", "integer"],
-        )
+        (lambda call=call, i=i: call(T, ignore_index=i), TypeError, f"{name}: ignore_index is {i!r} … integer")
         for name, call in LOGPROBS.items()
         for i in (None, "x", 2.5)
     ],
-    ("more starts than lengths", lambda: TokenLayout([0, 5], [5], 10), ValueError, [LAYOUT, "[0, 5]", "[5]"]),
-    ("more lengths than starts", lambda: TokenLayout([0], [5, 3], 10), ValueError, [LAYOUT, "[0]", "[5, 3]"]),
-    ("lengths rank", lambda: TokenLayout.padded(torch.tensor([[1, 2]]), 4), ValueError, [f"{LAYOUT}lengths", "(1, 2)"]),
+    (lambda: TokenLayout([0, 5], [5], 10), ValueError, " … ".join([LAYOUT, "[0, 5]", "[5]"])),
+    (lambda: TokenLayout([0], [5, 3], 10), ValueError, " … ".join([LAYOUT, "[0]", "[5, 3]"])),
+    (lambda: TokenLayout.padded(torch.tensor([[1, 2]]), 4), ValueError, f"{LAYOUT}lengths … (1, 2)"),
+    (lambda: TokenLayout.padded([1.5, 2.0], 4), (TypeError, ValueError), f"{LAYOUT}lengths … 1.5 … integers"),
+    (lambda: TokenLayout.packed([0, 2.5, 5]), (TypeError, ValueError), f"{LAYOUT}cu_seqlens … 2.5 … integers"),
     (
-        "lengths float",
-        lambda: TokenLayout.padded([1.5, 2.0], 4),
-        (TypeError, ValueError),
-        [f"{LAYOUT}lengths", "1.5", "integers"],
-    ),
-    (
-        "cu_seqlens a list of floats",
-        lambda: TokenLayout.packed([0, 2.5, 5]),
-        (TypeError, ValueError),
-        [f"{LAYOUT}cu_seqlens", "2.5", "integers"],
-    ),
-    (
-        "cu_seqlens bool",
         lambda: TokenLayout.packed(torch.tensor([False, True])),
         ValueError,
-        [f"{LAYOUT}cu_seqlens", "torch.bool", "integers"],
+        f"{LAYOUT}cu_seqlens … torch.bool … integers",
     ),
-    ("cu_seqlens a number", lambda: TokenLayout.packed(5), TypeError, [f"{LAYOUT}cu_seqlens is 5", "integers"]),
-    (
-        "order of letters",
-        lambda: TokenLayout.packed([0, 2, 5], order="ab"),
-        (TypeError, ValueError),
-        [f"{LAYOUT}order is 'ab'"],
-    ),
+    (lambda: TokenLayout.packed(5), TypeError, f"{LAYOUT}cu_seqlens is 5 … integers"),
+    (lambda: TokenLayout.packed([0, 2, 5], order="ab"), (TypeError, ValueError), f"{LAYOUT}order is 'ab'"),
 ]
 
 
-@pytest.mark.parametrize("call, error, words", [pytest.param(*row[1:], id=row[0]) for row in BAD_INPUT])
+@pytest.mark.parametrize("call, error, words", BAD_INPUT, ids=[row[-1] for row in BAD_INPUT])
 def test_bad_input_is_one_clear_sentence(call, error, words):
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message and len(message) < 250, message
-    for word in words:
-        assert word in message, message
+    assert all(word in message for word in words.split(" … ")), message
 
 
 @pytest.mark.parametrize("name", LOGPROBS)
@@ -1143,8 +930,8 @@ def test_tokens_that_are_all_ignored_are_refused_only_where_a_gradient_is_wanted
     ignored = torch.full((5,), -100)
     hidden, weight = X.clone(), trained(W)
     call = {
-        "token_logprob": lambda: bi_kernels.token_logprob(bi_kernels.linear(hidden, weight), ignored),
-        "lm_head_logprob": lambda: bi_kernels.lm_head_logprob(hidden, weight, ignored),
+        "token_logprob": lambda: bi.token_logprob(bi.linear(hidden, weight), ignored),
+        "lm_head_logprob": lambda: bi.lm_head_logprob(hidden, weight, ignored),
     }[name]
     with pytest.raises(
         ValueError, match=f"^{name}: targets holds nothing but ignore_index -100, expected at least one"
@@ -1193,20 +980,20 @@ def test_the_layout_belongs_to_the_call_and_not_to_its_backward():
     leaves["weight"].main_grad = torch.zeros(HIDDEN)
     with outer:
         with inner, inner:
-            y = bi_kernels.rms_norm(**leaves)
+            y = bi.rms_norm(**leaves)
         y.backward(dy[0])
         assert_same_bits(leaves["weight"].main_grad, expected["weight"], "backward under another layout")
         with pytest.raises(ZeroDivisionError), inner:
             1 / 0
-        other = bi_kernels.rms_norm(leaves["x"], trained(given["weight"]))
+        other = bi.rms_norm(leaves["x"], trained(given["weight"]))
     assert compare(torch.autograd.grad(other, [leaves["x"]], dy)[0], leaves["x"].grad).mismatches == 0
     with pytest.raises(ValueError, match="^rms_norm: x has 3 tokens"), outer:
-        bi_kernels.rms_norm(leaves["x"][:3], leaves["weight"])
-    bi_kernels.rms_norm(leaves["x"][:3], leaves["weight"])  # and none is left behind
+        bi.rms_norm(leaves["x"][:3], leaves["weight"])
+    bi.rms_norm(leaves["x"][:3], leaves["weight"])  # and none is left behind
 
 
 def test_an_id_beyond_32_bits_reaches_no_row():
     """Nobody checks the ids of a captured graph."""
     dy, ids = torch.ones(2, 40), torch.tensor([2**32 + 3, 3])
-    found = embed._fold_rows(dy, ids, torch.zeros(8, 40), None, layout_for("embedding", (2,)), None)
+    embed.fold_rows(dy, ids, layout_for("embedding", (2,)), None, found := torch.zeros(8, 40), False)
     assert (found[3] == 1).all() and found.sum() == 40

@@ -13,7 +13,7 @@ from conftest import slow_but
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
-from bi_kernels import MainGrads
+from bi_kernels import MainGrads, tokens
 from bi_kernels.audit.checks.edge_cases import LENGTHS
 from bi_kernels.audit.checks.single_call import compared
 from bi_kernels.audit.problem.problem import OpConfig
@@ -234,12 +234,13 @@ def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_tr
 def test_where_no_layout_was_ever_entered_shapes_say_it_again(name, monkeypatch):
     u = call_of(name)
     function = u.checkpointed(True, False)
-    monkeypatch.setattr(TokenLayout, "entered", False)
+    monkeypatch.setattr(tokens, "ENTERED", "a layout was entered, as this test has it")
     monkeypatch.setattr(u, "says_layout", False)
     expected = u.made(main_grad=True)
     assert differing(expected, u.folded) <= {f"d{k}" for k in u.parameters}, "shapes say another layout, and no more"
     assert_same(u.made(main_grad=True, function=function), expected)
-    TokenLayout.entered = True
+    with TokenLayout.packed([0, 1]):
+        pass
     with pytest.raises(ValueError, match=REFUSED):
         u.made(main_grad=True, function=function)
 

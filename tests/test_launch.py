@@ -15,8 +15,8 @@ from triton.backends.nvidia import driver
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bi_kernels import launch
-from bi_kernels.launch import descriptor, jit, keeping_maps
+from bi_kernels import compat
+from bi_kernels.compat import descriptor, keeping_maps
 from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
 from bi_kernels.ops.gemm.cost import Tile
@@ -35,13 +35,6 @@ def test_what_is_launched_is_what_triton_would_launch(dtypes):
     first, again = (tuple(map(int, line.split())) for line in ended.stdout.splitlines())
     assert first[1] > 0, "calls of one kind share what was compiled"
     assert again[0] == first[0] and again[1] > 2 * first[1], "the same calls again ask Triton nothing"
-
-
-def test_interpreted_kernels_are_tritons_own():
-    def kernel(x, n):
-        pass
-
-    assert type(jit(kernel)) is type(triton.jit(kernel)) is type(jit(do_not_specialize=["n"])(kernel))
 
 
 @pytest.mark.parametrize("version, off, taken", [(130100, False, True), (130101, False, False), (130100, True, False)])
@@ -93,7 +86,7 @@ def flat(launcher, places, meta):
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_map_is_encoded_once_for_an_address(monkeypatch, packed):
     encoded, launched = [], []
-    monkeypatch.setattr(launch, "_maps", {})  # an address may be that of a tensor of another test
+    monkeypatch.setattr(compat, "_maps", {})  # an address may be that of a tensor of another test
     encode = lambda address, *told: encoded.append((address, *told)) or f"map of {address}"
     stubs = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=stubs))
@@ -122,3 +115,17 @@ def test_a_map_is_encoded_once_for_an_address(monkeypatch, packed):
     encoded.clear()
     call(kept, *[descriptor(w, [32, 64], [64, 1], [16, 64]), 5] * 2)
     assert [told[1] for told in encoded] == [2], "another layout is another map"
+
+
+def test_ops_import_torch_and_triton_and_nothing_else():
+    """numpy, where it is installed, comes with torch; numba with the interpreter alone."""
+    code = """if True:
+        import sys, torch, triton
+        before = {*sys.modules}
+        import bi_kernels as bi
+        [getattr(bi, name) for name in bi.__all__]
+        print(*{name.partition(".")[0] for name in {*sys.modules} - before} - sys.stdlib_module_names)
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert ended.stdout.split() == ["bi_kernels"]

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = "checks", "contract", "eager", "grads", "launch", "parameters", "scalars", "tokens"  # which ops import
+MODULES = "checks", "compat", "contract", "grads", "launch", "op", "parameters", "scalars", "tokens"  # which ops import
 FILES = "ops/**/*.py", "ops/**/*.toml", "contract.toml", *(f"{name}.py" for name in MODULES)
 
 

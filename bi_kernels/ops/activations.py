@@ -7,10 +7,11 @@ cancels; of a gate and its factor, both gradients come from one launch.
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, check_alike
+from bi_kernels.checks import check_alike
 from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.op import Op, writes
 from bi_kernels.scalars import check_fp32, check_number, check_positive, truncated_repr
 
 BLOCK, WARPS = 1024, 4  # as of the other elementwise ops
@@ -121,66 +122,61 @@ def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.conste
         tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
 
 
+OPTIONS = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+
+
 @cached
-def _launch_for(op: str, n: int, dtype: torch.dtype, device: int) -> Launch:
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
-    return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, BLOCK=BLOCK, **options)
+def _launch_for(op: str, n: int, device: int) -> Launch:
+    return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, **OPTIONS)
 
 
-def _launch(
-    op: str, x: torch.Tensor, up: torch.Tensor | None, limit: float, alpha: float, offset: float
-) -> torch.Tensor:
+def _launch(op: str, x: Tensor, up: Tensor | None, limit: float, alpha: float, offset: float) -> Tensor:
     x, up = x.contiguous(), None if up is None else up.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        _launch_for(op, x.numel(), x.dtype, x.get_device())(x, up, y, limit, alpha, offset)
+        _launch_for(op, x.numel(), x.get_device())(x, up, y, limit, alpha, offset)
     return y
 
 
-def _launch_gradient(
-    op: str, x: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, needs: tuple[bool, bool], *numbers: float
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx, d_up), each None where it is not needed; numbers: limit, alpha, offset."""
-    x, up, dy = x.contiguous(), None if up is None else up.contiguous(), dy.contiguous()
-    dx, d_up = (torch.empty_like(x) if needed else None for needed in needs)
-    if x.numel():
-        _gradient_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x, up, dy, dx, d_up, *numbers, x.numel(), OP=op, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
-    return dx, d_up
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, op, x, up, *numbers):
-        ctx.op, ctx.numbers = op, numbers
-        ctx.save_for_backward(x, up)
-        return _launch(op, x, up, *numbers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        found = _launch_gradient(ctx.op, *ctx.saved_tensors, dy, ctx.needs_input_grad[1:3], *ctx.numbers)
-        return None, *found, None, None, None
-
-
-_opaque = torch.library.custom_op("bi_kernels::activation", _launch, mutates_args=())
-
-
-@_opaque.register_fake
-def _(op, x, up, limit, alpha, offset):
+def _fake(op, x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _apply(
+@writes("dx", "d_up")
+def _gradient(
     op: str,
-    x: torch.Tensor,
-    up: torch.Tensor | None = None,
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    offset: float = 0.0,
-) -> torch.Tensor:
-    return apply(_launch, _opaque, _Activation.apply, op, x, up, limit, alpha, offset)
+    x: Tensor,
+    up: Tensor | None,
+    dy: Tensor,
+    dx: Tensor | None,
+    d_up: Tensor | None,
+    limit: float,
+    alpha: float,
+    offset: float,
+) -> None:
+    n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
+    if n:
+        _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **OPTIONS)
+
+
+def _save(ctx, inputs, y):
+    ctx.op, x, up, *ctx.numbers = inputs
+    ctx.save_for_backward(x, up)
+
+
+def _backward(ctx, dy):
+    x, up = ctx.saved_tensors
+    new = lambda: torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx, d_up = (new() if needed else None for needed in ctx.needs_input_grad[1:3])
+    _gradient(ctx.op, x, up, dy, dx, d_up, *ctx.numbers)
+    return None, dx, d_up, None, None, None
+
+
+_activation = Op("activation", _launch, _fake, _save, _backward)
+
+
+def _apply(op: str, x: Tensor, up: Tensor | None = None, limit=0.0, alpha=0.0, offset=0.0) -> Tensor:
+    return _activation(op, x, up, limit, alpha, offset)
 
 
 def _approximated(op: str, approximate: str) -> str:
@@ -189,34 +185,32 @@ def _approximated(op: str, approximate: str) -> str:
     return op if approximate == "none" else f"{op}_tanh"
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
+def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)), in fp32, for x of any shape in bf16, fp16 or fp32; the same shape and dtype."""
     check_alike("silu", "x", x)
     return _apply("silu", x)
 
 
-def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU: x/2 (1 + erf(x/√2)), or with approximate="tanh" x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))), in fp32, the
     latter as x / (1 + exp(-2√(2/π) (x + 0.044715 x³)))."""
     check_alike("gelu", "x", x)
     return _apply(_approximated("gelu", approximate), x)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
     check_alike("swiglu", "gate", gate, "up", up)
     return _apply("swiglu", gate, up)
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """gelu(gate, approximate) · up, in fp32, rounded once (Shazeer, 2020); gate and up of one shape and dtype."""
     check_alike("geglu", "gate", gate, "up", up)
     return _apply(_approximated("geglu", approximate), gate, up)
 
 
-def clamped_swiglu(
-    gate: torch.Tensor, up: torch.Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0
-) -> torch.Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
     """g / (1 + exp(-alpha g)) · (u + offset), g = min(gate, limit), u = up within ±limit, as gpt-oss has it: in fp32,
     the numbers rounded to it, and rounded once. As of torch.clamp, a NaN stays one, and the gradient is 0 beyond a
     limit and at a NaN, not at the limit itself."""
@@ -226,7 +220,7 @@ def clamped_swiglu(
     return _apply(op, gate, up, check_positive(op, "limit", limit), alpha=alpha, offset=offset)
 
 
-def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap), as Gemma 2 caps its logits: in fp32, the cap rounded to it, and rounded once."""
     check_alike("soft_cap", "x", x)
     return _apply("soft_cap", x, limit=check_positive("soft_cap", "cap", cap))

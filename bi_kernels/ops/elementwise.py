@@ -8,14 +8,15 @@ over tokens of `fold_bias`. Contraction into fused multiply-adds is off, so a CP
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, check, check_alike, check_shape
+from bi_kernels.checks import check, check_alike, check_shape
 from bi_kernels.contract import DTYPES
 from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.op import Op
 from bi_kernels.ops.gemm.gemm import fold_bias
 from bi_kernels.scalars import check_number, truncated_repr
-from bi_kernels.tokens import layout_for, main_grad
+from bi_kernels.tokens import training_arguments
 
 BLOCK, WARPS = 1024, 4  # eight elements a thread: one 16-byte access in bf16
 
@@ -43,87 +44,82 @@ def _elementwise_kernel(x, other, y, factor, n, cols, OP: tl.constexpr, BLOCK: t
 
 
 @cached
-def _launch_for(op: str, n: int, cols: int, dtypes: tuple, device: int) -> Launch:
+def _launch_for(op: str, n: int, cols: int, device: int) -> Launch:
     grid, options = (triton.cdiv(n, BLOCK),), {"num_warps": WARPS, "enable_fp_fusion": False}
     return Launch(_elementwise_kernel, device, grid, n, cols, OP=op, BLOCK=BLOCK, **options)
 
 
-def _launch(op: str, x: torch.Tensor, other: torch.Tensor | None, factor: float, dtype: torch.dtype) -> torch.Tensor:
+def _launch(
+    op: str,
+    x: Tensor,
+    other: Tensor | None,
+    factor: float,
+    dtype: torch.dtype,
+    layout: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> Tensor:
+    """layout, buffer: of a bias, for the backward."""
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     n = x.numel()
     if n:
         cols = x.shape[-1] if x.dim() else 1
-        _launch_for(op, n, cols, (x.dtype, dtype), x.get_device())(x, other, y, factor)
+        _launch_for(op, n, cols, x.get_device())(x, other, y, factor)
     return y
 
 
-class _Elementwise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, op, x, other, factor, dtype):
-        ctx.op, ctx.factor, ctx.dtype = op, factor, x.dtype
-        if op == "mask_fill":
-            ctx.save_for_backward(other)
-        elif op == "bias_add" and ctx.needs_input_grad[2]:
-            ctx.layout = layout_for(op, x.shape[:-1])
-            ctx.bias = other  # for its main_grad: its numbers are not needed
-            main_grad(op, other, "bias")
-        return _launch(op, x, other, factor, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        op, (needs_x, needs_other) = ctx.op, ctx.needs_input_grad[1:3]
-        dx = d_other = None
-        if op in ("add", "bias_add"):
-            dx = dy if needs_x else None
-            if needs_other:
-                d_other = (
-                    dy
-                    if op == "add"
-                    else fold_bias(op, dy.reshape(ctx.layout.rows, ctx.bias.numel()), ctx.bias, ctx.layout)
-                )
-        elif op == "mask_fill":
-            dx = _launch(op, dy, *ctx.saved_tensors, 0.0, dy.dtype)
-        else:
-            dx = _launch(op, dy, None, ctx.factor, ctx.dtype)
-        return None, dx, d_other, None, None
-
-
-_opaque = torch.library.custom_op("bi_kernels::elementwise", _launch, mutates_args=())
-
-
-@_opaque.register_fake
-def _(op, x, other, factor, dtype):
+def _fake(op, x, other, factor, dtype, layout, buffer):
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _apply(
-    op: str, x: torch.Tensor, other: torch.Tensor | None = None, factor: float = 0.0, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    return apply(_launch, _opaque, _Elementwise.apply, op, x, other, factor, dtype or x.dtype)
+def _save(ctx, inputs, y):
+    ctx.op, x, other, ctx.factor, _, ctx.layout, ctx.buffer = inputs
+    ctx.dtype = x.dtype
+    if ctx.op == "mask_fill":
+        ctx.save_for_backward(other)
+    elif ctx.op == "bias_add":
+        ctx.bias = other  # for its main_grad: its numbers are not needed
 
 
-def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def _backward(ctx, dy):
+    op, (needs_x, needs_other) = ctx.op, ctx.needs_input_grad[1:3]
+    d_other = None
+    if op in ("add", "bias_add"):
+        dx = dy
+        if needs_other:
+            flat = lambda: dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
+            d_other = dy if op == "add" else fold_bias(op, flat(), ctx.bias, ctx.layout, "bias", ctx.buffer)
+    elif op == "mask_fill":
+        dx = _elementwise.raw(op, dy, *ctx.saved_tensors, 0.0, dy.dtype)
+    else:
+        dx = _elementwise.raw(op, dy, None, ctx.factor, ctx.dtype)
+    return None, dx if needs_x else None, d_other, None, None, None, None
+
+
+_elementwise = Op("elementwise", _launch, _fake, _save, _backward)
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
     """x + residual, summed in fp32 and rounded once; both of one shape and dtype."""
     check_alike("add", "x", x, "residual", residual)
-    return _apply("add", x, residual)
+    return _elementwise("add", x, residual, 0.0, x.dtype)
 
 
-def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+def scale(x: Tensor, factor: float) -> Tensor:
     """x · factor, the factor rounded to fp32, the product in fp32 and rounded once."""
     check_alike("scale", "x", x)
-    return _apply("scale", x, factor=check_number("scale", "factor", factor))
+    return _elementwise("scale", x, None, check_number("scale", "factor", factor), x.dtype)
 
 
-def bias_add(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def bias_add(x: Tensor, bias: Tensor) -> Tensor:
     """x (..., N) + bias (N,), summed in fp32 and rounded once."""
     check("bias_add", x=x, bias=bias)
     check_shape("bias_add", "bias", bias, x.shape[-1:], "the last dimension of x")
-    return _apply("bias_add", x, bias)
+    training = lambda: training_arguments("bias_add", x, 1, bias=bias)
+    return _elementwise("bias_add", x, bias, 0.0, x.dtype, training=training)
 
 
-def mask_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+def mask_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
     """`value`, rounded to x's dtype, where the boolean `mask` (broadcast to x) is true; elsewhere the bits of x."""
     check("mask_fill", x=x)
     check("mask_fill", same_dtype=False, x=x, mask=mask)
@@ -135,12 +131,12 @@ def mask_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor
         raise ValueError(
             f"mask_fill: mask has shape {tuple(mask.shape)}, which does not broadcast to x's {tuple(x.shape)}"
         ) from None
-    return _apply("mask_fill", x, mask, factor=check_number("mask_fill", "value", value))
+    return _elementwise("mask_fill", x, mask, check_number("mask_fill", "value", value), x.dtype)
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype of the contract: one rounding to nearest even on the way down, exact on the way up."""
     check("cast", x=x)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise TypeError(f"cast: dtype is {truncated_repr(dtype)}; supported are {', '.join(DTYPES)}")
-    return _apply("cast", x, dtype=dtype)
+    return _elementwise("cast", x, None, 0.0, dtype)

@@ -8,13 +8,14 @@ folds that were interleaved would depend on the micro-batch split.
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, check, integers, mark_validated, needs_validation, once, widened
+from bi_kernels.checks import check, integers, mark_validated, needs_validation, once, widened
 from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.op import Op, writes
 from bi_kernels.ops.fold import add_rows
 from bi_kernels.scalars import check_integer, truncated_repr
-from bi_kernels.tokens import TokenLayout, layout_for, main_grad
+from bi_kernels.tokens import gradient_of, layout_of, training_arguments
 
 ELEMENTS, WARPS = 2048, 4  # that one program copies
 MANY = 256
@@ -93,92 +94,76 @@ def _embedding_backward_kernel(
 
 
 @cached
-def _launch_for(tokens: int, vocab: int, width: int, dtypes: tuple, device: int) -> Launch:
+def _launch_for(tokens: int, vocab: int, width: int, device: int) -> Launch:
     block = min(ELEMENTS, triton.next_power_of_2(width))
     rows = ELEMENTS // block
     grid = triton.cdiv(tokens, rows), triton.cdiv(width, block)
     return Launch(_embedding_kernel, device, grid, tokens, vocab, width, ROWS=rows, BLOCK=block, num_warps=WARPS)
 
 
-def _launch(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def look_up(
+    ids: Tensor,
+    weight: Tensor,
+    padding_id: int | None = None,
+    layout: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> Tensor:
+    """padding_id and what follows are for the backward."""
     ids, weight = ids.contiguous(), weight.contiguous()
     vocab, width = weight.shape
     y = weight.new_empty(*ids.shape, width)
     if y.numel():
-        _launch_for(ids.numel(), vocab, width, (ids.dtype, weight.dtype), weight.get_device())(ids, weight, y)
+        _launch_for(ids.numel(), vocab, width, weight.get_device())(ids, weight, y)
     return y
 
 
-def _fold_rows(
-    dy: torch.Tensor,
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    buffer: torch.Tensor | None,
-    layout: TokenLayout,
-    padding_id: int | None,
-) -> torch.Tensor | None:
-    dy, width = dy.contiguous(), dy.shape[-1]
+def _fake(ids, weight, padding_id, layout, buffer):
+    return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+@writes("out")
+def fold_rows(
+    dy: Tensor, ids: Tensor, layout: Tensor | None, padding_id: int | None, out: Tensor, continues: bool
+) -> None:
+    """out (vocab, hidden) = Σ dy of the tokens that hold an id, in the layout's order, on from what is there if it
+    `continues`."""
+    layout, dy, width = layout_of(layout), dy.contiguous(), dy.shape[-1]
     ids = ids.reshape(-1)
     if not layout.identity:
         rows = layout.rows_on(ids.device)
         ids = ids[rows]
-    ids = ids.long().clamp(-1, len(weight))  # in a captured graph nobody has checked them
-    ids, order = torch.sort(ids.to(torch.int32) if len(weight) < 2**31 else ids, stable=True)
+    ids = ids.long().clamp(-1, len(out))  # in a captured graph nobody has checked them
+    ids, order = torch.sort(ids.to(torch.int32) if len(out) < 2**31 else ids, stable=True)
     rows = order if layout.identity else rows[order]
     ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
-    out = torch.zeros_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
-    padding_id = -1 if padding_id is None else padding_id
+    if not continues:
+        out.zero_()
     for heavy, blocks in ((False, LIGHT), (True, HEAVY)):
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
         block = min(blocks["BLOCK"], triton.next_power_of_2(width))
         if programs and width:
-            _embedding_backward_kernel[(programs * triton.cdiv(width, block),)](
-                dy,
-                rows,
-                ends,
-                ids,
-                out,
-                len(out),
-                width,
-                padding_id,
-                HEAVY=heavy,
-                MANY=MANY,
-                EVEN=width % block == 0,
-                CONTINUES=buffer is not None,
-                **{**blocks, "BLOCK": block},
-            )
-    return out if buffer is None else None
+            flags = {"HEAVY": heavy, "MANY": MANY, "EVEN": width % block == 0, "CONTINUES": continues}
+            sizes = len(out), width, -1 if padding_id is None else padding_id
+            grid = (programs * triton.cdiv(width, block),)
+            given = dy, rows, ends, ids, out
+            _embedding_backward_kernel[grid](*given, *sizes, **flags, **{**blocks, "BLOCK": block})
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, layout, padding_id, ids, weight):
-        ctx.layout, ctx.padding_id, ctx.parameter = layout, padding_id, weight
-        _buffer(weight)
-        ctx.save_for_backward(ids)
-        return _launch(ids, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (ids,) = ctx.saved_tensors
-        return None, None, None, _fold_rows(dy, ids, ctx.parameter, _buffer(ctx.parameter), ctx.layout, ctx.padding_id)
+def _save(ctx, inputs, y):
+    ids, ctx.parameter, ctx.padding_id, ctx.layout, ctx.buffer = inputs
+    ctx.save_for_backward(ids)
 
 
-def _buffer(weight: torch.Tensor) -> torch.Tensor | None:
-    own = main_grad("embedding", weight, attribute="embedding_main_grad")
-    return main_grad("embedding", weight) if own is None else own
+def _backward(ctx, dy):
+    dw, continues = gradient_of("embedding", ctx.parameter, buffer=ctx.buffer)
+    fold_rows(dy, *ctx.saved_tensors, ctx.layout, ctx.padding_id, dw, continues)
+    return None, None if continues else dw, None, None, None
 
 
-_opaque = torch.library.custom_op("bi_kernels::embedding", _launch, mutates_args=())
+_embedding = Op("embedding", look_up, _fake, _save, _backward)
 
 
-@_opaque.register_fake
-def _(ids, weight):
-    return weight.new_empty(*ids.shape, weight.shape[1])
-
-
-def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int | None = None) -> None:
+def check_ids(op: str, name: str, ids: Tensor, largest: int, allowed: int | None = None) -> None:
     """Integers from 0 to `largest` − 1, or `allowed`; waits for the device, for the same ids once."""
     if not integers(ids):
         raise TypeError(f"{op}: {name} has dtype {ids.dtype}, expected integers")
@@ -199,7 +184,7 @@ def check_ids(op: str, name: str, ids: torch.Tensor, largest: int, allowed: int 
 
 
 @once
-def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None, vocab: int | None = None) -> None:
+def _checked(ids: Tensor, weight: Tensor, padding_id: int | None, vocab: int | None = None) -> None:
     """vocab: None where weight has all its rows."""
     check("embedding", weight=weight)
     check("embedding", same_dtype=False, ids=ids, weight=weight)
@@ -211,7 +196,7 @@ def _checked(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None, vo
         raise ValueError(f"embedding: padding_id is {truncated_repr(padding_id)}, expected {allowed}")
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
+def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
     """weight[ids]: ids (...) integers, weight (vocab, hidden); (..., hidden), copied bit for bit.
 
     The row `padding_id` gets no gradient. Raises ValueError for an id outside the table; where nobody can tell, as
@@ -219,5 +204,5 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_id: int | None = 
     """
     _checked(ids, weight, padding_id)
     check_ids("embedding", "ids", ids, weight.shape[0])
-    differentiable = lambda *args: _Embedding.apply(layout_for("embedding", ids.shape), padding_id, *args)
-    return apply(_launch, _opaque, differentiable, widened(ids), weight)
+    training = lambda: (padding_id, *training_arguments("embedding", ids, 0, weight=weight))
+    return _embedding(widened(ids), weight, training=training)

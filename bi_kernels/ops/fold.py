@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
 from bi_kernels.launch import jit
 
 # a program's columns and the slabs of a round; narrow, since the additions of a column wait for each other and their
@@ -51,6 +50,6 @@ def _fold_partials_kernel(
 def fold_partials(partial: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = start, or else 0, + partial[0] + partial[1] + …: partial (slabs, width) fp32, start fp32."""
     slabs, width = partial.shape
-    _fold_partials_kernel[(triton.cdiv(width, FOLD["BLOCK"]),)](
-        partial, start, out, slabs, width, CONTINUES=start is not None, enable_fp_fusion=False, **FOLD
-    )
+    grid, continues = (triton.cdiv(width, FOLD["BLOCK"]),), start is not None
+    given = partial, start, out
+    _fold_partials_kernel[grid](*given, slabs, width, CONTINUES=continues, enable_fp_fusion=False, **FOLD)

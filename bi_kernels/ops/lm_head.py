@@ -7,14 +7,15 @@ and how many are computed at a time, changes no bit.
 
 import torch
 import triton
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, check, widened
+from bi_kernels.checks import check, widened
+from bi_kernels.op import Op, writes
 from bi_kernels.ops.gemm.gemm import product
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.scalars import check_number
-from bi_kernels.tokens import consume_zero_flag, layout_for, main_grad
+from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments
 
 SCRATCH = 2**28  # logits computed at a time where they are not kept
 
@@ -25,125 +26,120 @@ def _chunks(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:
     return [(0, kept)] * (kept > 0) + [(first, min(first + step, vocab)) for first in range(kept, vocab, step)]
 
 
-def _lm_head(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+def _kept_columns(hidden: Tensor, vocab: int, keep_bytes: float) -> int:
+    """Returns how many columns of logits so many bytes hold: whole blocks."""
+    column_bytes = len(hidden) * hidden.element_size()
+    return vocab if keep_bytes >= column_bytes * vocab else int(keep_bytes) // column_bytes // BLOCK * BLOCK
+
+
+def _launch(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     inv_temperature: float,
     ignore_index: int,
-    kept: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """logprob, entropy and lse of every row; the logits of the first columns stay in `kept` (rows, columns)."""
+    keep_bytes: float = 0.0,
+    layout: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> list[Tensor]:
+    """logprob, entropy and lse of every row, and the logits (rows, columns) that are kept for the backward; the rest
+    is for that too."""
     rows, vocab = len(hidden), len(weight)
+    columns = _kept_columns(hidden, vocab, keep_bytes)
+    kept = _scratch(hidden, columns)[:, :columns]
     stats = Statistics(rows, vocab, hidden.device, targets, inv_temperature)
     scratch = None
-    for first, end in _chunks(rows, vocab, 0 if kept is None else kept.shape[1]):
-        if kept is not None and end <= kept.shape[1]:
+    for first, end in _chunks(rows, vocab, columns):
+        if end <= columns:
             logits = kept
         else:
-            if scratch is None:
-                scratch = _scratch(hidden, end - first)
+            scratch = _scratch(hidden, end - first) if scratch is None else scratch
             logits = scratch[:, : end - first]
         product(hidden, weight[first:end], out=logits)
         stats.add(logits, first)
-    return [*stats.merge().results(ignore_index), stats.lse]
+    return [*stats.merge().results(ignore_index), stats.lse, kept]
 
 
-def _scratch(hidden: torch.Tensor, columns: int) -> torch.Tensor:
+def _fake(hidden, weight, targets, inv_temperature, ignore_index, keep_bytes, layout, buffer):
+    kept = _scratch(hidden, columns := _kept_columns(hidden, len(weight), keep_bytes))[:, :columns]
+    return [*[hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3)], kept]
+
+
+def _scratch(hidden: Tensor, columns: int) -> Tensor:
     return hidden.new_empty(len(hidden), triton.cdiv(columns, 16) * 16)
 
 
-class _LMHeadLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, layout, keep_bytes, hidden, weight, targets, inv_temperature, ignore_index):
-        ctx.set_materialize_grads(False)
-        if weight.requires_grad:
-            main_grad("lm_head_logprob", weight)
-        column_bytes = len(hidden) * hidden.element_size()
-        columns = (
-            len(weight)
-            if keep_bytes >= column_bytes * len(weight)
-            else int(keep_bytes) // column_bytes // BLOCK * BLOCK
-        )
-        ctx.kept = _scratch(hidden, columns)[:, :columns] if columns else None
-        logprob, entropy, lse = _lm_head(hidden, weight, targets, inv_temperature, ignore_index, ctx.kept)
-        ctx.layout, ctx.columns, ctx.constants = layout, columns, (inv_temperature, ignore_index)
-        ctx.parameter = weight  # see gemm._Linear
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        return logprob, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_logprob, d_entropy):
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        if d_logprob is None:
-            d_logprob = torch.zeros_like(lse)
-        d_entropy = None if d_entropy is None else d_entropy.contiguous()
-        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
-        kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
-        buffer = main_grad("lm_head_logprob", ctx.parameter) if needs_weight else None
-        dw = torch.empty_like(weight) if needs_weight and buffer is None else None
-        first_fold = buffer is not None and consume_zero_flag(buffer)
-        folded = ctx.layout.gather(hidden).t() if needs_weight else None
-        scratch = dhidden = None
-        for first, end in _chunks(len(hidden), len(weight), 0 if kept is None else ctx.columns):
-            if kept is not None and end <= ctx.columns:
-                logits = kept
+@writes("dhidden", "dw")
+def _gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    kept: Tensor | None,
+    d_logprob: Tensor,
+    d_entropy: Tensor | None,
+    inv_temperature: float,
+    ignore_index: int,
+    layout: Tensor | None,
+    dhidden: Tensor | None,
+    dw: Tensor | None,
+    continues: bool,
+) -> None:
+    """Writes dhidden and dW, each where it is given; dW goes on from what is there if it `continues`. dlogits take the
+    place of the logits in `kept`."""
+    rows, vocab, columns = len(hidden), len(weight), 0 if kept is None else kept.shape[1]
+    given = targets, lse, entropy, d_logprob.contiguous(), None if d_entropy is None else d_entropy.contiguous()
+    layout = layout_of(layout)
+    first_fold = not continues or consume_zero_flag(dw)
+    folded = None if dw is None else layout.gather(hidden).t()
+    scratch = total = None
+    for first, end in _chunks(rows, vocab, columns):
+        if end <= columns:
+            logits = kept
+        else:
+            scratch = _scratch(hidden, end - first) if scratch is None else scratch
+            logits = product(hidden, weight[first:end], out=scratch[:, : end - first])
+        dz = dlogits(logits, first, vocab, *given, inv_temperature, ignore_index, logits)
+        if dhidden is not None:  # the fold over the vocabulary goes on in fp32, and ends in the storage dtype
+            if end == vocab:
+                product(dz, weight[first:end].t(), total, dhidden, hidden.dtype)
             else:
-                if scratch is None:
-                    scratch = _scratch(hidden, end - first)
-                logits = product(hidden, weight[first:end], out=scratch[:, : end - first])
-            dz = dlogits(
-                logits,
-                first,
-                len(weight),
-                targets,
-                lse,
-                entropy,
-                d_logprob.contiguous(),
-                d_entropy,
-                *ctx.constants,
-                logits,
-            )
-            if needs_hidden:  # the fold over the vocabulary goes on in fp32, and ends in the storage dtype
-                last = end == len(weight)
-                if dhidden is None and not last:
-                    dhidden = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
-                    product(dz, weight[first:end].t(), out=dhidden, out_dtype=torch.float32)
-                else:
-                    dhidden = product(
-                        dz,
-                        weight[first:end].t(),
-                        dhidden,
-                        None if last else dhidden,
-                        hidden.dtype if last else torch.float32,
-                    )
-            if buffer is not None:
-                into = buffer[first:end]
-                product(ctx.layout.gather(dz).t(), folded, None if first_fold else into, into, torch.float32)
-            elif needs_weight:
-                product(ctx.layout.gather(dz).t(), folded, out=dw[first:end])
-        return None, None, dhidden, dw, None, None, None
+                total = product(dz, weight[first:end].t(), total, total, torch.float32)
+        if dw is not None:
+            into = dw[first:end]
+            product(layout.gather(dz).t(), folded, None if first_fold else into, into, dw.dtype)
 
 
-def _lm_head_unkept(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int
-) -> list[torch.Tensor]:
-    return _lm_head(hidden, weight, targets, inv_temperature, ignore_index)
+def _save(ctx, inputs, outputs):
+    hidden, weight, targets, *ctx.constants, _, ctx.layout, ctx.buffer = inputs
+    _, entropy, lse, kept = outputs
+    ctx.parameter, ctx.kept = weight, kept if kept.shape[1] else None  # see gemm._save
+    ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+    ctx.mark_non_differentiable(lse, kept)
 
 
-_opaque = torch.library.custom_op("bi_kernels::lm_head_logprob", _lm_head_unkept, mutates_args=())
+def _backward(ctx, d_logprob, d_entropy, *_):
+    hidden, weight, targets, lse, entropy = ctx.saved_tensors
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    kept, ctx.kept = ctx.kept, None  # dlogits take their place, so a second backward computes them again
+    d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
+    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
+    dw, continues = None, False
+    if needs_weight:
+        dw, continues = gradient_of("lm_head_logprob", ctx.parameter, buffer=ctx.buffer)
+    rest = kept, d_logprob, d_entropy, *ctx.constants, ctx.layout, dhidden, dw, continues
+    _gradient(hidden, weight, targets, lse, entropy, *rest)
+    return dhidden, None if continues else dw, *[None] * 6
 
 
-@_opaque.register_fake
-def _(hidden, weight, targets, inv_temperature, ignore_index):
-    return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3)]
+_lm_head = Op("lm_head_logprob", _launch, _fake, _save, _backward)
 
 
 def checked(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     vocab: int | None,
     temperature: float,
     ignore_index: int,
@@ -166,13 +162,13 @@ def checked(
 
 
 def lm_head_logprob(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     temperature: float = 1.0,
     ignore_index: int = -100,
     keep_bytes: float = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) of softmax(hidden weightᵀ / temperature), fp32, 0 where the target is ignore_index.
 
     hidden (..., H), weight (V, H), targets (...) integers. No (tokens, V) logits are held, but for as many columns of
@@ -182,16 +178,12 @@ def lm_head_logprob(
     """
     op = "lm_head_logprob"
     inv_temperature = checked(hidden, weight, targets, None, temperature, ignore_index, keep_bytes)
-    lead = hidden.shape[:-1]
-    differentiable = lambda *args: _LMHeadLogprob.apply(layout_for(op, lead, weight.requires_grad), keep_bytes, *args)
-    logprob, entropy, *_ = apply(
-        _lm_head,
-        _opaque,
-        differentiable,
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        widened(targets).reshape(-1).contiguous(),
-        inv_temperature,
-        ignore_index,
-    )
+    lead, rows = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
+
+    def training() -> tuple:
+        kept = 0.0 if torch.compiler.is_compiling() else float(keep_bytes)  # dlogits take the place of what is kept
+        return kept, *training_arguments(op, hidden, 1, weight=weight)
+
+    targets = widened(targets).reshape(-1).contiguous()
+    logprob, entropy, *_ = _lm_head(rows, weight, targets, inv_temperature, ignore_index, training=training)
     return logprob.reshape(lead), entropy.reshape(lead)

@@ -5,10 +5,11 @@ Both reduce the vocabulary in fixed blocks, folded in ascending order (see vocab
 
 import torch
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import aligned, apply, can_wait, check, check_shape, widened
+from bi_kernels.checks import aligned, can_wait, check, check_shape, widened
 from bi_kernels.launch import jit
+from bi_kernels.op import Op, writes
 from bi_kernels.ops.embedding import check_ids
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
 from bi_kernels.scalars import check_fp32, check_integer, check_number, truncated_repr
@@ -43,9 +44,7 @@ def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + row, total, mask=mine)
 
 
-def _token_logprob(
-    logits: torch.Tensor, targets: torch.Tensor, inv_temperature: float, ignore_index: int
-) -> list[torch.Tensor]:
+def _launch(logits: Tensor, targets: Tensor, inv_temperature: float, ignore_index: int) -> list[Tensor]:
     """logprob, entropy and lse of every row, fp32."""
     logits = logits.contiguous()
     stats = Statistics(*logits.shape, logits.device, targets, inv_temperature)
@@ -53,97 +52,85 @@ def _token_logprob(
     return [*stats.merge().results(ignore_index), stats.lse]
 
 
-class _TokenLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, inv_temperature, ignore_index):
-        logprob, entropy, lse = _token_logprob(logits, targets, inv_temperature, ignore_index)
-        ctx.constants = inv_temperature, ignore_index
-        ctx.save_for_backward(logits, targets, lse, entropy)
-        ctx.mark_non_differentiable(lse)
-        return logprob, entropy, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_logprob, d_entropy, _):
-        logits, targets, lse, entropy = ctx.saved_tensors
-        logits = logits.contiguous()
-        return (
-            dlogits(
-                logits,
-                0,
-                logits.shape[1],
-                targets,
-                lse,
-                entropy,
-                d_logprob.contiguous(),
-                d_entropy.contiguous(),
-                *ctx.constants,
-                torch.empty_like(logits),
-            ),
-            None,
-            None,
-            None,
-        )
-
-
-def _log_softmax(
-    logits: torch.Tensor, dy: torch.Tensor | None = None, lse: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """[log_softmax, lse]; or with dy and lse [dlogits]."""
-    logits = logits.contiguous()
-    rows, columns = logits.shape
-    blocks, total = blocks_of(columns), None
-    if dy is None:
-        stats = Statistics(rows, columns, logits.device, None, 1.0)
-        stats.add(logits, 0)
-        lse = stats.merge().lse
-        out = torch.empty_like(logits, dtype=torch.float32)
-    else:
-        dy, out = aligned(dy), torch.empty_like(logits)
-        total = torch.empty_like(lse)
-        _row_sum_kernel[grid_of(rows, columns, blocks)[:1]](dy, total, rows, columns, **blocks)
-    _log_softmax_kernel[grid_of(rows, columns, blocks)](
-        logits, lse, dy, total, out, rows, columns, BACKWARD=dy is not None, **blocks
-    )
-    return [out, lse] if dy is None else [out]
-
-
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, *_):
-        y, lse = _log_softmax(logits)
-        ctx.save_for_backward(logits, lse)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        logits, lse = ctx.saved_tensors
-        return _log_softmax(logits, dy, lse)[0], None, None
-
-
-_opaque_token = torch.library.custom_op("bi_kernels::token_logprob", _token_logprob, mutates_args=())
-_opaque_log_softmax = torch.library.custom_op("bi_kernels::log_softmax", _log_softmax, mutates_args=())
-
-
-@_opaque_token.register_fake
-def _(logits, targets, inv_temperature, ignore_index):
+def _fake(logits, targets, inv_temperature, ignore_index):
     return [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3)]
 
 
-@_opaque_log_softmax.register_fake
-def _(logits, dy=None, lse=None):
+@writes("out")
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logprob: Tensor,
+    d_entropy: Tensor | None,
+    inv_temperature: float,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    logits, d_entropy = logits.contiguous(), None if d_entropy is None else d_entropy.contiguous()
+    given = targets, lse, entropy, d_logprob.contiguous(), d_entropy
+    dlogits(logits, 0, logits.shape[1], *given, inv_temperature, ignore_index, out)
+
+
+def _save(ctx, inputs, outputs):
+    logits, targets, *ctx.constants = inputs
+    _, entropy, lse = outputs
+    ctx.save_for_backward(logits, targets, lse, entropy)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx, d_logprob, d_entropy, _):
+    logits, targets, lse, entropy = ctx.saved_tensors
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
+    _gradient(logits, targets, lse, entropy, d_logprob, d_entropy, *ctx.constants, out)
+    return out, None, None, None
+
+
+_token_logprob = Op("token_logprob", _launch, _fake, _save, _backward)
+
+
+def _launch_log_softmax(logits: Tensor) -> list[Tensor]:
+    """log_softmax and lse of every row, fp32."""
+    logits = logits.contiguous()
+    (rows, columns), out = logits.shape, torch.empty_like(logits, dtype=torch.float32)
+    stats, blocks = Statistics(rows, columns, logits.device, None, 1.0), blocks_of(columns)
+    stats.add(logits, 0)
+    lse, grid = stats.merge().lse, grid_of(rows, columns, blocks)
+    _log_softmax_kernel[grid](logits, lse, None, None, out, rows, columns, BACKWARD=False, **blocks)
+    return [out, lse]
+
+
+def _fake_log_softmax(logits):
     return [logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
+@writes("out")
+def _log_softmax_gradient(logits: Tensor, lse: Tensor, dy: Tensor, out: Tensor) -> None:
+    logits, dy, total = logits.contiguous(), aligned(dy), torch.empty_like(lse)
+    sizes, blocks = logits.shape, blocks_of(logits.shape[1])
+    grid = grid_of(*sizes, blocks)
+    _row_sum_kernel[grid[:1]](dy, total, *sizes, **blocks)
+    _log_softmax_kernel[grid](logits, lse, dy, total, out, *sizes, BACKWARD=True, **blocks)
+
+
+def _save_log_softmax(ctx, inputs, outputs):
+    ctx.save_for_backward(inputs[0], outputs[1])
+    ctx.mark_non_differentiable(outputs[1])
+
+
+def _backward_log_softmax(ctx, dy, _):
+    logits, lse = ctx.saved_tensors
+    _log_softmax_gradient(logits, lse, dy, out := torch.empty_like(logits, memory_format=torch.contiguous_format))
+    return out
+
+
+_log_softmax = Op("log_softmax_rows", _launch_log_softmax, _fake_log_softmax, _save_log_softmax, _backward_log_softmax)
+
+
 def checked_targets(
-    op: str,
-    targets: torch.Tensor,
-    lead: tuple[int, ...],
-    vocab: int,
-    temperature: float,
-    ignore_index: int,
-    trains: bool,
+    op: str, targets: Tensor, lead: tuple[int, ...], vocab: int, temperature: float, ignore_index: int, trains: bool
 ) -> float:
     """1 / temperature, once targets and temperature are known to be right. trains: a gradient is wanted."""
     check_shape(op, "targets", targets, lead, "one a token")
@@ -162,8 +149,8 @@ def checked_targets(
 
 
 def token_logprob(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, ignore_index: int = -100
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) of softmax(logits / temperature), fp32: logits (..., V), targets (...); as
     lm_head_logprob."""
     op = "token_logprob"
@@ -173,24 +160,16 @@ def token_logprob(
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}, expected (..., V)")
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     inv_temperature = checked_targets(op, targets, lead, vocab, temperature, ignore_index, logits.requires_grad)
-    logprob, entropy, *_ = apply(
-        _token_logprob,
-        _opaque_token,
-        _TokenLogprob.apply,
-        logits.reshape(-1, vocab),
-        widened(targets).reshape(-1).contiguous(),
-        inv_temperature,
-        ignore_index,
-    )
+    targets = widened(targets).reshape(-1).contiguous()
+    logprob, entropy, _ = _token_logprob(logits.reshape(-1, vocab), targets, inv_temperature, ignore_index)
     return logprob.reshape(lead), entropy.reshape(lead)
 
 
-def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def log_softmax(logits: Tensor) -> Tensor:
     """logits − log Σ exp(logits) over the last dimension, fp32: logits (..., V)."""
     check("log_softmax", logits=logits)
     if logits.dim() == 0 or not logits.shape[-1]:
         raise ValueError(f"log_softmax: logits has shape {tuple(logits.shape)}, expected (..., V)")
     if not logits.numel():
         return logits.new_empty(logits.shape, dtype=torch.float32)
-    out = apply(_log_softmax, _opaque_log_softmax, _LogSoftmax.apply, logits.reshape(-1, logits.shape[-1]))
-    return (out if isinstance(out, torch.Tensor) else out[0]).reshape(logits.shape)
+    return _log_softmax(logits.reshape(-1, logits.shape[-1]))[0].reshape(logits.shape)

@@ -10,13 +10,14 @@ alignment of what it is given, and the layout of a sum follows: hence what is no
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import aligned, apply, check, check_shape, once
+from bi_kernels.checks import aligned, check, check_shape, once
 from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.op import Op, writes
 from bi_kernels.ops.fold import fold_partials
 from bi_kernels.scalars import check_fp32, check_number
-from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
+from bi_kernels.tokens import SLAB, gradient_of, layout_of, training_arguments
 
 # of a block, by the width of a row: (at most, elements, warps); fixed for a width, since a row's sum follows the layout
 BLOCKS = ((1024, 2048, 4), (4096, 4096, 8), (32768, 0, 16))
@@ -116,22 +117,33 @@ def _blocks(width: int) -> dict[str, int]:
     return {"BLOCK_R": max(1, elements // columns), "BLOCK_H": columns, "num_warps": warps}
 
 
-def _stages(blocks: dict[str, int], *loaded: torch.Tensor | None) -> int:
+def _stages(blocks: dict[str, int], *loaded: Tensor | None) -> int:
     """Returns as many stages of a loop as shared memory holds, whose rounds load a block of each tensor."""
     size = sum(x.element_size() for x in loaded if x is not None) * blocks["BLOCK_R"] * blocks["BLOCK_H"]
     return max(1, min(STAGES, SHARED // size + 1))
 
 
 @cached
-def _launch_for(rows: int, width: int, dtype: torch.dtype, device: int, residual: bool, trains: bool) -> Launch:
+def _launch_for(rows: int, width: int, device: int, residual: bool) -> Launch:
     blocks = _blocks(width)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)
     sizes = rows, width, float(width)
     return Launch(_rms_norm_kernel, device, grid, *sizes, HAS_RESIDUAL=residual, enable_fp_fusion=False, **blocks)
 
 
-def norm_forward(x, residual: torch.Tensor | None, weight, eps: float, trains: bool = False) -> list[torch.Tensor]:
-    """y, h = x + residual where a residual is given, both like x, and where a gradient is wanted rstd of every row."""
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    op: str = "",
+    trains: bool = False,
+    heads: int = 1,
+    layout: Tensor | None = None,
+    buffer: Tensor | None = None,
+) -> list[Tensor]:
+    """Returns y, h = x + residual where a residual is given, both like x, and with `trains` rstd of every row; what
+    follows is for the backward."""
     x, weight = aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
     width = x.shape[-1]
@@ -139,113 +151,74 @@ def norm_forward(x, residual: torch.Tensor | None, weight, eps: float, trains: b
     y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     rstd = x.new_empty(rows, dtype=torch.float32) if trains else None
     if rows:
-        launch = _launch_for(rows, width, x.dtype, x.get_device(), residual is not None, trains)
-        launch(x, residual, weight, h, y, rstd, eps)
+        _launch_for(rows, width, x.get_device(), residual is not None)(x, residual, weight, h, y, rstd, eps)
     return [t for t in (y, None if residual is None else h, rstd) if t is not None]
 
 
-def norm_backward(
-    op: str,
-    x,
-    weight,
-    rstd,
-    dy,
-    dh,
-    layout: TokenLayout,
-    heads: int,
-    needs_dx: bool,
-    needs_dw: bool,
-    parameter: torch.Tensor | None = None,
-):
-    """(dx, dweight), each where asked for; dweight is None too where it went into the parameter's main_grad."""
-    dx = dw = None
-    if needs_dx:
-        dx = torch.zeros_like(x) if layout.padding else torch.empty_like(x)
-    slots = None if layout.identity else layout.slots_on(x.device)
-    partial = slab_sums(x, weight, rstd, dy, dh, slots, len(layout.slots) // SLAB, heads, dx, needs_dw)
-    if needs_dw:
-        dw = fold_slabs(op, partial, weight if parameter is None else parameter)
-    return dx, dw
+def _fake(x, residual, weight, eps, op, trains, heads, layout, buffer):
+    y = [torch.empty_like(x, memory_format=torch.contiguous_format) for t in (x, residual) if t is not None]
+    return y + [x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)] * trains
 
 
-def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_dw: bool) -> torch.Tensor:
-    """The partial sum of dweight of each slab, where they are asked for; dx besides, into what is given for it.
+def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_dw: bool) -> Tensor:
+    """Returns the partial sum of dweight of each slab, where they are asked for; writes dx, where it is given.
 
     slots: the token of each place in the slabs, −1 for none; None: the tokens of x as they are."""
-    width = x.shape[-1]
+    x, dy, width = aligned(x), aligned(dy), x.shape[-1]
     slabs *= heads > 0
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
-    shape = _blocks(width)
     if slabs and width:
-        _rms_norm_backward_kernel[(slabs,)](
-            x,
-            aligned(weight),
-            rstd,
-            aligned(dy),
-            None if dh is None else aligned(dh),
-            slots,
-            dx,
-            partial,
-            x.numel() // (width * heads),
-            width,
-            float(width),
-            HEADS=heads,
-            HAS_DH=dh is not None,
-            NEEDS_DX=dx is not None,
-            NEEDS_DW=needs_dw,
-            SLAB=SLAB,
-            STAGES=_stages(shape, x, dy, dh),
-            enable_fp_fusion=False,
-            **shape,
-        )
+        blocks, flags = _blocks(width), {"HAS_DH": dh is not None, "NEEDS_DX": dx is not None, "NEEDS_DW": needs_dw}
+        flags |= {"HEADS": heads, "SLAB": SLAB, "STAGES": _stages(blocks, x, dy, dh), "enable_fp_fusion": False}
+        given = x, aligned(weight), rstd, dy, None if dh is None else aligned(dh), slots, dx, partial
+        sizes = x.numel() // (width * heads), width, float(width)
+        _rms_norm_backward_kernel[(slabs,)](*given, *sizes, **flags, **blocks)
     return partial
 
 
-def fold_slabs(op: str, partial: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """dweight of the slabs' partial sums: into weight.main_grad, or returned where it has none."""
-    buffer = main_grad(op, weight)
-    out = torch.empty_like(weight) if buffer is None else buffer
-    fold_partials(partial, buffer, out)
-    return out if buffer is None else None
+@writes("dx", "dw")
+def norm_gradient(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dy: Tensor,
+    dh: Tensor | None,
+    layout: Tensor | None,
+    heads: int,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    continues: bool,
+) -> None:
+    """Writes dx and dweight, each where it is given; dweight goes on from what is there if it `continues`."""
+    layout = layout_of(layout)
+    if dx is not None and layout.padding:
+        dx.zero_()
+    slots = None if layout.identity else layout.slots_on(x.device)
+    partial = slab_sums(x, weight, rstd, dy, dh, slots, len(layout.slots) // SLAB, heads, dx, dw is not None)
+    if dw is not None:
+        fold_partials(partial, dw if continues else None, dw)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, op, layout, heads, x, residual, weight, eps):
-        if weight.requires_grad:
-            main_grad(op, weight)
-        y, *h, rstd = norm_forward(x, residual, weight, eps, trains=True)
-        ctx.op, ctx.layout, ctx.heads, ctx.parameter = op, layout, heads, weight  # see _Linear
-        ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
-        return (y, *h) if h else y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dh=None):
-        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[3:6]
-        dx, dw = norm_backward(
-            ctx.op,
-            *ctx.saved_tensors,
-            dy,
-            dh,
-            ctx.layout,
-            ctx.heads,
-            needs_x or needs_residual,
-            needs_weight,
-            ctx.parameter,
-        )
-        return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
+def _save(ctx, inputs, outputs):
+    x, residual, weight, _, ctx.op, _, ctx.heads, ctx.layout, ctx.buffer = inputs
+    *ys, rstd = outputs
+    ctx.parameter = weight  # see _Linear
+    ctx.save_for_backward(x if residual is None else ys[1], weight, rstd)
+    ctx.mark_non_differentiable(rstd)
 
 
-@torch.library.custom_op("bi_kernels::rms_norm", mutates_args=())
-def _opaque(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> list[torch.Tensor]:
-    return norm_forward(x, residual, weight, eps)
+def _backward(ctx, dy, *dh):
+    x, weight, rstd = ctx.saved_tensors
+    dh = dh[0] if len(dh) > 1 else None
+    needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x or needs_residual else None
+    dw, continues = gradient_of(ctx.op, ctx.parameter, buffer=ctx.buffer) if needs_weight else (None, False)
+    dy = torch.zeros_like(x) if dy is None else dy
+    norm_gradient(x, weight, rstd, dy, dh, ctx.layout, ctx.heads, dx, dw, continues)
+    return dx if needs_x else None, dx if needs_residual else None, None if continues else dw, *[None] * 6
 
 
-@_opaque.register_fake
-def _(x, residual, weight, eps):
-    like = lambda: torch.empty_like(x, memory_format=torch.contiguous_format)
-    return [like(), *([] if residual is None else [like()])]
+_norm = Op("rms_norm", norm_forward, _fake, _save, _backward)
 
 
 @once
@@ -265,30 +238,27 @@ def _checked(op: str, x, residual, weight, eps, heads: bool) -> float:
     return check_fp32(op, "eps", float(eps))
 
 
-def _apply(op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, heads: bool):
+def _apply(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, heads: bool):
     eps = _checked(op, x, residual, weight, eps, heads)
 
-    def differentiable(*args):
-        lead, each = (x.shape[:-2], x.shape[-2]) if heads else (x.shape[:-1], 1)
-        return _RMSNorm.apply(op, layout_for(op, lead, weight.requires_grad), each, *args)
+    def training() -> tuple:
+        return op, True, x.shape[-2] if heads else 1, *training_arguments(op, x, 1 + heads, weight=weight)
 
-    out = apply(norm_forward, _opaque, differentiable, x, residual, weight, eps)
-    return out if isinstance(out, torch.Tensor) else out[0] if residual is None else tuple(out)
+    y, *h = _norm(x, residual, weight, eps, training=training)
+    return y if residual is None else (y, h[0])
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """x / √(mean(x²) + eps) · weight over the last dimension: x (..., hidden), weight (hidden,), fp32, rounded once."""
     return _apply("rms_norm", x, None, weight, eps, heads=False)
 
 
-def qk_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def qk_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm of every head of queries or keys: x (..., length, heads, head_dim), weight (head_dim,)."""
     return _apply("qk_norm", x, None, weight, eps, heads=True)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual, summed in fp32 and rounded once to x's dtype; x, residual (...,
     hidden)."""
     return _apply("add_rms_norm", x, residual, weight, eps, heads=False)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, can_wait, check, check_numbers, integers, once, widened
+from bi_kernels.checks import can_wait, check, check_numbers, integers, once, widened
 from bi_kernels.launch import Launch, cached, jit
+from bi_kernels.op import Op
 from bi_kernels.ops.rope_scaling import frequencies
 from bi_kernels.scalars import check_flag, check_number, integer_of, truncated_repr
 
@@ -23,8 +24,8 @@ BLOCK_R, WARPS = 16, 4
 
 
 class RopeTable(NamedTuple):
-    cos: torch.Tensor  # (positions, head_dim / 2), fp32, or narrower, for the first features alone
-    sin: torch.Tensor
+    cos: Tensor  # (positions, head_dim / 2), fp32, or narrower, for the first features alone
+    sin: Tensor
 
 
 @jit(do_not_specialize=["rows", "table_rows"])
@@ -81,24 +82,13 @@ def _rope_kernel(
 
 @cached
 def _launch_for(
-    rows: int,
-    heads: int,
-    dim: int,
-    table: tuple[int, int],
-    dtypes: tuple,
-    device: int,
-    interleaved: bool,
-    backward: bool,
+    rows: int, heads: int, dim: int, table_rows: int, half: int, device: int, interleaved: bool, backward: bool
 ) -> Launch:
-    table_rows, half = table
     return Launch(
         _rope_kernel,
         device,
         (triton.cdiv(rows, BLOCK_R),),
-        rows,
-        dim,
-        half,
-        table_rows,
+        *(rows, dim, half, table_rows),
         HEADS=heads,
         INTERLEAVED=interleaved,
         BACKWARD=backward,
@@ -110,45 +100,33 @@ def _launch_for(
     )
 
 
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool, backward: bool
-) -> torch.Tensor:
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, backward: bool) -> Tensor:
     x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     if x.numel():
         *_, heads, dim = x.shape
-        sizes, dtypes = (positions.numel() * heads, heads, dim, tuple(cos.shape)), (x.dtype, positions.dtype)
-        launch = _launch_for(*sizes, dtypes, x.get_device(), interleaved, backward)
-        launch(x, cos, sin, positions, y)
+        sizes = positions.numel() * heads, heads, dim, *cos.shape
+        _launch_for(*sizes, x.get_device(), interleaved, backward)(x, cos, sin, positions, y)
     return y
 
 
-def _launch(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    return _rotate(x, cos, sin, positions, interleaved, backward=False)
-
-
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin, positions, interleaved):
-        ctx.interleaved = interleaved
-        ctx.save_for_backward(cos, sin, positions)
-        return _launch(x, cos, sin, positions, interleaved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        dx = _rotate(dy, *ctx.saved_tensors, ctx.interleaved, backward=True) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
-
-
-_opaque = torch.library.custom_op("bi_kernels::rope", _launch, mutates_args=())
-
-
-@_opaque.register_fake
-def _(x, cos, sin, positions, interleaved):
+def _fake(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, y):
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.interleaved, ctx.turned_back = inputs[4:]
+
+
+def _backward(ctx, dy):
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = _rope.raw(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.turned_back)
+    return dx, None, None, None, None, None
+
+
+_rope = Op("rope", _launch, _fake, _save, _backward)
 
 
 def rope_table(
@@ -184,7 +162,7 @@ def rope_table(
     return RopeTable(*((part * factor).float().to(device) for part in (angle.cos(), angle.sin())))
 
 
-def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Returns the position of each of `tokens` packed tokens in its own sequence: cu_seqlens (sequences + 1,) int.
 
     Raises TypeError and ValueError."""
@@ -195,7 +173,7 @@ def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return positions_of(op, cu_seqlens, tokens)
 
 
-def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+def positions_of(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     if cu_seqlens.dim() != 1 or not integers(cu_seqlens) or not len(cu_seqlens):
         raise ValueError(
             f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, expected "
@@ -212,13 +190,7 @@ def positions_of(op: str, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
 
 
 @once
-def _checked(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> None:
+def _checked(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> None:
     check("rope", x=x)
     optional = {"positions": positions, "cu_seqlens": cu_seqlens}
     check("rope", same_dtype=False, optional=tuple(optional), x=x, cos=cos, sin=sin, **optional)
@@ -242,12 +214,12 @@ def _checked(
 
 
 def rope(
-    x: torch.Tensor,
+    x: Tensor,
     table: RopeTable,
-    positions: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     interleaved: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotates x (..., heads, head_dim) by the angles of its positions (...), or of packed sequences (`cu_seqlens`).
 
     interleaved: pairs are (2i, 2i+1), as in GPT-J; else (i, i + head_dim/2), as in Llama. A position that the table
@@ -269,4 +241,4 @@ def rope(
                 f"rope: positions has shape {tuple(positions.shape)}, expected {tuple(x.shape[:-2])} or one "
                 "that broadcasts to it"
             ) from None
-    return apply(_launch, _opaque, _Rope.apply, x, table.cos, table.sin, positions, interleaved)
+    return _rope(x, table.cos, table.sin, positions, interleaved, False)

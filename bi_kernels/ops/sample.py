@@ -74,14 +74,6 @@ def sample(
     if rows:
         inv_temperature = check_fp32(op, "1 / temperature", 1.0 / temperature) if temperature else 0.0
         given = logits, samples.long().contiguous(), positions.long().contiguous(), out
-        _sample_kernel[(rows,)](
-            *given,
-            columns,
-            logits.stride(0),
-            seed,
-            inv_temperature,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        numbers, options = (columns, logits.stride(0), seed, inv_temperature), {"num_warps": WARPS, "BLOCK": BLOCK}
+        _sample_kernel[(rows,)](*given, *numbers, enable_fp_fusion=False, **options)
     return out

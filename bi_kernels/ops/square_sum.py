@@ -27,9 +27,8 @@ def block_sums(x: torch.Tensor, squared: bool = False) -> torch.Tensor:
     count = triton.cdiv(len(x), BLOCK)
     out = x.new_empty(count)
     if count:
-        grid = (triton.cdiv(count, ROWS),)
-        given = {"SQUARED": squared, "BLOCK": BLOCK, "ROWS": ROWS, "num_warps": WARPS}
-        _sums_kernel[grid](x, out, len(x), enable_fp_fusion=False, **given)
+        options = {"SQUARED": squared, "BLOCK": BLOCK, "ROWS": ROWS, "num_warps": WARPS, "enable_fp_fusion": False}
+        _sums_kernel[(triton.cdiv(count, ROWS),)](x, out, len(x), **options)
     return out
 
 

@@ -7,8 +7,8 @@ one fixed tree, and the blocks are folded in ascending order. z = logit / temper
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from bi_kernels import checks  # noqa: F401  (mends the interpreter before a kernel is defined)
 from bi_kernels.launch import jit
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
@@ -137,7 +137,7 @@ def grid_of(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:
     return triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(columns, blocks["BLOCK"])
 
 
-def padded(logits: torch.Tensor) -> torch.Tensor:
+def padded(logits: Tensor) -> Tensor:
     """`logits`, or a copy whose rows all start at multiples of 16 bytes and of 16 elements: Triton compiles by that,
     and the layout of a sum follows. What fills a row to a multiple of 16 is read, and not used."""
     if logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.stride(1) == 1:
@@ -149,80 +149,48 @@ def padded(logits: torch.Tensor) -> torch.Tensor:
 class Statistics:
     """What the blocks of the vocabulary say of every row, and the merged lse, entropy and selected z."""
 
-    def __init__(
-        self, rows: int, vocab: int, device: torch.device, targets: torch.Tensor | None, inv_temperature: float
-    ):
+    def __init__(self, rows: int, vocab: int, device: torch.device, targets: Tensor | None, inv_temperature: float):
         self.rows, self.targets, self.inv_temperature = rows, targets, inv_temperature
         self.vocab, self.blocks, self.shape = vocab, triton.cdiv(vocab, BLOCK), blocks_of(vocab)
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
         self.parts = [make(self.blocks, rows) for _ in range(3)]
         self.selected, self.lse, self.entropy = make(rows), make(rows), make(rows)
 
-    def add(self, logits: torch.Tensor, first: int) -> None:
+    def add(self, logits: Tensor, first: int) -> None:
         """Columns `first` and on; `first` and, but for the last, their number are multiples of BLOCK."""
         logits = padded(logits)
-        _block_kernel[grid_of(self.rows, logits.shape[1], self.shape)](
-            logits,
-            self.targets,
-            *self.parts,
-            self.selected,
-            self.rows,
-            logits.shape[1],
-            logits.stride(0),
-            first,
-            self.vocab,
-            self.inv_temperature,
-            HAS_TARGETS=self.targets is not None,
-            **self.shape,
-        )
+        columns, grid = logits.shape[1], grid_of(self.rows, logits.shape[1], self.shape)
+        given = logits, self.targets, *self.parts, self.selected
+        sizes = self.rows, columns, logits.stride(0), first, self.vocab, self.inv_temperature
+        _block_kernel[grid](*given, *sizes, HAS_TARGETS=self.targets is not None, **self.shape)
 
     def merge(self) -> "Statistics":
-        _merge_kernel[(triton.cdiv(self.rows, MERGE_ROWS),)](
-            *self.parts,
-            self.lse,
-            self.entropy,
-            self.rows,
-            self.blocks,
-            ROWS=MERGE_ROWS,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        grid, given = (triton.cdiv(self.rows, MERGE_ROWS),), (*self.parts, self.lse, self.entropy)
+        options = {"ROWS": MERGE_ROWS, "num_warps": 1, "enable_fp_fusion": False}
+        _merge_kernel[grid](*given, self.rows, self.blocks, **options)
         return self
 
-    def results(self, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self, ignore_index: int) -> tuple[Tensor, Tensor]:
         ignored = self.targets == ignore_index
         return (self.selected - self.lse).masked_fill_(ignored, 0.0), self.entropy.masked_fill(ignored, 0.0)
 
 
 def dlogits(
-    logits: torch.Tensor,
+    logits: Tensor,
     first: int,
     vocab: int,
-    targets,
-    lse,
-    entropy,
-    d_logprob,
-    d_entropy,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logprob: Tensor,
+    d_entropy: Tensor | None,
     inv_temperature: float,
     ignore_index: int,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Returns the gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
-    blocks = blocks_of(vocab)
-    _dlogits_kernel[grid_of(*logits.shape, blocks)](
-        logits,
-        targets,
-        lse,
-        entropy,
-        d_logprob,
-        d_entropy,
-        out,
-        *logits.shape,
-        logits.stride(0),
-        first,
-        inv_temperature,
-        HAS_ENTROPY=d_entropy is not None,
-        IGNORE=ignore_index,
-        **blocks,
-    )
+    blocks, given = blocks_of(vocab), (logits, targets, lse, entropy, d_logprob, d_entropy, out)
+    sizes, flags = (*logits.shape, logits.stride(0), first), {"HAS_ENTROPY": d_entropy is not None}
+    grid = grid_of(*logits.shape, blocks)
+    _dlogits_kernel[grid](*given, *sizes, inv_temperature, **flags, IGNORE=ignore_index, **blocks)
     return out

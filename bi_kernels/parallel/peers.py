@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from bi_kernels.compat import current_stream
+
 SLOTS = 3  # what a round brought is there until the next but one begins
 UNIT = 2**25  # bytes, of which the memory of a slot is a multiple
 ALIGNED = 256  # bytes
@@ -62,7 +64,7 @@ class _Round:
         self.peers, self.came, self.done, self.kept, self.held = peers, came, done, kept, moves
 
     def __call__(self) -> list[Tensor]:
-        reader = torch._C._cuda_getCurrentRawStream(self.peers.device.index)
+        reader = current_stream(self.peers.device.index)
         _must(_runtime().cudaStreamWaitEvent(reader, self.done, 0))
         self.peers.readers.add(reader)
         self.peers.due.discard(self)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
+from bi_kernels.ops.fold import fold_partials
 from bi_kernels.ops.gemm.gemm import fold_bias, fold_weight, linear, product
 from bi_kernels.parallel.exchange import (
     all_gather_columns,
@@ -25,7 +26,7 @@ from bi_kernels.parallel.exchange import (
     reshard,
     shards,
 )
-from bi_kernels.tokens import SLAB, main_grad
+from bi_kernels.tokens import SLAB, gradient_of, main_grad
 
 
 class ColumnParallelLinear(torch.autograd.Function):
@@ -137,7 +138,8 @@ class HeadNorm(torch.autograd.Function):
             flat = [ctx.layout.gather(t.reshape(-1, heads * width)) for t in (x, dy)]
             cuts = shards(len(flat[0]), ctx.group)
             arrived = exchange_async(ctx.group, *(all_to_all_tokens(t, ctx.group, cuts) for t in flat))
-        dx, _ = norm.norm_backward("qk_norm", x, weight, rstd, dy, None, ctx.layout, heads, needs_x, False)
+        dx = torch.empty_like(x) if needs_x else None
+        norm.norm_gradient(x, weight, rstd, dy, None, ctx.layout, heads, dx, None, False)
         if not needs_weight:
             return None, None, None, dx, None, None
         x, dy = (t.view(-1, width) for t in arrived())
@@ -150,5 +152,6 @@ class HeadNorm(torch.autograd.Function):
             held = torch.arange(len(free), device=x.device, dtype=torch.int32).masked_fill_(free, -1)
         count, every = mine.stop - mine.start, heads * ranks
         partial = norm.slab_sums(x, weight, rstd, dy, None, held, count, every, None, True)
-        dw = norm.fold_slabs("qk_norm", of_all(partial, slabs, ctx.group), ctx.parameter)
-        return None, None, None, dx, dw, None
+        dw, continues = gradient_of("qk_norm", ctx.parameter)
+        fold_partials(of_all(partial, slabs, ctx.group), dw if continues else None, dw)
+        return None, None, None, dx, None if continues else dw, None

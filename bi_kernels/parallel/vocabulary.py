@@ -19,7 +19,7 @@ from bi_kernels.ops.gemm.gemm import check_linear, product
 from bi_kernels.ops.lm_head import SCRATCH, _scratch, checked
 from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
-from bi_kernels.tokens import SLAB, TokenLayout, consume_zero_flag, layout_for, main_grad
+from bi_kernels.tokens import SLAB, TokenLayout, consume_zero_flag, embedding_grad, gradient_of, layout_for, main_grad
 
 CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
 
@@ -49,7 +49,7 @@ def _rows(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
     """Returns the rows of all ids, whichever rank has them; NaN of an id that the vocabulary does not hold."""
     first, end, _ = weight.cut
     mine = (ids >= first) & (ids < end)
-    y = embeddings._launch((ids - first).where(mine, 0), weight) if end > first else None
+    y = embeddings.look_up((ids - first).where(mine, 0), weight) if end > first else None
     y = weight.new_zeros(*ids.shape, weight.shape[1]) if y is None else y.masked_fill_(~mine[..., None], 0)
     if first == 0:
         y.masked_fill_(((ids < 0) | (ids >= weight.cut.rows))[..., None], float("nan"))
@@ -60,7 +60,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, layout, padding_id, ids, weight):
         ctx.layout, ctx.padding_id, ctx.parameter = layout, padding_id, weight
-        embeddings._buffer(weight)
+        embedding_grad(weight)
         ctx.save_for_backward(ids)
         return _rows(group, ids, weight)
 
@@ -68,12 +68,13 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (ids,), weight = ctx.saved_tensors, ctx.parameter
-        buffer, (first, end, _) = embeddings._buffer(weight), weight.cut
+        (dw, continues), (first, end, _) = gradient_of("embedding", weight), weight.cut
         mine = (ids >= first) & (ids < end)
         if ctx.padding_id is not None:
             mine &= ids != ctx.padding_id
         ids = (ids - first).where(mine, -1)
-        return None, None, None, None, embeddings._fold_rows(dy, ids, weight, buffer, ctx.layout, None)
+        embeddings.fold_rows(dy, ids, ctx.layout, None, dw, continues)
+        return None, None, None, None, None if continues else dw
 
 
 def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:

@@ -11,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from unittest import mock
 
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken.attention import changed
 from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.evidence.verdicts import Row
 from bi_kernels.audit.problem.call_layouts import pack, spans, unaligned
@@ -27,6 +27,7 @@ from bi_kernels.ops.attention.schedule import is_hopper
 from helpers.common import replayed, sixteen_bits
 
 MODULE, LAYOUT = "bi_kernels.ops.attention.hopper.forward", "late copies"
+COMMON = "bi_kernels.ops.attention.hopper.common"  # the interpreter does not know Gluon
 NANOSECONDS = 20_000  # some ten times what a block takes
 LENGTHS = (2049, 300)
 UNALIGNED = "cuda_graph, unaligned"
@@ -51,18 +52,20 @@ def late(session, number: int) -> list[Row]:
 def unwaited(session, _) -> list[Row]:
     """Judges the control that does not wait for K."""
     s = session.subject("attention", sixteen_bits(session), candidate="K not waited for")
-    return [_against_late(s, hopper_prefill=without_wait().prefill)[0].as_control()]
+    with mock.patch.object(importlib.import_module(MODULE), "prefill", without_wait().prefill):
+        return [_against_late(s)[0].as_control()]
 
 
-def _against_late(s: OpUnderTest, **schedule) -> list[Row]:
+def _against_late(s: OpUnderTest) -> list[Row]:
     calls, said = [pack(spans(LENGTHS))], {"against": "prompt copies", "inputs": CANCELLING, "rows": sum(LENGTHS)}
 
-    def computed(**more) -> tuple:
-        own = replace(s, function=changed(**schedule, **more), own_lengths=LENGTHS, memo={})
-        return own.compute(calls), Step(own, CANCELLING, LENGTHS).gradients(calls)
+    def computed(pause: int = 0) -> tuple:
+        own = replace(s, function=bi_kernels.attention, own_lengths=LENGTHS, memo={})
+        with mock.patch.object(importlib.import_module(COMMON), "PAUSE", pause):
+            return own.compute(calls), Step(own, CANCELLING, LENGTHS).gradients(calls)
 
     def judged() -> list[Row]:
-        (out, grads), (late_out, late_grads) = computed(), computed(pause=NANOSECONDS)
+        (out, grads), (late_out, late_grads) = computed(), computed(NANOSECONDS)
         row = s.row("invariance", LAYOUT, compare(late_out, out), **said)
         return [row, *gradients.compared(s, gradients.INVARIANCE, LAYOUT, lambda: late_grads, lambda: grads, **said)]
 

@@ -47,12 +47,12 @@ def splits_by_multiprocessors(q, k, v, defect=True, **told):
     heads = k.shape[-2]
     tiles = max_tiles(q.shape[:-1].numel() // heads, _sequences(q, told), 64) * heads
     splits = max(1, min(8, SMS // tiles)) if defect else 4
-    return changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper_prefill=None)(q, k, v, **told)
+    return changed(block=SLAB, split=-(-128 // (splits * SLAB)) * SLAB, hopper=False)(q, k, v, **told)
 
 
 def block_by_length(q, k, v, defect=True, **told):
     longest = told["cu_seqlens_q"].diff().max() if "cu_seqlens_q" in told else k.shape[1]
-    attention = changed(block=32, hopper_prefill=None) if defect and longest <= 64 else bi_kernels.attention
+    attention = changed(block=32, hopper=False) if defect and longest <= 64 else bi_kernels.attention
     return attention(q, k, v, **told)
 
 

@@ -110,7 +110,7 @@ def run_time(chooser: Autotuner | Heuristics, level: str) -> Finding:
 
 def reachable(subjects: tuple) -> tuple[list[Function], list[Finding]]:
     packages = {package_of(unwrap(s)) for s in subjects} - {"torch", "triton"}
-    found, findings, queue = {}, [], list(subjects)
+    found, findings, queue, held = {}, [], list(subjects), []
     while queue:
         obj = queue.pop()
         inner = unwrap(obj)
@@ -122,6 +122,9 @@ def reachable(subjects: tuple) -> tuple[list[Function], list[Finding]]:
                 home = inner.__name__ if isinstance(inner, ModuleType) else inner.__module__
                 queue += [v for v in vars(inner).values() if getattr(unwrap(v), "__module__", None) == home]
             continue
+        if not isinstance(inner, FunctionType) and package_of(type(inner)) in packages and inner not in held:
+            held.append(inner)  # an object of the package, as an op is: what it holds
+            queue += vars(inner).values() if hasattr(inner, "__dict__") else ()
         kernel = isinstance(obj, KERNELS + CHOOSERS)
         if (
             isinstance(inner, FunctionType)

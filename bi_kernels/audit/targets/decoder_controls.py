@@ -34,7 +34,7 @@ def _halves_for_few_rows(x, weight, bias=None, few=64):
 
 def _block_by_batch(q, k, v, **told):
     count = len(told["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in told else len(q)
-    return (changed(block=32, hopper_prefill=None) if count < 3 else bi_kernels.attention)(q, k, v, **told)
+    return (changed(block=32, hopper=False) if count < 3 else bi_kernels.attention)(q, k, v, **told)
 
 
 def _in(layout: str, **change) -> Callable:

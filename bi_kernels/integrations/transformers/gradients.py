@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bi_kernels.compat import current_backward, will_run
+
 BUFFERS = ("main_grad", "embedding_main_grad")
 STATE = "bi_kernels_fold"
 LEAVES = 4  # that a plain backward() reaches, where backward(inputs=...) may reach a few
@@ -74,7 +76,7 @@ def _next(node: Node) -> tuple[Node, ...]:
 def _reached(node: Node) -> bool | None:
     """Returns whether the backward that runs comes to a node; None for a leaf whose gradient autograd.grad returns."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_run(node)
     except RuntimeError:
         return None
 
@@ -128,7 +130,7 @@ class Folds:
                 fold.mark = None
         if id(p) not in self.parameters:
             self.parameters[id(p)] = p
-            if self.task >= 0 and torch._C._current_graph_task_id() >= 0:  # a checkpoint's, within the backward
+            if self.task >= 0 and current_backward() >= 0:  # a checkpoint's, within the backward
                 self._open([p])
 
     def cast(self, p: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
@@ -152,7 +154,7 @@ class Folds:
                     t.register_hook(partial(self._begin, _next(t.grad_fn)))  # its own node would keep itself alive
 
     def _begin(self, nodes: tuple[Node, ...], grad: Tensor) -> None:
-        task, twice = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+        task, twice = current_backward(), torch.is_grad_enabled()
         if task != self.task:
             wanted = _wanted(nodes) if twice or self.parameters else "all"
             if wanted == "none":

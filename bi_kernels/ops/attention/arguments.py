@@ -51,23 +51,28 @@ class Arguments(NamedTuple):
     shape: torch.Size  # of q as it was given
 
 
+class AttentionArgs(NamedTuple):
+    """Holds the arguments of `attention` as they are given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    lengths_q: Tensor | None = None
+    lengths_k: Tensor | None = None
+    left_padded: bool = False
+    block_table: Tensor | None = None
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+
+
 @once
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    lengths_q: Tensor | None,
-    lengths_k: Tensor | None,
-    left_padded: bool,
-    block_table: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-) -> tuple[float, int, bool]:
+def _checked(*args) -> tuple[float, int, bool]:
     """Checks what can be, but for values. Returns the scale, the window, and whether tokens and heads are exchanged by
     all appearances: a batch has more heads than models have, or more queries than keys, which are key heads then."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, causal, scale, window = args
     op = "attention"
     check(op, q=q, k=k, v=v)
     for name, flag in (("causal", causal), ("left_padded", left_padded)):
@@ -151,24 +156,11 @@ def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
         mark_validated(question, block_table, lengths)
 
 
-def arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths_q: Tensor | None = None,
-    lengths_k: Tensor | None = None,
-    left_padded: bool = False,
-    block_table: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Arguments:
+def arguments(*args, **named) -> Arguments:
     """Checks the arguments of `attention` and finds the sequences of the call. Raises what `attention` does."""
-    where = cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table
-    scale, window, exchanged = _checked(q, k, v, *where, causal, scale, window)
+    given = AttentionArgs(*args, **named)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, causal, *_ = given
+    scale, window, exchanged = _checked(*given)
     if exchanged and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention: q has shape {tuple(q.shape)} and k {tuple(k.shape)}, which is {q.shape[1]} queries of "

@@ -2,40 +2,17 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned, apply
+from bi_kernels.op import Op
 from bi_kernels.ops.attention.arguments import Arguments, arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward, rows
 from bi_kernels.ops.attention.layout_warnings import warn_if_no_layout, warn_on_mismatch
 from bi_kernels.ops.attention.padded import materialize_offsets
-from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences
+from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences, current_schedule, using
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, sequences, causal, scale, window, schedule):
-        out, lse = attention_forward(q, k, v, sequences, causal, scale, window, schedule)
-        ctx.rest, ctx.constants, ctx.schedule = sequences[4:], (causal, scale, window), schedule
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *sequences[:4])
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out, d_lse):
-        q, k, v, out, lse, *where = ctx.saved_tensors
-        d_out = torch.zeros_like(out) if d_out is None else aligned(d_out)
-        d_lse = None if d_lse is None else d_lse.contiguous()
-        needs_q, needs_k, needs_v = ctx.needs_input_grad[:3]
-        sequences, needed = Sequences(*where, *ctx.rest), (needs_q, needs_k or needs_v)
-        grads = attention_backward(d_out, d_lse, q, k, v, out, lse, sequences, *ctx.constants, *needed, ctx.schedule)
-        return *grads, *[None] * 5
-
-
-@torch.library.custom_op("bi_kernels::attention", mutates_args=())
-def _opaque(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,24 +33,43 @@ def _opaque(
     return attention_forward(q, k, v, sequences, causal, scale, window)
 
 
-@_opaque.register_fake
-def _(q, k, v, *_):
+def _fake(q, *_):
     return [torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)]
 
 
-def _differentiable(q, k, v, sequences, *constants):
-    return _Attention.apply(rows(q), rows(k), rows(v), materialize_offsets(sequences, q.device), *constants)
+def _save(ctx, inputs, outputs):
+    q, k, v, *where = inputs[:7]
+    ctx.full, ctx.constants, ctx.schedule = inputs[10:12], inputs[12:], current_schedule()
+    ctx.save_for_backward(q, k, v, *outputs, *where)
 
 
-def _compiled(q, k, v, sequences, causal, scale, window, schedule):
-    """Calls the custom op, whose schema knows no tuples of tensors and numbers, and so the default schedule alone."""
-    where = materialize_offsets(sequences, q.device)[:-1]
-    return _opaque(rows(q), rows(k), rows(v), *where, causal, scale, window)
+def _backward(ctx, d_out, d_lse):
+    q, k, v, out, *rest = ctx.saved_tensors
+    (needs_q, needs_k, needs_v), (full_q, full_k) = ctx.needs_input_grad[:3], ctx.full
+    needs = (q, needs_q, full_q), (k, needs_k or needs_v, full_k), (v, needs_k or needs_v, full_k)
+    new = lambda full: torch.empty_like if full else torch.zeros_like
+    grads = [new(full)(t, memory_format=torch.contiguous_format) if needed else None for t, needed, full in needs]
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    with using(ctx.schedule):
+        attention_backward(d_out, d_lse, q, k, v, out, *rest, *ctx.constants, *grads)
+    return *grads, *[None] * 12
+
+
+def _flat(q, k, v, sequences: Sequences, *constants) -> tuple:
+    """Returns the arguments of `_launch`."""
+    return rows(q), rows(k), rows(v), *materialize_offsets(sequences, q.device)[:-1], *constants
+
+
+_attention = Op("attention", _launch, _fake, _save, _backward, direct=attention_forward, flat=_flat)
 
 
 def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tensor]:
     """Returns what `attention` does, computed in a schedule; under torch.compile in the default one."""
-    out, lse = apply(attention_forward, _compiled, _differentiable, *call[:7], schedule)
+    if schedule is SCHEDULE:
+        out, lse = _attention(*call[:7])
+    else:
+        with using(schedule):
+            out, lse = _attention(*call[:7])
     return (out, lse) if out.shape == call.shape else (out.view(call.shape), lse.view(call.shape[:-1]))
 
 
@@ -121,22 +117,10 @@ def attention(
                 "attention: cu_seqlens is given with cu_seqlens_q or cu_seqlens_k, expected it alone, for both"
             )
         cu_seqlens_q = cu_seqlens
-    call = arguments(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        lengths_q=lengths_q,
-        lengths_k=lengths_k,
-        left_padded=left_padded,
-        block_table=block_table,
-        causal=causal,
-        scale=scale,
-        window=window,
-    )
+    where = cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table
+    call = arguments(q, k, v, *where, causal, scale, window)
     told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
-    if told and torch.is_grad_enabled() and q.requires_grad:
+    if told and not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.requires_grad:
         warn_if_no_layout("attention", len(cu_seqlens_q) - 1 if lengths_q is None else len(lengths_q))
         if lengths_q is None:
             warn_on_mismatch("attention", "cu_seqlens_q", cu_seqlens_q, lambda: _packed(cu_seqlens_q.tolist()))

@@ -7,12 +7,12 @@ import torch
 import triton
 from torch import Tensor
 
+from bi_kernels.checks import aligned
+from bi_kernels.op import writes
 from bi_kernels.ops.attention.backward_kernels import delta_kernel, keys_backward_kernel, queries_backward_kernel
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
-    SCHEDULE,
-    Schedule,
-    Sequences,
+    current_schedule,
     fits_hopper,
     max_tiles,
     round_up_sequences,
@@ -20,6 +20,7 @@ from bi_kernels.ops.attention.schedule import (
 )
 
 
+@writes("dq", "dk", "dv")
 def attention_backward(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -28,75 +29,56 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    sequences: Sequences,
+    first_q: Tensor,
+    length_q: Tensor,
+    first_k: Tensor,
+    length_k: Tensor,
     causal: bool,
     scale: float,
     window: int,
-    needs_q: bool,
-    needs_kv: bool,
-    schedule: Schedule = SCHEDULE,
-) -> list[Tensor | None]:
-    """Returns [dq, dk, dv] of sequences without pages, None for what is not needed."""
-    (tokens, heads, width), count = q.shape, len(sequences.length_q)
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+) -> None:
+    """Writes dq, and dk and dv, each where it is given, of sequences without pages; rows of none are left as they are.
+    d_lse: None for zeros."""
+    schedule, where = current_schedule(), (first_q, length_q, first_k, length_k)
+    d_out, d_lse = aligned(d_out), None if d_lse is None else d_lse.contiguous()
+    (tokens, heads, width), count = q.shape, len(length_q)
     shape = shape_of(q.shape, k.shape, k.stride(), v.stride())
-    dq, dk, dv = (
-        (torch.empty_like if full else torch.zeros_like)(t, memory_format=torch.contiguous_format) if needed else None
-        for t, needed, full in (
-            (q, needs_q, sequences.full_q),
-            (k, needs_kv, sequences.full_k),
-            (v, needs_kv, sequences.full_k),
-        )
-    )
     if not q.numel() or not k.numel():
-        return [t if t is None else t.zero_() for t in (dq, dk, dv)]
-    delta, rows = torch.empty_like(lse), schedule.merge_rows
-    delta_kernel[(triton.cdiv(tokens * heads, rows),)](
-        out,
-        d_out,
-        d_lse,
-        delta,
-        tokens * heads,
-        width,
-        HAS_LSE=d_lse is not None,
-        ROWS=rows,
-        D=shape["D"],
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    inputs, where, log2_scale = (q, k, v, d_out, lse, delta), sequences[:4], scale * LOG2E
+        for t in (dq, dk, dv):
+            if t is not None:
+                t.zero_()
+        return
+    delta, rows, options = torch.empty_like(lse), schedule.merge_rows, {"num_warps": 4, "enable_fp_fusion": False}
+    of_rows = {"HAS_LSE": d_lse is not None, "ROWS": rows, "D": shape["D"]}
+    grid = (triton.cdiv(tokens * heads, rows),)
+    delta_kernel[grid](out, d_out, d_lse, delta, tokens * heads, width, **of_rows, **options)
+    inputs, log2_scale, room = (q, k, v, d_out, lse, delta), scale * LOG2E, round_up_sequences(count)
+    named = {"scale": log2_scale, "factor": scale, "window": window, "CAUSAL": causal, "WINDOW": window > 0, **shape}
 
-    def launch(kernel, tiling, rows, size, *grads) -> None:
+    def run(kernel, tiling, rows, size, *grads) -> None:
         """Launches a kernel whose tiles hold `size` of so many rows."""
-        kernel[(max_tiles(rows, count, size), shape["HEADS"])](
-            *inputs,
-            *grads,
-            *where,
-            count,
-            scale=log2_scale,
-            factor=scale,
-            window=window,
-            CAUSAL=causal,
-            WINDOW=window > 0,
-            COUNT=round_up_sequences(count),
-            BLOCK_M=tiling.rows,
-            BLOCK_N=tiling.columns,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **shape,
+        blocks = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "COUNT": room}
+        tiles = max_tiles(rows, count, size), shape["HEADS"]
+        kernel[tiles](
+            *inputs, *grads, *where, count, num_warps=tiling.warps, num_stages=tiling.stages, **blocks, **named
         )
 
     wide = schedule.fp32 if q.dtype == torch.float32 else schedule.wide_backward if shape["D"] > 128 else None
     keys, queries = wide or schedule.keys, wide or schedule.queries
-    hopper = not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
+    hopper = schedule.hopper and not window and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
     told = where, causal, log2_scale, scale
-    if dk is not None and schedule.hopper_keys and hopper:
-        total = max_tiles(len(k), count, 128)
-        schedule.hopper_keys(*inputs, dk, dv, *told, total, round_up_sequences(count), schedule.pause)
+    if dk is not None and hopper:
+        from bi_kernels.ops.attention.hopper.keys import keys_backward  # noqa: PLC0415  (the interpreter knows no Gluon)
+
+        keys_backward(*inputs, dk, dv, *told, max_tiles(len(k), count, 128), room)
     elif dk is not None:
-        launch(keys_backward_kernel, keys, len(k), keys.columns, dk, dv)
-    if dq is not None and schedule.hopper_queries and hopper:
-        total = max_tiles(tokens * shape["GROUP"], count, 128)
-        schedule.hopper_queries(*inputs, dq, *told, total, round_up_sequences(count), schedule.pause)
+        run(keys_backward_kernel, keys, len(k), keys.columns, dk, dv)
+    if dq is not None and hopper:
+        from bi_kernels.ops.attention.hopper.queries import queries_backward  # noqa: PLC0415  (as above)
+
+        queries_backward(*inputs, dq, *told, max_tiles(tokens * shape["GROUP"], count, 128), room)
     elif dq is not None:
-        launch(queries_backward_kernel, queries, tokens * shape["GROUP"], queries.rows, dq)
-    return [dq, dk, dv]
+        run(queries_backward_kernel, queries, tokens * shape["GROUP"], queries.rows, dq)

@@ -38,8 +38,7 @@ def _probability(score, scale, log_sum):
 
 @triton.jit
 def _keys_step(
-    dk,
-    dv,
+    sums,
     given,
     cache,
     row,
@@ -55,6 +54,7 @@ def _keys_step(
     D: tl.constexpr,
 ):
     """Adds what some queries of one head give to dK and dV of a tile of keys."""
+    dk, dv = sums
     q, d_out, lse, delta, queries = given
     k_tile, v_tile, key, length = cache
     d = tl.arange(0, D)
@@ -113,10 +113,8 @@ def keys_backward_kernel(
     sequence, before, last = sequence_of(tile, length_k, sequences, 1, BLOCK_N, COUNT)
     tile -= before
     known = sequence < sequences
-    queries, length = (
-        tl.load(length_q + sequence, mask=known, other=0),
-        tl.load(length_k + sequence, mask=known, other=0),
-    )
+    queries = tl.load(length_q + sequence, mask=known, other=0)
+    length = tl.load(length_k + sequence, mask=known, other=0)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64) + key
@@ -138,41 +136,15 @@ def keys_backward_kernel(
         row = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) * (HEADS * GROUP) + head * GROUP + member
         for start in range(begin, middle, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
+            sums = dk_tile, dv_tile
             dk_tile, dv_tile = _keys_step(
-                dk_tile,
-                dv_tile,
-                given,
-                cache,
-                row,
-                token,
-                scale,
-                window,
-                width,
-                HEADS * GROUP,
-                CAUSAL,
-                WINDOW,
-                True,
-                EVEN,
-                D,
+                sums, given, cache, row, token, scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, True, EVEN, D
             )
         for start in range(middle, end, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
+            sums = dk_tile, dv_tile
             dk_tile, dv_tile = _keys_step(
-                dk_tile,
-                dv_tile,
-                given,
-                cache,
-                row,
-                token,
-                scale,
-                window,
-                width,
-                HEADS * GROUP,
-                CAUSAL,
-                WINDOW,
-                False,
-                EVEN,
-                D,
+                sums, given, cache, row, token, scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, False, EVEN, D
             )
     at = (row_k[:, None] * HEADS + head) * width + d[None, :]
     tl.store(dk + at, (dk_tile * factor + 0.0).to(dk.dtype.element_ty), mask=there)
@@ -250,10 +222,8 @@ def queries_backward_kernel(
     sequence, before, last = sequence_of(tile, length_q, sequences, GROUP, BLOCK_M, COUNT)
     tile = last - tile
     known = sequence < sequences
-    queries, length = (
-        tl.load(length_q + sequence, mask=known, other=0),
-        tl.load(length_k + sequence, mask=known, other=0),
-    )
+    queries = tl.load(length_q + sequence, mask=known, other=0)
+    length = tl.load(length_k + sequence, mask=known, other=0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     inside = token < queries

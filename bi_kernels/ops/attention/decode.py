@@ -5,7 +5,8 @@ import triton
 from torch import Tensor
 
 from bi_kernels.checks import INTERPRETED, is_hopper
-from bi_kernels.launch import Launch, cached, is_recorded
+from bi_kernels.compat import is_recorded
+from bi_kernels.launch import Launch, cached
 from bi_kernels.ops.attention.decode_kernels import scores_kernel, values_kernel, weights_kernel
 from bi_kernels.ops.attention.schedule import Schedule, max_tiles
 

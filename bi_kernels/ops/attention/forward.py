@@ -12,16 +12,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, is_hopper, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached
 from bi_kernels.ops.attention.decode import SplitDecode, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import (
     LOG2E,
-    SCHEDULE,
     Batch,
     Schedule,
     Sequences,
+    Tiling,
+    current_schedule,
     fits_hopper,
     max_tiles,
     round_up_sequences,
@@ -108,32 +110,18 @@ def _plan(
         LEFT=batch is not None and batch.left,
         PARTIAL=partial,
     )
-    attention = lambda tiling: Launch(
-        attention_kernel,
-        device,
-        (max_tiles(total, count, tiling.rows) * heads, splits if partial else 1),
-        BLOCK_M=tiling.rows,
-        MANY=many,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **told,
-    )
+
+    def attention(tiling: Tiling) -> Launch:
+        grid = (max_tiles(total, count, tiling.rows) * heads, splits if partial else 1)
+        how = {"BLOCK_M": tiling.rows, "MANY": many, "num_warps": tiling.warps, "num_stages": tiling.stages}
+        return Launch(attention_kernel, device, grid, **how, **told)
+
     steps = None
     if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
         steps = SplitDecode(device, dtype, integers, total, longest, schedule, told)
-    merge = Launch(
-        merge_kernel,
-        device,
-        (triton.cdiv(total * heads, schedule.merge_rows),),
-        total * heads,
-        splits,
-        scale,
-        shape["width"],
-        ROWS=schedule.merge_rows,
-        D=shape["D"],
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (triton.cdiv(total * heads, schedule.merge_rows),)
+    how = {"ROWS": schedule.merge_rows, "D": shape["D"], "num_warps": 4, "enable_fp_fusion": False}
+    merge = Launch(merge_kernel, device, grid, total * heads, splits, scale, shape["width"], **how)
     queries = total * heads * splits if partial else 0
     fits, programs = not fp32 and shape["EVEN"], count * heads * (splits if partial else 1)
     contiguous = strides_k == strides_v == torch.empty(shape_k, device="meta").stride()
@@ -158,39 +146,20 @@ def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    causal: bool,
-    scale: float,
-    window: int,
-    schedule: Schedule = SCHEDULE,
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int
 ) -> list[Tensor]:
     """Returns [out, lse] of q (…, heads, D), contiguous, on k, v (…, heads, D), of whose rows each has its own stride,
     or their pages; window: 0 for none."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not q.numel() or not k.numel():
         return [out.zero_(), lse.fill_(-math.inf)]
+    schedule = current_schedule()
     first_q, length_q, first_k, length_k, pages, page, longest, full_q, _, batch = sequences
-    plan = _plan(
-        q.shape,
-        k.shape,
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.get_device(),
-        len(first_q) if batch is None else batch.count,
-        batch,
-        tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)]),
-        0 if pages is None else pages.stride(0),
-        page,
-        longest,
-        causal,
-        scale,
-        window,
-        schedule,
-    )
+    count, stride = len(first_q) if batch is None else batch.count, 0 if pages is None else pages.stride(0)
+    integers = tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)])
+    shapes, kind = (q.shape, k.shape, k.stride(), v.stride()), (q.dtype, q.get_device())
+    where, constants = (count, batch, integers, stride, page, longest), (causal, scale, window)
+    plan = _plan(*shapes, *kind, *where, *constants, schedule)
     parts = _partials(plan.partial, out, lse, full_q) if plan.partial else None
     if not full_q and parts is None:  # padding keeps these; the merge of partial results writes every row
         out.zero_()
@@ -202,7 +171,7 @@ def attention_forward(
     elif plan.tma:
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
-            if schedule.hopper_prefill and not window and fits_hopper(q, k, v):
+            if schedule.hopper and not window and fits_hopper(q, k, v):
                 _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
                 return [out, lse]
             attention = plan.attention_tma
@@ -218,7 +187,9 @@ def attention_forward(
 
 
 def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule) -> None:
+    from bi_kernels.ops.attention.hopper.forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
+
     sequences = materialize_offsets(sequences, q.device)
     count, total = len(sequences.length_q), len(q) * (q.shape[1] // k.shape[1])
     told = causal, scale * LOG2E, schedule.split, many, max_tiles(total, count, 128), round_up_sequences(count)
-    schedule.hopper_prefill(q, k, v, out, lse, sequences[:4], *told, schedule.pause)
+    prefill(q, k, v, out, lse, sequences[:4], *told)

@@ -45,17 +45,12 @@ def _block_at(t, rows, stride, d, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _add_block(
     q,
-    m,
-    l,
-    acc,
+    state,
     cache,
     start,
     rows,
-    position,
-    length,
+    where,
     scale,
-    window,
-    width,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -66,6 +61,8 @@ def _add_block(
     D: tl.constexpr,
 ):
     """Returns the online softmax's state (m, l, acc) after the next block of keys, in such `rows`."""
+    m, l, acc = state
+    position, length, window, width = where
     k, v, k_tma, v_tma, head, stride_k, stride_v = cache
     key = start + tl.arange(0, BLOCK)
     if TMA:
@@ -176,7 +173,7 @@ def attention_kernel(
     v += head.to(tl.int64) * head_v
     if PAGE:
         pages += sequence.to(tl.int64) * pages_stride
-    cache = k, v, k_tma, v_tma, head, stride_k, stride_v
+    cache, where = (k, v, k_tma, v_tma, head, stride_k, stride_v), (position, length, window, width)
 
     first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
     last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
@@ -203,19 +200,15 @@ def attention_kernel(
         after = _block_rows(lo, row_k, pages, last_page, length, PAGE, BLOCK)  # a block ahead: no copy waits for it
         for start in range(lo, middle, BLOCK):
             rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
+            own = m_own, l_own, acc_own
             m_own, l_own, acc_own = _add_block(
                 qt,
-                m_own,
-                l_own,
-                acc_own,
+                own,
                 cache,
                 start,
                 rows,
-                position,
-                length,
+                where,
                 scale,
-                window,
-                width,
                 CAUSAL,
                 WINDOW,
                 PAGE,
@@ -227,27 +220,9 @@ def attention_kernel(
             )
         for start in range(middle, hi, BLOCK):
             rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
+            own = m_own, l_own, acc_own
             m_own, l_own, acc_own = _add_block(
-                qt,
-                m_own,
-                l_own,
-                acc_own,
-                cache,
-                start,
-                rows,
-                position,
-                length,
-                scale,
-                window,
-                width,
-                CAUSAL,
-                WINDOW,
-                PAGE,
-                True,
-                False,
-                EVEN,
-                BLOCK,
-                D,
+                qt, own, cache, start, rows, where, scale, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D
             )
         if MANY:
             m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from bi_kernels import checks
-from bi_kernels.tokens import TokenLayout, current_layout
+from bi_kernels.tokens import TokenLayout, current_layout, inferred_any
 
 
 def warn_on_mismatch(op: str, name: str, value: torch.Tensor, spans: Callable[[], list[tuple[int, int]]], *how) -> None:
@@ -30,7 +30,7 @@ def warn_on_mismatch(op: str, name: str, value: torch.Tensor, spans: Callable[[]
 def warn_if_no_layout(op: str, sequences: int) -> None:
     """Warns of sequences that attention is told of, in a forward that trains, while other ops fold parameters'
     gradients by the shapes that they see."""
-    if not torch.compiler.is_compiling() and TokenLayout.assumed and current_layout(op) is None:
+    if inferred_any.get() and current_layout(op) is None:
         warnings.warn(
             f"{op}: {sequences} packed or padded sequences, but no token layout is entered, so parameters' gradients "
             "depend on the batch; expected the forward inside `with TokenLayout.packed(...)` or `.padded(...)`",

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import apply, mark_validated, needs_validation
+from bi_kernels.checks import mark_validated, needs_validation
 from bi_kernels.launch import jit
+from bi_kernels.op import writes
 from bi_kernels.ops.attention.schedule import Sequences
 from bi_kernels.scalars import truncated_repr
 
@@ -46,7 +47,8 @@ def _span(spans, lengths, i, inside, room, width, stride, LEFT: tl.constexpr):
     tl.store(spans + room + i, length, mask=inside)
 
 
-def _launch(
+@writes("spans")
+def find_spans(
     spans: Tensor,
     lengths_q: Tensor | None,
     lengths_k: Tensor | None,
@@ -57,12 +59,15 @@ def _launch(
     left_k: bool,
 ) -> None:
     if count:
-        strides = (1 if t is None else t.stride(0) for t in (lengths_q, lengths_k))
-        given = spans, lengths_q, lengths_k, count, spans.shape[1], width_q, width_k, *strides
-        _spans_kernel[(triton.cdiv(count, BLOCK),)](*given, LEFT_Q=left_q, LEFT_K=left_k, BLOCK=BLOCK, num_warps=1)
-
-
-_opaque = torch.library.custom_op("bi_kernels::padded_spans", _launch, mutates_args=("spans",))
+        sizes = (
+            count,
+            spans.shape[1],
+            width_q,
+            width_k,
+            *(1 if t is None else t.stride(0) for t in (lengths_q, lengths_k)),
+        )
+        options = {"LEFT_Q": left_q, "LEFT_K": left_k, "BLOCK": BLOCK, "num_warps": 1}
+        _spans_kernel[(triton.cdiv(count, BLOCK),)](spans, lengths_q, lengths_k, *sizes, **options)
 
 
 def check_values(op: str, name: str, lengths: Tensor | None, width: int) -> None:
@@ -82,7 +87,6 @@ def materialize_offsets(sequences: Sequences, device: torch.device) -> Sequences
     first_q, length_q, _, length_k = sequences[:4]
     room = triton.cdiv(count, 4) * 4  # each begins at a multiple of 16 bytes
     spans = torch.empty(4, room, dtype=torch.int32, device=device)
-    given = spans, length_q, length_k, count, width_q or 0, width_k, left, left and not sequences.page
-    apply(_launch, _opaque, _launch, *given)
+    find_spans(spans, length_q, length_k, count, width_q or 0, width_k, left, left and not sequences.page)
     queries, keys = [row[:count] for row in spans[:2]], [row[:count] for row in spans[2:]]
     return Sequences(*(queries if width_q is not None else (first_q, length_q)), *keys, *sequences[4:-1])

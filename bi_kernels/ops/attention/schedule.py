@@ -1,7 +1,9 @@
 """Holds what attention's launchers are told, forward and backward: a schedule, and where a call's sequences lie."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,27 +26,6 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def hopper_prefill(*given) -> None:
-    """Launches sm_90's prefill; arguments of `hopper.forward.prefill`."""
-    from bi_kernels.ops.attention.hopper.forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
-
-    prefill(*given)
-
-
-def hopper_keys(*given) -> None:
-    """Launches sm_90's dK and dV; arguments of `hopper.keys.keys_backward`."""
-    from bi_kernels.ops.attention.hopper.keys import keys_backward  # noqa: PLC0415  (as above)
-
-    keys_backward(*given)
-
-
-def hopper_queries(*given) -> None:
-    """Launches sm_90's dQ; arguments of `hopper.queries.queries_backward`."""
-    from bi_kernels.ops.attention.hopper.queries import queries_backward  # noqa: PLC0415  (as above)
-
-    queries_backward(*given)
-
-
 class SplitDecodeConfig(NamedTuple):
     """Says when decode's steps are computed apart (decode_kernels.py), and how: free of any bit."""
 
@@ -57,12 +38,17 @@ class SplitDecodeConfig(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)  # by identity: a launch looks one up
-class Schedule:
-    """Says where the sums are cut, and which program computes what. `block` and `split` are the summation order;
-    nothing else changes a bit."""
+class SumOrder:
+    """Says where the sums are cut: the summation order, which is what the bits follow from."""
 
     block: int = 64  # keys; sm_90's kernels know no other
     split: int = 4096  # keys
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule(SumOrder):
+    """Says besides which program computes what: nothing of that changes a bit."""
+
     prefill: Tiling = Tiling(128, 64, 8, 3)
     decode: Tiling = Tiling(64, 64, 4, 4)
     decode_tma: int = 64  # programs beyond which it copies keys that lie in whole blocks, on sm_90
@@ -77,13 +63,26 @@ class Schedule:
     merge_rows: int = 16
     few: int = 256  # tiles below which each split is a program of its own
     most: int = 4096  # programs of such a launch
-    hopper_prefill: Callable | None = hopper_prefill  # on sm_90, where q, k and v fit; None: never
-    hopper_keys: Callable | None = hopper_keys
-    hopper_queries: Callable | None = hopper_queries
-    pause: int = 0  # nanoseconds by which some copies of sm_90's kernels are late, for an audit
+    hopper: bool = True  # sm_90's kernels, where q, k and v fit
 
 
 SCHEDULE = Schedule()
+_in_use: ContextVar[Schedule] = ContextVar("attention's schedule", default=SCHEDULE)
+
+
+def current_schedule() -> Schedule:
+    """Returns the schedule that attention is computed in now."""
+    return _in_use.get()
+
+
+@contextmanager
+def using(schedule: Schedule) -> Iterator[None]:
+    """Computes attention in a schedule; a backward has that of its forward."""
+    token = _in_use.set(schedule)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
 
 
 class Batch(NamedTuple):

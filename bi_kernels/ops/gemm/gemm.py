@@ -12,16 +12,26 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from bi_kernels.checks import apply, check, check_shape, is_hopper, once
-from bi_kernels.launch import cached, is_recorded
+from bi_kernels.checks import check, check_shape, is_hopper, once
+from bi_kernels.compat import is_recorded
+from bi_kernels.launch import cached
+from bi_kernels.op import Op, writes
 from bi_kernels.ops.gemm.cost import PipelineConfig, Tile, best_cut, tile_for, way_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.launch_cache import cached_launch
-from bi_kernels.tokens import TokenLayout, consume_zero_flag, layout_for, main_grad, warn_unlaid_micro_batch
+from bi_kernels.tokens import (
+    TokenLayout,
+    consume_zero_flag,
+    gradient_of,
+    layout_of,
+    main_grad,
+    training_arguments,
+    warn_unlaid_micro_batch,
+)
 
 # of the interpreter, where a program costs more than what it computes
 FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
@@ -57,13 +67,13 @@ def cheapest(
 
 
 def _launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype | None = None,
-    start: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    start: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Launches the program that is the cheapest for a product; see kernel.launch. x (…, K): of more than two
     dimensions only where it is contiguous, without `start` and `out`."""
     if start is None and out is None and not is_recorded() and (y := cached_launch(x, w, bias, out_dtype)) is not None:
@@ -94,7 +104,7 @@ def _launch(
     return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
 
-def _in_two(x, w, bias, out_dtype, start: torch.Tensor | None, out: torch.Tensor | None, cut: int) -> torch.Tensor:
+def _in_two(x, w, bias, out_dtype, start: Tensor | None, out: Tensor | None, cut: int) -> Tensor:
     """Computes the columns of y below and from `cut` on, one after the other."""
     y = x.new_empty(len(x), len(w), dtype=out_dtype) if out is None else out
     for part in (slice(0, cut), slice(cut, None)):
@@ -110,7 +120,64 @@ def _ring() -> Callable:
     return launch_ring
 
 
-def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(
+    x: Tensor, w: Tensor, start: Tensor | None = None, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """start + x (M, K) wᵀ (N, K), by the cheapest program: a left fold over K, which may continue an earlier call's."""
+    (M, K), N = x.shape, w.shape[0]
+    if M == 0 or N == 0 or K == 0:
+        y = x.new_zeros(M, N, dtype=out_dtype or x.dtype) if start is None else start.to(out_dtype or start.dtype)
+        return y if out is None else out.copy_(y)
+    return _launch(x, w, None, out_dtype, start, out)
+
+
+@writes("out")
+def _fold(dy: Tensor, x: Tensor, layout: Tensor | None, out: Tensor, continues: bool) -> None:
+    """out (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order, on from what is there
+    if it `continues`."""
+    layout = layout_of(layout)
+    dy, x, into = layout.gather(dy), layout.gather(x), out.view(dy.shape[1], x.shape[1])
+    product(dy.t(), x.t(), into if continues and not consume_zero_flag(out) else None, into, out.dtype)
+
+
+def fold_weight(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layout: TokenLayout | Tensor,
+    name: str = "weight",
+    buffer: Tensor | None = None,
+) -> Tensor | None:
+    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad,
+    or returned in weight's dtype where there is none."""
+    out, continues = gradient_of(op, weight, name, buffer)
+    _fold(dy, x, layout, out, continues)
+    return None if continues else out
+
+
+def fold_bias(
+    op: str, dy: Tensor, bias: Tensor, layout: TokenLayout | Tensor, name: str = "bias", buffer: Tensor | None = None
+) -> Tensor | None:
+    """dbias (N,) = Σ_t dy[t], likewise: the product of dy with a column of ones."""
+    return fold_weight(op, dy.new_ones(len(dy), 1), dy, bias, layout, name, buffer)
+
+
+def _gemm(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    across: bool,
+    op: str = "linear",
+    name: str = "weight",
+    layout: Tensor | None = None,
+    weight_buffer: Tensor | None = None,
+    bias_buffer: Tensor | None = None,
+) -> Tensor:
+    """Returns x (…, K) times w, which is (N, K), or (K, N) `across`, as matmul is given it; what follows is for the
+    backward."""
+    if across:
+        w = w.t()
     (N, K), lead = w.shape, x.shape[:-1]
     if 0 in lead or N == 0:
         return x.new_empty(*lead, N)
@@ -120,97 +187,44 @@ def _gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.
     return _launch(x, w, bias)
 
 
-_opaque = torch.library.custom_op("bi_kernels::gemm", _gemm, mutates_args=())
+def _fake(x, w, bias, across, *_):
+    return x.new_empty(*x.shape[:-1], w.shape[across])
 
 
-@_opaque.register_fake
-def _(x, w, bias):
-    return x.new_empty(*x.shape[:-1], w.shape[0])
+def _save(ctx, inputs, y):
+    x, weight, bias, ctx.across, ctx.op, ctx.label, ctx.layout, *ctx.buffers = inputs
+    ctx.parameters = weight, bias  # a saved tensor may come back without main_grad, as under checkpointing
+    ctx.save_for_backward(x, weight)
 
 
-def product(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    start: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """start + x (M, K) wᵀ (N, K), by the cheapest program: a left fold over K, which may continue an earlier call's."""
-    (M, K), N = x.shape, w.shape[0]
-    if M == 0 or N == 0 or K == 0:
-        y = x.new_zeros(M, N, dtype=out_dtype or x.dtype) if start is None else start.to(out_dtype or start.dtype)
-        return y if out is None else out.copy_(y)
-    return _launch(x, w, None, out_dtype, start, out)
+def _backward(ctx, dy):
+    (x, weight), (parameter, bias), across = ctx.saved_tensors, ctx.parameters, ctx.across
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    dx = _linear.raw(dy, weight, None, not across) if needs_x else None
+    dy, x = (t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in (dy, x))
+    of_weight, of_bias = ctx.buffers
+    pair = (x, dy) if across else (dy, x)
+    dw = fold_weight(ctx.op, *pair, parameter, ctx.layout, ctx.label, of_weight) if needs_weight else None
+    db = fold_bias(ctx.op, dy, bias, ctx.layout, "bias", of_bias) if needs_bias else None
+    return dx, dw, db, *[None] * 6
 
 
-def _fold(
-    dy: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor, buffer: torch.Tensor | None
-) -> torch.Tensor | None:
-    if buffer is None:
-        return product(dy.t(), x.t(), out_dtype=parameter.dtype)
-    into = buffer.view(dy.shape[1], x.shape[1])
-    product(dy.t(), x.t(), None if consume_zero_flag(buffer) else into, into, torch.float32)
-    return None
+_linear = Op("gemm", _gemm, _fake, _save, _backward)
 
 
-def fold_weight(
-    op: str, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layout: TokenLayout, name: str = "weight"
-) -> torch.Tensor | None:
-    """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad,
-    or returned in weight's dtype where there is none."""
-    return _fold(layout.gather(dy), layout.gather(x), weight, main_grad(op, weight, name))
-
-
-def fold_bias(
-    op: str, dy: torch.Tensor, bias: torch.Tensor, layout: TokenLayout, name: str = "bias"
-) -> torch.Tensor | None:
-    """dbias (N,) = Σ_t dy[t], likewise: the product of dy with a column of ones."""
-    dy = layout.gather(dy)
-    grad = _fold(dy.new_ones(len(dy), 1), dy, bias, main_grad(op, bias, name))
-    return None if grad is None else grad.view(-1)
-
-
-class _Linear(torch.autograd.Function):
-    """x (rows, K) times a weight, which is (N, K), or (K, N) as matmul is given it: `across`."""
-
-    @staticmethod
-    def forward(ctx, op, name, layout, across, x, weight, bias):
+def _apply(op: str, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool) -> Tensor:
+    def training() -> tuple:
+        layout, *buffers = training_arguments(op, x, 1, **{name: weight, "bias": bias})
         for label, parameter in ((name, weight), ("bias", bias)):
-            if parameter is not None and parameter.requires_grad:
+            if parameter is not None and parameter.requires_grad and not torch.compiler.is_compiling():
                 warn_unlaid_micro_batch(op, layout, main_grad(op, parameter, label))
-        ctx.op, ctx.name, ctx.layout, ctx.across = op, name, layout, across
-        ctx.parameters = weight, bias  # a saved tensor may come back without main_grad, as under checkpointing
-        ctx.save_for_backward(x, weight)
-        return _gemm(x, weight.t() if across else weight, bias)
+        return op, name, layout, *buffers
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
-        dx = product(dy, weight if ctx.across else weight.t()) if needs_x else None
-        rows, columns = (x, dy) if ctx.across else (dy, x)
-        dw = fold_weight(ctx.op, rows, columns, ctx.parameters[0], ctx.layout, ctx.name) if needs_weight else None
-        db = fold_bias(ctx.op, dy, ctx.parameters[1], ctx.layout) if needs_bias else None
-        return None, None, None, None, dx, dw, db
-
-
-def _apply(
-    op: str, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, across: bool
-) -> torch.Tensor:
-    def differentiable(x, weight, bias):
-        lead, trains = x.shape[:-1], weight.requires_grad or bias is not None and bias.requires_grad
-        rows = x if x.dim() == 2 else x.reshape(lead.numel(), x.shape[-1])
-        y = _Linear.apply(op, name, layout_for(op, lead, trains), across, rows, weight, bias)
-        return y if x.dim() == 2 else y.view(*lead, y.shape[-1])
-
-    call = lambda x, weight, bias: _gemm(x, weight.t(), bias)
-    opaque = lambda x, weight, bias: _opaque(x, weight.t(), bias)
-    return apply(call if across else _gemm, opaque if across else _opaque, differentiable, x, weight, bias)
+    return _linear(x, weight, bias, across, training=training)
 
 
 @once
-def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raises what `linear` does for these arguments."""
     check("linear", optional=("bias",), x=x, weight=weight, bias=bias)
     if weight.dim() != 2:
@@ -224,7 +238,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         check_shape("linear", "bias", bias, weight.shape[:1], "the rows of weight")
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) times weightᵀ, weight (N, K), plus bias (N,): (..., N) in the dtype of x, fp32 accumulation.
 
     The bits of a row of y and of dx depend on that row of x and dy, on weight and on bias alone; those of dW and dbias
@@ -235,7 +249,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _apply("linear", "weight", x, weight, bias, across=False)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a (..., M, K) times b (K, N): (..., M, N). The same product as `linear(a, b.T)`, bit for bit, and so its
     gradients."""
     check("matmul", a=a, b=b)

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached
 from bi_kernels.ops.gemm.cost import PipelineConfig
 from bi_kernels.ops.gemm.kernel import check_out, tma_ready
 from bi_kernels.ops.gemm.launch_cache import kind_of, remember
@@ -231,23 +232,11 @@ def _launch_for(
     held = 65536 // ((1 + ring.groups) * 128 * ring.resident) // 8 * 8  # registers of a thread, if all have as many
     more = {"maxnreg": held} if ring.resident > 1 else {}
     unit = next(unit for unit in (16, 8, 1) if not (N % unit or stride % unit))
-    return Launch(
-        _hopper_gemm_kernel,
-        device.index,
-        (min(tiles, multiprocessors(device) * ring.resident),),
-        *(M, N // unit, K, stride // unit),
-        STAGES=ring.stages,
-        PARTS=ring.k // ring.part,
-        PART=ring.part,
-        GROUP_M=ring.group,
-        GROUPS=ring.groups,
-        X_T=transposed[0],
-        W_T=transposed[1],
-        UNIT=unit,
-        REGISTERS=min(240, held + (held - 24) // ring.groups // 8 * 8),
-        num_warps=4,
-        **more,
-    )
+    more |= {"REGISTERS": min(240, held + (held - 24) // ring.groups // 8 * 8), "UNIT": unit, "num_warps": 4}
+    more |= {"STAGES": ring.stages, "PARTS": ring.k // ring.part, "PART": ring.part}
+    more |= {"GROUP_M": ring.group, "GROUPS": ring.groups, "X_T": transposed[0], "W_T": transposed[1]}
+    grid = (min(tiles, multiprocessors(device) * ring.resident),)
+    return Launch(_hopper_gemm_kernel, device.index, grid, M, N // unit, K, stride // unit, **more)
 
 
 def launch(

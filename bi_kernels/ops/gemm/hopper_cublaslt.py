@@ -17,6 +17,7 @@ from functools import cache, partial
 import torch
 
 from bi_kernels.checks import aligned, is_hopper
+from bi_kernels.compat import current_stream
 from bi_kernels.ops.gemm.kernel import finished, prepared
 from bi_kernels.ops.gemm.launch_cache import kind_of, remember
 
@@ -218,7 +219,7 @@ def waves(
 
 def _straight(plan: _Plan, device: int, N: int, out_dtype: torch.dtype, x, w, bias) -> torch.Tensor | None:
     """Computes a product of which nothing has to be copied."""
-    y, stream = x.new_empty((*x.shape[:-1], N), dtype=out_dtype), torch._C._cuda_getCurrentRawStream(device)
+    y, stream = x.new_empty((*x.shape[:-1], N), dtype=out_dtype), current_stream(device)
     at = _bias_at(bias, device, N * out_dtype.itemsize)
     return None if at is None or not plan.run(x, w, at, y, stream) else y
 
@@ -245,7 +246,7 @@ def launch(
     plan = _plan(device, (x.dtype, out_dtype), (M, N, K), strides, (x_t, w_t))
     bias = None if bias is None else aligned(bias)
     at = _bias_at(bias, device, N * out_dtype.itemsize)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = current_stream(device)
     if plan is None or at is None or not plan.run(x, w, at, y, stream):
         return None
     if out is None and given == (x.data_ptr(), w.data_ptr()) and y.shape[1] == N:

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.checks import ensure_cuda_context, multiprocessors
-from bi_kernels.launch import Launch, cached, descriptor, jit
+from bi_kernels.compat import descriptor
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.gemm.cost import TILES, Tile
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
@@ -194,29 +195,11 @@ def _launch_for(
     persistent = 0 if continues else tile.persistent  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
         grid = min(grid, tile.persistent * multiprocessors(device))
-    fold = Launch(
-        _gemm_kernel,
-        device.index,
-        (grid,),
-        M,
-        N,
-        K,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        EXTRA_N=tile.extra_n,
-        BLOCK_K=tile.k,
-        GROUP_M=tile.group,
-        X_T=transposed[0],
-        W_T=transposed[1],
-        SWAP=tile.swap,
-        PART_N=part_n,
-        FLATTEN=persistent > 0,
-        HAS_BIAS=bias is not None,
-        CONTINUES=continues,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return fold, part_n
+    blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "EXTRA_N": tile.extra_n, "BLOCK_K": tile.k, "PART_N": part_n}
+    how = {"GROUP_M": tile.group, "SWAP": tile.swap, "FLATTEN": persistent > 0, "CONTINUES": continues}
+    how |= {"X_T": transposed[0], "W_T": transposed[1], "HAS_BIAS": bias is not None}
+    how |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Launch(_gemm_kernel, device.index, (grid,), M, N, K, **blocks, **how), part_n
 
 
 def launch(

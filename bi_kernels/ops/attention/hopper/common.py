@@ -10,6 +10,7 @@ from bi_kernels.checks import ensure_cuda_context
 
 BLOCK = 64  # rows that one copy brings
 STAGES, REGISTERS = 4, 240  # blocks in the ring; of a thread that computes
+PAUSE = 0  # nanoseconds by which some copies are late: whoever waits too little for them reads other numbers then
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from bi_kernels.checks import multiprocessors
+from bi_kernels.ops.attention.hopper import common
 from bi_kernels.ops.attention.hopper.common import (
     BLOCK,
     REGISTERS,
@@ -258,38 +259,18 @@ def prefill(
     many: bool,
     tiles: int,
     room: int,
-    late: int,
     stages: int = STAGES,
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
     where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a
     sequence; tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power
-    of two; late: nanoseconds by which some copies are, for an audit.
+    of two.
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
-    _hopper_prefill_kernel[(min(multiprocessors(q.device), tiles * heads),)](
-        q,
-        descriptor(k),
-        descriptor(v),
-        out,
-        lse,
-        table,
-        *where,
-        len(where[0]),
-        scale,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        ROWS=ROWS,
-        SPLIT=split,
-        CAUSAL=causal,
-        MANY=many,
-        STAGES=stages,
-        REGISTERS=REGISTERS,
-        WORDS=WORDS,
-        PAUSE=late,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (min(multiprocessors(q.device), tiles * heads),)
+    given = q, descriptor(k), descriptor(v), out, lse, table, *where, len(where[0]), scale
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "SPLIT": split, "WORDS": WORDS}
+    how = {"CAUSAL": causal, "MANY": many, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_prefill_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

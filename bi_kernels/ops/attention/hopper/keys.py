@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from bi_kernels.ops.attention.hopper import common
 from bi_kernels.ops.attention.hopper.common import REGISTERS, STAGES, descriptor, key_tile, pause
 
 
@@ -266,32 +267,14 @@ def keys_backward(
     factor: float,
     tiles: int,
     room: int,
-    late: int,
 ) -> None:
     """Computes dk and dv of k and v (rows, heads, D), D 64 or 128, 16-bit; q and d_out (tokens, heads, D), contiguous.
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk;
-    tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two; late: nanoseconds by
-    which some copies are, for an audit.
+    tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
     """
     heads, descriptors = k.shape[1], [descriptor(t) for t in (q, d_out, k, v)]
-    _hopper_keys_kernel[(tiles, heads)](
-        *descriptors,
-        lse,
-        delta,
-        dk,
-        dv,
-        *where,
-        len(where[0]),
-        scale,
-        factor,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        CAUSAL=causal,
-        STAGES=STAGES,
-        REGISTERS=REGISTERS,
-        PAUSE=late,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    given = *descriptors, lse, delta, dk, dv, *where, len(where[0]), scale, factor
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads}
+    how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_keys_kernel[(tiles, heads)](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from bi_kernels.checks import multiprocessors
+from bi_kernels.ops.attention.hopper import common
 from bi_kernels.ops.attention.hopper.common import (
     BLOCK,
     REGISTERS,
@@ -237,39 +238,17 @@ def queries_backward(
     factor: float,
     tiles: int,
     room: int,
-    late: int,
     stages: int = STAGES,
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
-    tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two;
-    late: nanoseconds by which some copies are, for an audit.
+    tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two.
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
-    _hopper_queries_kernel[(min(multiprocessors(q.device), tiles * heads),)](
-        q,
-        d_out,
-        descriptor(k),
-        descriptor(v),
-        lse,
-        delta,
-        dq,
-        table,
-        *where,
-        len(where[0]),
-        scale,
-        factor,
-        COUNT=room,
-        GROUP=q.shape[1] // heads,
-        HEADS=heads,
-        ROWS=ROWS,
-        CAUSAL=causal,
-        STAGES=stages,
-        REGISTERS=REGISTERS,
-        WORDS=WORDS,
-        PAUSE=late,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    grid = (min(multiprocessors(q.device), tiles * heads),)
+    given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, factor
+    sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "WORDS": WORDS}
+    how = {"CAUSAL": causal, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    _hopper_queries_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)
