@@ -36,7 +36,7 @@ def checked(
         parameters[name] = int(value) if re.fullmatch(r"-?\d{1,30}", value) else value
     try:
         for k in parameters:
-            if not any(accepted(name, {k: 0}) for name in names):
+            if not any({k, "dtype"} & defaults(name).keys() for name in names):
                 raise ValueError(f"{', '.join(names)} has no parameter {k!r}")
         if "nproc" in parameters and "world" not in names:
             raise ValueError(f"--nproc is of the audit world, not of {', '.join(names)}")
