@@ -19,7 +19,7 @@ from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import forward, gradient
-from bi_kernels.contract import DTYPES
+from bi_kernels.contract import DTYPES, EPS
 
 ROWS, WIDTH = 20, 32
 G = torch.Generator().manual_seed(0)
@@ -34,6 +34,10 @@ def by_row(x):
     return torch.stack([F.softmax(row, -1) for row in x])
 
 
+def in_chunks(x):
+    return torch.cat([part.exp() / part.exp().sum(-1, keepdim=True) for part in x.split(7)])
+
+
 def folded(p):
     """Sums over the last dimension, feature by feature."""
     total = p[..., 0]
@@ -46,8 +50,26 @@ def linear_by_feature(x):
     return folded(x.float()[:, None] * W).to(x.dtype)
 
 
+def linear_from_the_end(x):
+    return folded((x.float()[:, None] * W).flip(-1)).to(x.dtype)
+
+
+def linear_by_row(x):
+    return torch.stack([W @ row for row in x])
+
+
+def rms_norm(x):
+    return (x.float() * torch.rsqrt(folded(x.float() ** 2)[..., None] / x.shape[-1] + EPS)).to(x.dtype)
+
+
 def layer_norm_fp64(x):
     return F.layer_norm(x.double(), x.shape[-1:]).to(x.dtype)
+
+
+def pairwise_mean(x):
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    return x[..., 0] / WIDTH
 
 
 def rope(x):
@@ -56,11 +78,25 @@ def rope(x):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+def causal_conv(x):
+    padded = F.pad(x, (0, 0, 3, 0))
+    return sum(padded[:, k : k + x.shape[1]] * (k + 0.5) for k in range(4))
+
+
 def attention(q, k, v):
     scores = folded(q[:, :, None] * k[:, None]) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     p = scores.masked_fill(future, -torch.inf).exp()
     return folded(p[:, :, None] * v.transpose(1, 2)[:, None]) / folded(p)[..., None]
+
+
+def chosen_logprob(x, ids):
+    chosen = torch.arange(x.shape[-1]) == ids[:, None]
+    return x.double().log_softmax(-1).masked_fill(~chosen, 0).sum(-1).to(x.dtype)
+
+
+def in_place_on_a_clone(x):
+    return x.clone().mul_(2).relu_()
 
 
 def views(x):
@@ -110,6 +146,17 @@ class CachesAPlan(torch.nn.Module):
         return x * self.plans[key]
 
 
+class CachesByVersion(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.key = torch.nn.Parameter(V.clone(), requires_grad=False), None
+
+    def forward(self, x):
+        if self.key != (key := (id(self.weight), self.weight._version)):
+            self.key, self.doubled = key, self.weight * 2
+        return x * self.doubled
+
+
 @triton.jit
 def _softmax_kernel(x, out, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0) * columns + tl.arange(0, BLOCK)
@@ -141,13 +188,21 @@ def triton_add(x, y):
 
 CALLABLES = {
     "rows": (by_row, X),
+    "chunks": (in_chunks, X),
     "linear by feature": (linear_by_feature, HALF),
+    "linear from the end": (linear_from_the_end, HALF),
+    "linear by row": (linear_by_row, X),
+    "rms norm": (rms_norm, HALF),
     "layer norm in fp64": (layer_norm_fp64, X),
+    "a tree": (pairwise_mean, X),
     "rope": (rope, S),
+    "causal conv": (causal_conv, S),
     "cumsum": (lambda x: x.double().cumsum(-1).to(x.dtype), X),
     "attention": (attention, S, S.flip(0).contiguous(), S.flip(1).contiguous()),
+    "logprob": (chosen_logprob, X, IDS),
     "lookup": (lambda ids: W[ids], IDS),
     "integers": (lambda ids: ids * 2 + 1, IDS),
+    "in place on a clone": (in_place_on_a_clone, X),
     "in place": (lambda x: x.mul_(2), X),
     "views": (views, X),
     "the input itself": (lambda x: x, X),
@@ -158,6 +213,7 @@ CALLABLES = {
     "a module": (Gated(), X),
     "a module, training": (Gated().train(), HALF),
     "a plan by shape": (CachesAPlan(), X),
+    "a cache by version": (CachesByVersion(), X),
     "torch.compile, eager": (torch.compile(lambda x: F.silu(x) * 2, backend="eager"), X),
     "transposed": (lambda x: F.silu(x.T).T, X),
     "a transposed input": (torch.sigmoid, torch.randn(WIDTH, ROWS, generator=G).T),
@@ -213,10 +269,6 @@ def by_rows_of(size, function):
 
 def silu(x):
     return x / (1 + torch.exp(-x))
-
-
-def gelu(x):
-    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
 
 
 def log_softmax(logits):
