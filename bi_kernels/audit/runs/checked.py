@@ -14,7 +14,7 @@ from bi_kernels.audit.runs import ci, folder, runner
 from bi_kernels.audit.runs.notebooks import find_helpers
 
 OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
-PARTS = "op", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
+PARTS = "op", "checks", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
 
 
 @contextlib.contextmanager
