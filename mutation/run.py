@@ -173,7 +173,7 @@ def judged(
     for found in passed:
         clean.take(found)
     parts: dict[str, list] = {}
-    with copies(jobs, device) as call, ThreadPoolExecutor(jobs) as pool, kept.open("a", encoding="utf-8") as file:
+    with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
         broken = lambda copy, m, mine, dtypes: copy.judge(m, mine, clean.limits(mine), SEEDS, dtypes)
         unbroken = lambda copy, op, dtype, seed: copy.judge(None, [op], (3600, 3600), [seed], [dtype])
         tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}

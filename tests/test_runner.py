@@ -92,6 +92,16 @@ def test_a_pool_replaces_a_process_that_died_and_no_other():
         assert pool.call("os:getpid") not in (first, os.getpid())
 
 
+def test_a_pool_that_is_interrupted_kills_what_runs_and_begins_nothing():
+    with pytest.raises(KeyboardInterrupt), executor.Pool(2) as pool:
+        pool.call("os:getpid")
+        parts = [pool.submit("time:sleep", 600) for _ in range(4)]
+        while not parts[1].running():
+            pass
+        raise KeyboardInterrupt
+    assert [p.cancelled() or p.exception().status for p in parts] == [-signal.SIGKILL] * 2 + [True] * 2
+
+
 def test_a_process_has_its_own_environment_and_prints_its_progress():
     assert executor.call("os:getenv", "TOLD", environment={"TOLD": "too"}) == "too"
     lines = []

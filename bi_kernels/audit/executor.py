@@ -174,7 +174,9 @@ class Process:
                         self.pid = found
                         continue
                     if kind == "ended":
-                        raise Died(self.function, found, self._said(), late)
+                        said = self._said()
+                        self._release()
+                        raise Died(self.function, found, said, late)
                     self.pending -= 1
                     if not self.pending:
                         return found
@@ -256,6 +258,7 @@ class Pool:
 
     def __init__(self, count: int, *first):
         self.first, self.threads, self.free = first, ThreadPoolExecutor(count), SimpleQueue()
+        self.every, self.over = [], False
         for _ in range(count):
             self.free.put(self._one_more())
 
@@ -263,12 +266,18 @@ class Pool:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        self.threads.shutdown(cancel_futures=kind is not None)
-        while not self.free.empty():
-            self.free.get().close()
+        if kind is not None:
+            self.over = True
+            self.threads.shutdown(wait=False, cancel_futures=True)
+            for process in [*self.every]:
+                process.stop()
+        self.threads.shutdown()
+        for process in self.every:
+            process.close()
 
     def _one_more(self) -> Process:
-        return Process().begin(*self.first) if self.first else Process()
+        self.every.append(Process())
+        return self.every[-1].begin(*self.first) if self.first else self.every[-1]
 
     def submit(self, function: str, *arguments) -> Future:
         return self.threads.submit(self.call, function, *arguments)
@@ -283,7 +292,9 @@ class Pool:
         finally:
             if not good:
                 process.stop()
-                process = self._one_more()
+                if not self.over:
+                    self.every.remove(process)
+                    process = self._one_more()
             self.free.put(process)
 
 
@@ -324,7 +335,8 @@ def _serve(listener: socket.socket, preload: list[str]) -> None:
             connection = Connection(client.detach())
             pid = os.fork()
             if not pid:
-                listener.close()
+                for end in (listener, *connections.values()):
+                    end.close()
                 _answer(connection, out, err)
             connections[pid] = connection
             for end in (out, err):
