@@ -53,7 +53,7 @@ def whole(p: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
 
 
 def sha(t: torch.Tensor) -> str:
-    return hashlib.sha256(t.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def step(

@@ -3,7 +3,6 @@
 ranks_transformers.py FOLDER      # each rank writes {model: {what: SHA-256}}
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks_tensor import sha
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from bi_kernels.grads import MainGrads
@@ -23,10 +23,6 @@ MODELS = {
     "qwen3, one key head": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=False)),
 }
-
-
-def sha(t: torch.Tensor) -> str:
-    return hashlib.sha256(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def found(make, group: dist.ProcessGroup | None) -> dict[str, str]:

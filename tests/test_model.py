@@ -8,6 +8,7 @@ import torch
 from conftest import assert_same_bits
 
 import bi_kernels
+from bi_kernels.audit.targets.decoder import cached_logprobs
 from bi_kernels.audit.targets.model import ModelTarget, layout_rows
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded, policy_loss, score
@@ -149,15 +150,7 @@ def test_chunks_and_decode_give_the_logprobs_of_one_call(config, chunk):
     model = Decoder(config)
     expected, _ = model.logprobs(IDS, TARGETS, STEPS["packed"][0][0])
     assert len(expected.unique()) > len(expected) // 2
-    cache, counts = Cache(config, len(LENGTHS), max(LENGTHS), model.embedding), torch.tensor(LENGTHS)
-    found = torch.zeros_like(expected)
-    for first in range(0, max(LENGTHS), chunk):
-        there = (counts - first).clamp(0, chunk)
-        at = torch.tensor(STARTS)[:, None] + first + torch.arange(chunk)
-        real = torch.arange(chunk) < there[:, None]
-        at = at.masked_fill(~real, 0)
-        logprob, _ = model.logprobs(IDS[at], TARGETS[at].masked_fill(~real, -100), cache.rows(chunk, there), cache)
-        found[at[real]] = logprob[real]
+    found = cached_logprobs(model, LENGTHS, IDS, TARGETS, chunk, [0] * len(LENGTHS))
     assert_same_bits(found, expected)
 
 
