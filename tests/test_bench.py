@@ -15,12 +15,11 @@ import pytest
 import torch
 from IPython.display import Markdown
 
-from benchmarks import attention, cases, linear, measure, rows, tables
+from benchmarks import attention, cases, linear, measure, profiler, rows, tables
 from benchmarks.session import MEASURES
 from bi_kernels.audit import parameters, start, timing, worker
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
-from bi_kernels.audit.static import profiler
 from bi_kernels.contract import CONTRACT
 
 BENCH = CONTRACT["benchmark"]

@@ -163,7 +163,7 @@ def variants() -> dict[str, list[Variant]]:
     assert len(ours.variants) == 3
     launches.variants |= ours.variants
     out = {}
-    for v in static.binaries(launches):
+    for v in static.distinct(static.examined(launches).values()):
         out.setdefault(v.kernel.rpartition(".")[2], []).append(v)
     return out
 
@@ -238,7 +238,7 @@ def silu(x):
         assert silu(torch.ones(1)) == 1, "it was run, too"
         with pytest.raises(Exception):
             silu.__globals__["wrong"][(1,)](X, Y)
-    fine, wrong = static.binaries(launches)
+    fine, wrong = static.distinct(static.examined(launches).values())
     assert {f.level for f in fine.findings} == {"AST", "PTX", "SASS"}, fine
     assert (wrong.level, wrong.detail) == ("AST only", "not compiled, AST only: NameError('nothing is not defined')")
     assert str(tmp_path) not in f"{fine}{wrong}", "no paths of this machine"
@@ -306,7 +306,7 @@ with recorded(run=False) as launches:
     for n in (64, 128, 128):
         bad.in_a_helper[(n, )](x, x, BLOCK=n)
     bad.atomic_in_name_alone[(1, )](x, x, BLOCK=64)
-for v in static.binaries(launches):
+for v in static.distinct(static.examined(launches).values()):
     print(v.kernel, v.level, *sorted({f.level for f in v.findings}), v.registers > 0, v.configuration)
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -324,7 +324,7 @@ def test_a_whole_run_sees_what_was_compiled_of_this_package_and_nothing_else():
     script = """
 import sys, types, torch, bad_kernels as bad
 from bi_kernels import launch
-from bi_kernels.audit.static import whole_run
+from bi_kernels.audit.static import verdict
 from bi_kernels.audit.static.binary import without_gpu
 from bi_kernels.ops.elementwise import _elementwise_kernel as kernel
 
@@ -334,7 +334,7 @@ session = types.SimpleNamespace(on_gpu=True, candidate=types.SimpleNamespace(spe
 x = torch.zeros(128)
 
 def told(of_others=""):
-    (row,) = whole_run.judge(session)
+    (row,) = verdict.judge_whole_run(session)
     print(row.verdict, row.mismatches, row.elements, row.first_failing_op, of_others)
 
 told("before")
@@ -342,7 +342,7 @@ for n in (64, 128):
     kernel.run(x, x, x, 0.5, n, 1, OP="add", BLOCK=n, grid=(1,), warmup=True, enable_fp_fusion=False)
     bad.in_a_helper.run(x, x, BLOCK=n, grid=(1,), warmup=True)  # nobody's of this package
 told()
-part = dict(whole_run.compiled([*session.launched][:1]))
+part = dict(verdict.compiled_variants([*session.launched][:1]))
 print(len(part), sorted(part) == sorted([*session.launched][1:]))
 sys.modules["bi_kernels.audit.planted"] = types.SimpleNamespace(kernel=bad.in_a_helper)
 told("the auditor's own")

@@ -183,20 +183,16 @@ class Specialised(Function):
         return [(known[o], skip) for o, skip in plain if isinstance(o, FunctionType) and o in known]
 
     def callee(self, e: ast.Call, f: Function, skip: int) -> "Specialised":
-        """Returns the callee for arguments like these. Starred ones fill the parameters that the others leave."""
-        parameters = f.parameters[skip:]
-        pairs = [(k.arg, k.value) for k in e.keywords if k.arg in parameters]
-        rest = [p for p in parameters if p not in dict(pairs)]
-        stars = [i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)] or [len(e.args)]
-        tail = e.args[stars[-1] + 1 :]
-        last = len(rest) - len(tail)
-        pairs += [*zip(rest[: stars[0]], e.args), *zip(rest[last:], tail)]
-        starred = e.args[stars[0] : stars[-1] + 1] + [k.value for k in e.keywords if k.arg is None]
-        pairs += [(p, a) for p in rest[stars[0] : last] for a in starred]
+        """Returns the callee for arguments like these. Starred ones may fill any parameter that the others leave."""
         given = {p: set() for p in f.parameters}
-        for p, value in pairs:
-            shape = isinstance(value, ast.Starred) and getattr(value.value, "attr", "") == "shape"
-            given[p] |= self.labels(value) - ({ROWS} if shape and p == rest[last - 1] else set())
+        named = {k.arg: self.labels(k.value) for k in e.keywords if k.arg in f.parameters[skip:]}
+        rest = [p for p in f.parameters[skip:] if p not in named]
+        stars = [i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)] or [len(e.args)]
+        first, last = stars[0], stars[-1] + 1
+        end = len(rest) - len(e.args[last:])
+        plain = [*zip(rest[:first], e.args), *zip(rest[end:], e.args[last:])]
+        starred = self.union(*e.args[first:last], *(k.value for k in e.keywords if k.arg is None))
+        given |= dict.fromkeys(rest[first:end], starred) | {p: self.labels(a) for p, a in plain} | named
         callee = self.flow.calls.setdefault((f, *map(frozenset, given.values())), Specialised(f, self.flow))
         for p, labels in given.items():
             self.known[callee, p] |= labels
