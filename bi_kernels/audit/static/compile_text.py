@@ -19,7 +19,7 @@ CELL = "cell.py"  # the name under which assembly knows the kernel's file
 
 @dataclass
 class Compiled:
-    """Holds what the compiler made of a kernel: registers, spills, shared memory, and its assembly."""
+    """A compiled kernel: registers, spills, shared memory and assembly."""
 
     variant: Variant
     ptx: str
