@@ -228,7 +228,7 @@ for (width, group, causal, many), late in zip({cases}, (0, 1000)):
         if late:
             common.PAUSE = 0
             without_wait().prefill(*forward)
-    for v in static.binaries(launches):
+    for v in static.distinct(static.examined(launches).values()):
         print(v.kernel, v.level, v.spills <= 256, v.shared <= 227 * 1024, v.findings)
     for v in launches.variants.values():  # the loop over tiles hands all eight words of a tile on, in every group
         if v.src.fn.fn.__name__ in ("_hopper_prefill_kernel", "_hopper_queries_kernel"):

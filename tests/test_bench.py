@@ -13,14 +13,13 @@ import torch
 from conftest import slow_but
 from IPython.display import Markdown
 
-from benchmarks import attention, cases, linear, measure, rows, tables
+from benchmarks import attention, cases, linear, measure, profiler, rows, tables
 from benchmarks import clock as clock_module
 from benchmarks import goals as evaluated
 from benchmarks.session import MEASURES
 from bi_kernels.audit import parameters, start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
-from bi_kernels.audit.static import profiler
 from bi_kernels.contract import CONTRACT
 
 BENCH = CONTRACT["benchmark"]

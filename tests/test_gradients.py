@@ -127,11 +127,11 @@ def empty(level: str, monkeypatch) -> None:
     if level == "AST":
         monkeypatch.setattr(syntax, "_forbidden", lambda f: ())
     elif level == "torch":
-        monkeypatch.setattr(launches, "_dispatched", lambda beside: lambda launches: nullcontext())
+        monkeypatch.setattr(launches, "_dispatch_mode", lambda launches: nullcontext())
     else:
-        call = static.worker.call
+        call = static.executor.call
         monkeypatch.setattr(
-            static.worker, "call", lambda _, messages, **how: call("one_level_blind:compiled", level, messages, **how)
+            static.executor, "call", lambda _, messages, **how: call("one_level_blind:compiled", level, messages, **how)
         )
 
 
@@ -144,7 +144,7 @@ def test_what_one_level_finds_is_not_counted_for_another(audit, level, monkeypat
     assert level in {c.level for c in mine}
     monkeypatch.setattr(broken, "EVERY", mine)
     if audit == "vocabulary":  # compiling takes its time, and is not what these levels ask
-        monkeypatch.setattr(static, "_elsewhere", lambda messages: ["not compiled"] * len(messages))
+        monkeypatch.setattr(static, "_compile_elsewhere", lambda messages: ["not compiled"] * len(messages))
     empty(level, monkeypatch)
     found = start(audit, {}).controls()
     assert {c.level: r.caught for c, r in zip(mine, found)} == {c.level: c.level != level for c in mine}, report(found)

@@ -36,8 +36,7 @@ def shows(script) -> bool:
 OURS = {"prefill": (("packed", "singles", "left_padded"), 500), "decode": (("packed", "decode", "chunked:7"), 100)}
 
 
-@pytest.mark.slow(but=["decode"])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", slow_but(OURS, "decode"))
 def test_nothing_is_named_on_our_decoder(name):
     layouts, least = OURS[name]
     dtype = torch.bfloat16 if name == "prefill" else torch.float32

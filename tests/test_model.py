@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, slow_but
 
 import bi_kernels
 from bi_kernels.audit.targets.decoder import cached_logprobs
@@ -142,9 +142,8 @@ def test_a_linear_that_adds_otherwise_for_few_rows_is_seen(whole):
         assert bool((logprob != whole["logprob"][at]).any()) == (len(at) <= 16), len(at)
 
 
-@pytest.mark.slow(but=["7-biases"])
 @pytest.mark.parametrize("config", [CONFIG, CONFIG_OTHER], ids=["QK-norm, tied", "biases, window"])
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("chunk", slow_but([1, 7], 7))
 @torch.no_grad()
 def test_chunks_and_decode_give_the_logprobs_of_one_call(config, chunk):
     model = Decoder(config)

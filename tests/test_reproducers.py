@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit
@@ -157,8 +158,7 @@ def registered_op(ops, name: str) -> tuple:
     return OpUnderTest(problem, candidate.functions["linear"], candidate.spec, "interpreter"), candidate
 
 
-@pytest.mark.slow(but=["in_training"])
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", slow_but(LIBRARY, "in_training"))
 def test_every_drift_of_a_callable_is_reproduced(name, ops, tmp_path):
     report = audit(getattr(ops, name), X, folder=tmp_path / "repro", seconds=60)
     found = reproduced([r for r in report.rows if r.mismatches and r.relation != "atomics-free"])

@@ -116,16 +116,8 @@ def test_a_finding_says_where():
 
 
 X, Y, BLOCK = torch.zeros(128), torch.zeros(256), 128
-PLAIN = (
-    bad.atomic,
-    bad.aliased,
-    bad.in_a_helper,
-    bad.inline_red,
-    bad.inline_shared,
-    bad.histogram,
-    bad.in_registers,
-    bad.atomic_in_name_alone,
-)
+PLAIN = [bad.atomic, bad.aliased, bad.in_a_helper, bad.inline_red, bad.inline_shared, bad.histogram]
+PLAIN += [bad.in_registers, bad.atomic_in_name_alone]
 OPCODES = {  # kernel: (in its PTX, in its SASS)
     "atomic": ("atom.global", "ATOMG"), "aliased": ("atom.global", "ATOMG"), "in_a_helper": ("atom.global", "ATOMG"),
     "inline_red": ("red.global.add.f32", "RED"), "inline_shared": ("atom.shared", "ATOMS"),
@@ -163,7 +155,7 @@ def variants() -> dict[str, list[Variant]]:
     assert len(ours.variants) == 3
     launches.variants |= ours.variants
     out = {}
-    for v in static.binaries(launches):
+    for v in static.distinct(static.examined(launches).values()):
         out.setdefault(v.kernel.rpartition(".")[2], []).append(v)
     return out
 
@@ -238,35 +230,20 @@ def silu(x):
         assert silu(torch.ones(1)) == 1, "it was run, too"
         with pytest.raises(Exception):
             silu.__globals__["wrong"][(1,)](X, Y)
-    fine, wrong = static.binaries(launches)
+    fine, wrong = static.distinct(static.examined(launches).values())
     assert {f.level for f in fine.findings} == {"AST", "PTX", "SASS"}, fine
     assert (wrong.level, wrong.detail) == ("AST only", "not compiled, AST only: NameError('nothing is not defined')")
     assert str(tmp_path) not in f"{fine}{wrong}", "no paths of this machine"
 
 
+DISPATCHED = dict.fromkeys(
+    (bad.index_add, bad.scatter_add, bad.scatter_spelled_apart, bad.index_put, bad.put, bad.weighted_bincount,
+     bad.scatter_reduce, bad.gather_backward), True
+) | dict.fromkeys((bad.writes, bad.logprob_backward, bad.last_backward), False)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
-@pytest.mark.parametrize(
-    "function, caught",
-    [
-        *(
-            (getattr(bad, name), True)
-            for name in (
-                "index_add",
-                "scatter_add",
-                "scatter_spelled_apart",
-                "index_put",
-                "put",
-                "weighted_bincount",
-                "scatter_reduce",
-                "gather_backward",
-            )
-        ),
-        (bad.writes, False),
-        (bad.logprob_backward, False),
-        (bad.last_backward, False),
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("function, caught", DISPATCHED.items(), ids=name_of)
 def test_what_torch_dispatches(function, caught):
     with recorded() as launches:
         function(torch.zeros(4), torch.tensor([1, 1, 2, 0]), torch.ones(4))
@@ -289,73 +266,70 @@ def test_everything_is_put_back():
     assert [place.run for place in places] == before
 
 
+def run_without_interpreter(script: str) -> list[str]:
+    """Runs a script that compiles for sm_90 without a GPU; returns the lines that it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    prelude = """
+import torch, bad_kernels as bad
+from bi_kernels.audit.static import binary as static
+static.without_gpu()
+x = torch.zeros(128)
+"""
+    command = [sys.executable, "-c", prelude + script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
 def test_compiled_launches():
     """On a GPU, Triton's own launches are recorded; here a stand-in for its driver lets them compile."""
-    script = """
-import torch, bad_kernels as bad
-from types import SimpleNamespace
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from bi_kernels.audit.static import binary as static
+    lines = run_without_interpreter("""
 from bi_kernels.audit.static.launches import recorded
 
-driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0,
-                                  get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-x = torch.zeros(128)
 with recorded(run=False) as launches:
     for n in (64, 128, 128):
         bad.in_a_helper[(n, )](x, x, BLOCK=n)
     bad.atomic_in_name_alone[(1, )](x, x, BLOCK=64)
-for v in static.binaries(launches):
+for v in static.distinct(static.examined(launches).values()):
     print(v.kernel, v.level, *sorted({f.level for f in v.findings}), v.registers > 0, v.configuration)
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+""")
     assert [line.partition(" x=")[0] for line in lines] == ["in_a_helper sm_90 AST PTX SASS True"] * 2 + [
         "atomic_in_name_alone sm_90 True"
-    ], done.stdout + done.stderr
+    ]
     assert "x=*fp32 % 16, y=*fp32 % 16, BLOCK=64, num_warps=4" in lines[0]
 
 
 def test_a_whole_run_sees_what_was_compiled_of_this_package_and_nothing_else():
     """Whoever launched it, in whichever process; an atomic among it needs a fix."""
-    script = """
-import sys, types, torch, bad_kernels as bad
-from bi_kernels import launch
-from bi_kernels.audit.static import whole_run
-from bi_kernels.audit.static.binary import without_gpu
+    lines = run_without_interpreter("""
+import sys, types
+from bi_kernels.audit.static import verdict
 from bi_kernels.ops.elementwise import _elementwise_kernel as kernel
 
-without_gpu()
 session = types.SimpleNamespace(on_gpu=True, candidate=types.SimpleNamespace(spec="bi_kernels"), launched={}, audit="x",
                                 dtypes=["bf16"], device_name="sm_90", command="bi-audit run x")
-x = torch.zeros(128)
 
-def told(of_others=""):
-    (row,) = whole_run.judge(session)
-    print(row.verdict, row.mismatches, row.elements, row.first_failing_op, of_others)
+def show(when=""):
+    (row,) = verdict.judge_whole_run(session)
+    print(row.verdict, row.mismatches, row.elements, row.first_failing_op, when)
 
-told("before")
+show("before")
 for n in (64, 128):
     kernel.run(x, x, x, 0.5, n, 1, OP="add", BLOCK=n, grid=(1,), warmup=True, enable_fp_fusion=False)
     bad.in_a_helper.run(x, x, BLOCK=n, grid=(1,), warmup=True)  # nobody's of this package
-told()
-part = dict(whole_run.compiled([*session.launched][:1]))
+show()
+part = dict(verdict.compiled_variants([*session.launched][:1]))
 print(len(part), sorted(part) == sorted([*session.launched][1:]))
 sys.modules["bi_kernels.audit.planted"] = types.SimpleNamespace(kernel=bad.in_a_helper)
-told("the auditor's own")
+show("the auditor's own")
 sys.modules["bi_kernels.planted"] = types.SimpleNamespace(kernel=bad.in_a_helper)
-told()
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
+show()
+""")
+    assert lines == [
         "needs-fix 0 0 None before",
         "pass 0 2 None ",
         "1 True",
         "pass 0 2 None the auditor's own",
         "needs-fix 2 4 in_a_helper ",
-    ], done.stdout + done.stderr
+    ]

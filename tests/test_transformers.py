@@ -173,32 +173,43 @@ def test_checkpointing_changes_no_bit(reentrant, whole):
 def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
     """The logits of each sequence in one packed call."""
     ends = torch.tensor([0, *[len(s) for s in sequences]]).cumsum(0).int()
-    given = {"cu_seq_lens_q": ends, "position_ids": torch.cat([torch.arange(len(s)) for s in sequences])[None]}
+    given = {"cu_seqlens": ends, "position_ids": torch.cat([torch.arange(len(s)) for s in sequences])[None]}
     with torch.no_grad():
         logits = model(input_ids=torch.cat(sequences)[None], **given, use_cache=False).logits[0]
     return list(logits.split([len(s) for s in sequences]))
 
 
+PROMPTS = [SEQUENCES[i] for i in (0, 2, 1)]
+LONG = torch.randint(1, 160, (61,), generator=torch.Generator().manual_seed(7))  # a window slides over a block of keys
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", slow_but(["qwen3", "qwen2", "llama", "mistral"], "qwen3"))
-def test_what_is_generated_is_rescored_to_the_bit(name, cache):
-    what_is_generated(applied(name).eval(), cache, [0, 2, 1])
+@pytest.mark.parametrize(
+    "name, prompts",
+    slow_but([*((n, PROMPTS) for n in ("qwen3", "qwen2", "llama", "mistral")), ("mistral", [LONG, LONG[5:]])], "qwen3"),
+)
+def test_what_is_generated_is_rescored_to_the_bit(name, prompts, cache):
+    what_is_generated(applied(name).eval(), cache, prompts)
 
 
 def test_the_stock_models_generation_is_not():
     with pytest.raises(AssertionError, match="elements differ"):
-        what_is_generated(built().eval(), "dynamic", [0, 2, 1])
+        what_is_generated(built().eval(), "dynamic", PROMPTS)
 
 
-def what_is_generated(model, cache: str, sequences: list[int]) -> None:
+def what_is_generated(model, cache: str, prompts: list[torch.Tensor]) -> None:
     """Asserts that the logits of tokens generated behind left-padded prompts are those of one packed call."""
-    given, _ = padded(sequences, left=True, width=17)
-    arguments = {"max_new_tokens": 9, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(**given, **arguments, cache_implementation={"dynamic": None}.get(cache, cache))
-    rows = [row[17 - LENGTHS[i] :] for i, row in zip(sequences, out.sequences)]
-    for row, (i, logits) in enumerate(zip(sequences, rescored(model, rows))):
-        told = torch.stack([step[row] for step in out.logits])
-        assert_same_bits(told, logits[LENGTHS[i] - 1 : -1].float(), f"row {row}")
+    width = max(map(len, prompts)) + 2
+    ids, mask = torch.zeros(2, len(prompts), width).long()
+    for row, real, prompt in zip(ids, mask, prompts):
+        row[-len(prompt) :], real[-len(prompt) :] = prompt, 1
+    arguments = {"max_new_tokens": 12, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
+    kind = None if cache == "dynamic" else cache
+    out = model.generate(input_ids=ids, attention_mask=mask, **arguments, cache_implementation=kind)
+    rows = [row[width - len(prompt) :] for prompt, row in zip(prompts, out.sequences)]
+    for row, (prompt, logits) in enumerate(zip(prompts, rescored(model, rows))):
+        generated = torch.stack([step[row] for step in out.logits])
+        assert_same_bits(generated, logits[len(prompt) - 1 : -1].float(), f"row {row}")
 
 
 @pytest.mark.slow
@@ -218,7 +229,7 @@ def test_continuous_batching_is_rescored_to_the_bit(name):
         assert_same_bits(there.argmax(-1), row[len(o.prompt_ids) :])
         logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
         assert_same_bits(torch.tensor(o.logprobs), logprob)
-    what_is_generated(model, "static", [0, 2])  # what it has set is no trap for another call
+    what_is_generated(model, "static", PROMPTS[:2])  # what it has set is no trap for another call
 
 
 def test_a_paged_cache_is_cleared_once_before_it_is_read():
@@ -507,23 +518,6 @@ def test_restore_gives_the_original_back(tmp_path, whole):
     assert_same(step(model.train(), STEPS["batch"]), whole["qwen3"])
 
 
-LONG = torch.randint(1, 160, (61,), generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_window_that_slides_over_a_block_of_keys_is_rescored_to_the_bit(cache):
-    model = applied("mistral").eval()
-    given = {"input_ids": torch.zeros(2, 63).long(), "attention_mask": torch.zeros(2, 63).long()}
-    for row, ids in enumerate((LONG, LONG[5:])):
-        given["input_ids"][row, -len(ids) :], given["attention_mask"][row, -len(ids) :] = ids, 1
-    arguments = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(**given, **arguments, cache_implementation={"dynamic": None}.get(cache, cache))
-    rows = [out.sequences[0, 2:], out.sequences[1, 7:]]
-    for row, logits in enumerate(rescored(model, rows)):
-        assert_same_bits(torch.stack([step[row] for step in out.logits]), logits[-13:-1].float())
-
-
 class Mixed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -681,14 +675,6 @@ def test_a_logprob_stands_before_its_token():
     assert torch.equal(logprob[:, :-1], expected) and not logprob[0, -1] and not entropy[0, -1]
 
 
-def test_a_model_reads_cu_seqlens_too():
-    model, (given, _) = applied(), packed([0, 2])
-    with torch.no_grad():
-        logits = model(**given, use_cache=False).logits[0]
-        for i, found in zip((0, 2), logits.split([LENGTHS[0], LENGTHS[2]])):
-            assert_same_bits(found, model(SEQUENCES[i][None], use_cache=False).logits[0])
-
-
 def test_a_model_is_never_left_half_replaced(monkeypatch):
     from bi_kernels.integrations.transformers import replace as module
 
@@ -708,43 +694,34 @@ def test_a_model_is_never_left_half_replaced(monkeypatch):
 def test_bad_calls_are_refused_in_one_sentence(monkeypatch):
     model, (given, _) = applied(), padded([0, 1])
     ids, mask = given["input_ids"], given["attention_mask"]
-    refused(ValueError, r"attention_mask has shape \(2, 19\), expected \(2, 20\)", model, ids, mask[:, 1:])
-    holes = mask.clone()
+    row, ends, holes = ids.view(1, 40), torch.tensor([0, 5, 19]), mask.clone()
     holes[0, 2] = 0
-    refused(
-        ValueError, "attention_mask's row 0 has zeros between ones, expected padding at its ends", model, ids, holes
-    )
-    refused(ValueError, r"attention_mask is of shape \(2, 1, 20, 20\)", model, ids, torch.ones(2, 1, 20, 20))
-    ends = torch.tensor([0, 5, 19])
-    refused(
-        ValueError, r"cu_seq_lens_q is \[0, 5, 19\] for tokens \(1, 40\)", model, ids.view(1, 40), cu_seq_lens_q=ends
-    )
-    row = ids.view(1, 40)
-    refused(ValueError, r"cu_seqlens is \[0, 5, 19\] for tokens \(1, 40\),", logprobs, model, row, cu_seqlens=ends)
-    more = {"attention_mask": mask.view(1, 40), "cu_seqlens": torch.tensor([0, 40])}
-    refused(ValueError, r"cu_seqlens is \[0, 40\] .* and an attention_mask, expected", logprobs, model, row, **more)
-    refused(TypeError, "cu_seqlens is a list, expected a torch.Tensor", logprobs, model, row, cu_seqlens=[0, 40])
-    refused(ValueError, r"cu_seqlens is of shape \(0,\)", logprobs, model, row, cu_seqlens=ends[:0])
-    refused(ValueError, r"cu_seq_lens_q is of .* dtype torch.float32", model, row, cu_seq_lens_q=ends.float())
-    refused(ValueError, r"logprobs: input_ids has shape \(20,\), expected", logprobs, model, ids[0])
-    refused(TypeError, "logprobs: input_ids is a list, expected a torch.Tensor", logprobs, model, ids.tolist())
-    refused(ValueError, r"labels has shape \(2, 19\), expected \(2, 20\)", model, ids, mask, labels=ids[:, 1:])
-    refused(
-        ValueError,
-        "attention_mask's row 0 has 5 values that are neither, expected ones and zeros",
-        model,
-        ids,
-        2 * mask,
-    )
-    refused(ValueError, "attention_mask's row 0 has 20 values that are neither", logprobs, model, ids, mask - 0.5)
+    both = {"attention_mask": mask.view(1, 40), "cu_seqlens": torch.tensor([0, 40])}
+    for sentence, call, *args, more in (
+        (r"attention_mask has shape \(2, 19\), expected \(2, 20\)", model, ids, mask[:, 1:], {}),
+        ("attention_mask's row 0 has zeros between ones, expected padding at its ends", model, ids, holes, {}),
+        (r"attention_mask is of shape \(2, 1, 20, 20\)", model, ids, torch.ones(2, 1, 20, 20), {}),
+        ("row 0 has 5 values that are neither, expected ones and zeros", model, ids, 2 * mask, {}),
+        ("attention_mask's row 0 has 20 values that are neither", logprobs, model, ids, mask - 0.5, {}),
+        (r"cu_seq_lens_q is \[0, 5, 19\] for tokens \(1, 40\)", model, row, {"cu_seq_lens_q": ends}),
+        (r"cu_seqlens is \[0, 5, 19\] for tokens \(1, 40\),", logprobs, model, row, {"cu_seqlens": ends}),
+        (r"cu_seqlens is \[0, 40\] .* and an attention_mask, expected", logprobs, model, row, both),
+        ("cu_seqlens is a list, expected a torch.Tensor", logprobs, model, row, {"cu_seqlens": [0, 40]}),
+        (r"cu_seqlens is of shape \(0,\)", logprobs, model, row, {"cu_seqlens": ends[:0]}),
+        ("cu_seq_lens_q is of .* dtype torch.float32", model, row, {"cu_seq_lens_q": ends.float()}),
+        (r"logprobs: input_ids has shape \(20,\), expected", logprobs, model, ids[0], {}),
+        ("logprobs: input_ids is a list, expected a torch.Tensor", logprobs, model, ids.tolist(), {}),
+        (r"labels has shape \(2, 19\), expected \(2, 20\)", model, ids, mask, {"labels": ids[:, 1:]}),
+        (r"position_ids has shape \(2, 7\), expected \(2, 20\)", model, ids, {"position_ids": ids[:, :7]}),
+        ("output_attentions is True", model, ids, mask, {"output_attentions": True}),
+    ):
+        refused((TypeError, ValueError), sentence, call, *args, **more)
     assert_same_bits(model(ids, mask.float()).logits, model(ids, mask.bool()).logits)
-    refused(ValueError, r"position_ids has shape \(2, 7\), expected \(2, 20\)", model, ids, position_ids=ids[:, :7])
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, mask, past_key_values=cache)
         refused(ValueError, r"expected \(2, 21\)", model, ids[:, :1], mask[:, :1], past_key_values=cache)
     refused(ValueError, "a gradient is wanted behind a cache", model, ids[:, :1], past_key_values=cache)
-    refused(ValueError, "output_attentions is True", model, ids, mask, output_attentions=True)
     model(ids, mask, None)  # given by position
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", model)
     refused(ValueError, "in a DistributedDataParallel, expected one process", model, ids, mask)

@@ -342,7 +342,7 @@ def test_what_an_audit_says_of_a_cell_has_the_cells_lines(tmp_path, monkeypatch)
     main = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "__main__", main)
     spec.loader.exec_module(main)
-    monkeypatch.setattr(binary, "_elsewhere", lambda messages: ["not compiled here"] * len(messages))
+    monkeypatch.setattr(binary, "_compile_elsewhere", lambda messages: ["not compiled here"] * len(messages))
     line = lambda text: 1 + next(i for i, found in enumerate(MAIN.splitlines()) if text in found)
     rows = wb.audit(main.sums, torch.randn(4, 64)).rows
     assert any(f"in sum_kernel, line {line('for first')} (AST)" in r.detail for r in rows), rows

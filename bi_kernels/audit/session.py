@@ -21,7 +21,7 @@ from bi_kernels.audit.problem.registry import OPS
 from bi_kernels.audit.problem.subject import OpUnderTest
 from bi_kernels.audit.relations import quick
 from bi_kernels.audit.relations.judge import judge
-from bi_kernels.audit.static import whole_run
+from bi_kernels.audit.static import verdict as static
 from bi_kernels.audit.static.launches import Variant
 from bi_kernels.contract import DTYPES
 
@@ -46,7 +46,7 @@ class Session:
     candidate: Candidate
     rows: list[Row] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)  # that were launched
-    launched: dict[str, Variant] = field(default_factory=dict)  # on a GPU, by other processes: see static/whole_run.py
+    launched: dict[str, Variant] = field(default_factory=dict)  # on a GPU, by other processes: see static/verdict.py
     pool: Processes | None = None  # of the processes that judge parts of this audit
     begun: dict = field(default_factory=dict)  # the parts that they were given: see parallel.py
 
@@ -138,7 +138,7 @@ class Session:
 
     def whole_run(self) -> None:
         """Judges, on a GPU, every variant of this package's kernels that this run has launched so far; records it."""
-        self.add(whole_run.judge(self))
+        self.add(static.judge_whole_run(self))
 
     def controls(self) -> list[Row]:
         """Judges every control of this audit by the relation that must flag it; returns their rows."""

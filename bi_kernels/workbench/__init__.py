@@ -1,4 +1,4 @@
-"""A kernel in a notebook's cell: run, stepped through, audited and written out; and the order in which it adds."""
+"""Runs, steps through, audits and writes out a kernel of a notebook's cell, and finds the order in which it adds."""
 
 import os
 import sys

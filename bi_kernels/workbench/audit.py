@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -29,69 +29,57 @@ from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.checks import integers_of
 from bi_kernels.contract import DTYPES
 from bi_kernels.scalars import truncated_repr
+from bi_kernels.workbench.run import kernel_errors
 from bi_kernels.workbench.source import line_in_cell, write_op
 
 
 def audit(function: Callable, *inputs, op: str = "", **options) -> Report:
-    """Judges a function of the cells: does a row's result, or a gradient, depend on what else is in the batch?
+    """Checks whether a row's result, or a gradient, of a function of the cells depends on the rest of the batch.
 
     function(*inputs) may be anything that `bi_kernels.audit.audit` takes, with its options: batch, shared, outputs,
-    reference, backward, seconds, seed. With the name of a registered op the function is judged as that op instead, on
-    the interpreter, at the op's own smallest shapes; options are then dtype="bf16", seed=0 and forward=True, where
-    False judges its backward alone. Raises KernelError, one sentence with the kernel's line, where a kernel cannot run
-    at all.
+    reference, backward, seconds, seed. With the name of a registered op it is checked as that op instead, on the
+    interpreter, at the op's smallest shapes; options are then dtype="bf16", seed=0 and forward=True, where False checks
+    its backward alone. Raises KernelError, one sentence with the kernel's line, where a kernel cannot run at all.
     """
-    with _one_sentence():
-        if op:
-            for name, value in options.items():
-                if name not in ("dtype", "seed", "forward"):
-                    raise TypeError(
-                        f"audit: {name} is {truncated_repr(value)}, expected dtype, seed or forward beside op"
-                    )
-            for name, value, known in (("op", op, OPS), ("dtype", options.get("dtype", "bf16"), DTYPES)):
-                if value not in known:
-                    raise ValueError(f"audit: {name} is {truncated_repr(value)}, expected one of {', '.join(known)}")
+    if op:
+        for name, value in options.items():
+            if name not in ("dtype", "seed", "forward"):
+                raise TypeError(f"audit: {name} is {truncated_repr(value)}, expected dtype, seed or forward beside op")
+        for name, value, known in (("op", op, OPS), ("dtype", options.get("dtype", "bf16"), DTYPES)):
+            if value not in known:
+                raise ValueError(f"audit: {name} is {truncated_repr(value)}, expected one of {', '.join(known)}")
+        with kernel_errors():
             return _as_op(function, op, **options)
-        with _importable(function) as (found, text), _one_sentence(function, text):
+    with kernel_errors(), _importable(function) as (found, text):
+        try:
             report = audit_callable(found, *inputs, **{"name": getattr(function, "__name__", "")} | options)
-        if text:
-            _name_the_cells_lines(report.rows, function, text)
-        return report
-
-
-@contextmanager
-def _one_sentence(function: Callable | None = None, text: str = "") -> Iterator[None]:
-    """Raises a kernel's error as one sentence, in place of Triton's and the auditor's tracebacks; text: the file that
-    stands for the function's cell."""
-    try:
-        yield
-    except Exception as error:
-        if not (found := kernel_error(error)):
-            raise
-        if line := text and line_in_cell(function, text, found.kernel, found.line):
-            found = KernelError(found.kernel, line, found.code, found.message)
-        raise found from None
+        except Exception as error:
+            raised = kernel_error(error)
+            if not (line := raised and text and line_in_cell(function, text, raised.kernel, raised.line)):
+                raise
+            raise KernelError(raised.kernel, line, raised.code, raised.message) from None
+    if text:
+        _name_the_cells_lines(report.rows, function, text)
+    return report
 
 
 @contextmanager
 def _importable(function: Callable) -> Iterator[tuple[Callable, str]]:
-    """Yields a function of the cells as one of a file, so that its kernels are compiled too, and the file's text; what
-    no file can hold, and what has one, as it is, and ''."""
-    if not isinstance(function, FunctionType) or function.__module__ != "__main__":
-        yield function, ""
-        return
+    """Yields a function of the cells as one of a file, so that its kernels are compiled too, and the file's text.
+
+    A function that has a file, or that no file can hold, is yielded as it is, with ''.
+    """
+    found = function, ""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            path = write_op(Path(folder, f"{function.__name__}.py"), function)
-            found = load(f"{path}:{function.__name__}"), path.read_text(encoding="utf-8")
-        except (ValueError, OSError):  # it holds a tensor, say
-            found = function, ""
+        if isinstance(function, FunctionType) and function.__module__ == "__main__":
+            with suppress(ValueError, OSError):  # it holds a tensor, say
+                path = write_op(Path(folder, f"{function.__name__}.py"), function)
+                found = load(f"{path}:{function.__name__}"), path.read_text(encoding="utf-8")
         yield found
 
 
 def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forward: bool = True) -> Report:
-    """Judges by every relation of the registered op, or those of its backward alone; the static audit sees what one
-    step launches."""
+    """Runs every check of the registered op, or those of its backward alone; the static audit sees one step."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_op(Path(folder, f"{function.__name__}.py"), function)
         loaded = resolve(f"{path}:{function.__name__}", OPS[op].audit, op).functions[op]
@@ -101,7 +89,7 @@ def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forw
         rows = (judge(subject) if forward else []) + gradients.judge_gradients(subject)
         with recorded() as launches:
             rows += gradients.judge_gradient_accuracy(subject)
-        if findings(loaded):  # what the source shows needs no binary
+        if findings(loaded):  # findings in the source need no binary
             launches = Launches()
         rows += atomics_free([(subject, launches)])[0]
         _name_the_cells_lines(rows, function, path.read_text(encoding="utf-8"))
@@ -109,7 +97,7 @@ def _as_op(function: Callable, op: str, dtype: str = "bf16", seed: int = 0, forw
 
 
 def _name_the_cells_lines(rows: list[Row], function: Callable, text: str) -> None:
-    """Has rows name a line by its number in the function's cell instead of that in the file `text`."""
+    """Replaces line numbers of the file `text` in the rows' details by those in the function's cell."""
     in_cell = lambda m: f"in {m[1]}, line {line_in_cell(function, text, m[1], int(m[2])) or m[2]}"
     for row in rows:
         row.detail = re.sub(r"\bin (\w+), line (\d+)", in_cell, row.detail)
@@ -117,9 +105,9 @@ def _name_the_cells_lines(rows: list[Row], function: Callable, text: str) -> Non
 
 @dataclass(repr=False)
 class RowDrift:
-    """How far each row is from the same row of the whole batch, by the number of rows in a call."""
+    """How far each row is from the same row of the whole batch; shows itself as a table in Jupyter."""
 
-    ulp: dict[int, torch.Tensor]  # by rows in a call: steps of the last place by which each row is off at most
+    ulp: dict[int, torch.Tensor]  # {rows in a call: each row's largest difference, in steps of the last place}
 
     @property
     def drifts(self) -> bool:
@@ -127,13 +115,10 @@ class RowDrift:
 
     def _repr_markdown_(self) -> str:
         calls = {f"calls of {m}": far.tolist() for m, far in self.ulp.items()}
-        lines = [
-            {"row": i} | {call: f"{n:,}" if n else "=" for call, n in zip(calls, far)}
-            for i, far in enumerate(zip(*calls.values()))
-        ]
-        return (
-            f"ULP between a row of a small call and the same row of the whole batch (= the same bits)\n\n{table(lines)}"
-        )
+        rows = enumerate(zip(*calls.values()))
+        lines = [{"row": i} | {call: f"{n:,}" if n else "=" for call, n in zip(calls, far)} for i, far in rows]
+        title = "ULP between a row of a small call and the same row of the whole batch (= the same bits)"
+        return f"{title}\n\n{table(lines)}"
 
     __repr__ = _repr_markdown_
 
@@ -146,13 +131,13 @@ def drift(
     shared: Sequence[str] = (),
     outputs: Sequence[str] = (),
 ) -> RowDrift:
-    """Returns which rows differ when the batch is cut into calls of fewer rows: the shortest question of an audit.
+    """Returns which rows differ when the batch is cut into calls of fewer rows.
 
-    rows: how many rows each call has; 1, 2 and 4 unless given, as far as the batch has more. batch, shared and outputs
-    are those of `audit`. Raises ValueError for a number of rows that the batch does not have.
+    rows: the rows of each call; by default those of 1, 2 and 4 that are fewer than the batch. batch, shared and
+    outputs are those of `audit`. Raises ValueError for a number of rows that the batch does not have.
     """
     given = rows if rows is None else integers_of("drift", "rows", rows)
-    with _one_sentence():
+    with kernel_errors():
         t = Target(function, inputs, {}, batch, shared, outputs, getattr(function, "__name__", "function"), 0)
         whole = t.whole()
         found = {}
@@ -166,5 +151,5 @@ def drift(
 
 
 def _ulp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns by how many steps of the last place elements differ; at least 1 where their bits do."""
+    """Returns how many steps of the last place elements differ by; at least 1 where their bits differ."""
     return torch.maximum((ordered(a) - ordered(b)).abs(), (raw(a) != raw(b)).long())

@@ -1,4 +1,4 @@
-"""Which elements of which tensor a kernel reads or writes, from its pointers."""
+"""Names the tensor elements that a kernel's pointers address."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MOST = 4  # index ranges that are listed
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor among a launch's arguments, as its addresses show it."""
+    """The addresses of a tensor among a launch's arguments."""
 
     name: str
     start: int  # the address of its first element
@@ -38,14 +38,14 @@ class Place:
 
 
 def places(arguments: dict) -> list[Place]:
-    """Returns the tensors of a launch's arguments."""
+    """Returns the tensors of a launch's arguments, those of descriptors too."""
     found = []
     for name, value in arguments.items():
-        value = value.base if isinstance(value, TensorDescriptor) else value
-        if isinstance(value, torch.Tensor) and value.numel():
-            storage = value.untyped_storage()
-            ends = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-            found.append(Place(name, value.data_ptr(), *ends, value.element_size(), tuple(value.stride())))
+        t = value.base if isinstance(value, TensorDescriptor) else value
+        if isinstance(t, torch.Tensor) and t.numel():
+            first = t.untyped_storage().data_ptr()
+            last = first + t.untyped_storage().nbytes()
+            found.append(Place(name, t.data_ptr(), first, last, t.element_size(), tuple(t.stride())))
     return found
 
 

@@ -3,7 +3,8 @@
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 
@@ -19,7 +20,7 @@ from bi_kernels.audit.evidence.drift import Drift, compare
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.static import binary, compile_text
 from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
-from bi_kernels.audit.static.finding import CHOOSERS
+from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.launch import Launch
 from bi_kernels.scalars import check_type, truncated_repr
@@ -30,6 +31,8 @@ OPTIONS = {f.name for f in fields(CUDAOptions)}  # num_warps and its like, which
 
 @dataclass(repr=False)
 class Run:
+    """What a kernel left in its tensors, and what the compiler made of it; shows itself as a table in Jupyter."""
+
     kernel: str
     tensors: dict[str, torch.Tensor]  # as the interpreter left them
     compiled: Compiled | None
@@ -66,11 +69,10 @@ class Run:
 def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     """Runs a @triton.jit kernel of a cell on copies of its arguments: interpreted and, on a CUDA device, compiled.
 
-    Without a device it is compiled for sm_90 all the same. Interpreted, its programs run twice: in order, and from last
-    to first, for no GPU promises an order. options: what follows the positional arguments, constexprs, num_warps and
-    their like. Raises KernelError, one sentence with the kernel's line, where the interpreter or the compiler refuses
-    it; TypeError or ValueError for an argument that no launch takes, and unless the kernel was made under
-    TRITON_INTERPRET=1.
+    Without a device it is compiled for sm_90 all the same. The interpreter runs the programs twice, in order and from
+    last to first, since no GPU promises an order. options: constexprs and launch options such as num_warps. Raises
+    KernelError, one sentence with the kernel's line, where the interpreter or the compiler refuses it; TypeError or
+    ValueError for an argument that no launch takes, and unless the kernel was made under TRITON_INTERPRET=1.
     """
     kernel = interpreted("run", kernel)
     grid, given = arguments("run", kernel, grid, args, options)
@@ -78,15 +80,13 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     # its arguments go there before the launch here writes into them
     compiling = executor.begin(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
     try:
-        tensors = launched(kernel, grid, copied(given))
-        backwards = None
-        if not any(isinstance(node, ast.While) for node in ast.walk(ast.parse(text))):  # it might wait for another one
-            again = launched(kernel, grid, copied(given), in_reverse)
-            backwards = {k: compare(again[k], t) for k, t in tensors.items()}
-    except Exception as error:
+        with kernel_errors():
+            tensors, backwards = launched(kernel, grid, copied(given)), None
+            if not any(isinstance(node, ast.While) for node in ast.walk(ast.parse(text))):  # it may wait for a program
+                again = launched(kernel, grid, copied(given), in_reverse)
+                backwards = {k: compare(again[k], t) for k, t in tensors.items()}
+    except Exception:
         compiling.stop()
-        if found := kernel_error(error):
-            raise found from None
         raise
     try:
         result, refusal = compiling.result(), ""
@@ -100,10 +100,20 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     return Run(name, tensors, result, refusal, backwards)
 
 
+@contextmanager
+def kernel_errors() -> Iterator[None]:
+    """Raises a kernel's error as one sentence, in place of Triton's traceback."""
+    try:
+        yield
+    except Exception as error:
+        if found := kernel_error(error):
+            raise found from None
+        raise
+
+
 def interpreted(function: str, kernel) -> InterpretedFunction:
     """Returns a kernel that the interpreter runs, without its autotuner; raises TypeError for anything else."""
-    while isinstance(kernel, CHOOSERS):
-        kernel = kernel.fn
+    kernel = without_choosers(kernel)
     if not isinstance(kernel, InterpretedFunction):
         raise TypeError(
             f"{function}: kernel is a {type(kernel).__name__}, expected one that @triton.jit made under "
@@ -113,9 +123,9 @@ def interpreted(function: str, kernel) -> InterpretedFunction:
 
 
 def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, options: dict) -> tuple[tuple, dict]:
-    """Returns a launch's grid, a callable one called, and its arguments and options by name.
+    """Returns a launch's grid, called if it is callable, and its arguments and options by name.
 
-    Raises TypeError or ValueError, one sentence that names `function`, for what no launch takes.
+    Raises TypeError or ValueError, one sentence that begins with `function`, for what no launch takes.
     """
     parameters, name = inspect.signature(kernel.fn).parameters, kernel.fn.__name__
     takes = f"{name}'s parameters, {', '.join(parameters)}"
@@ -123,14 +133,11 @@ def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, opt
         raise TypeError(f"{function}: {len(args)} arguments follow the grid, expected at most {takes}")
     given = dict(zip(parameters, args))
     for k, value in options.items():
+        said = truncated_repr(value)
         if k in given:
-            raise TypeError(
-                f"{function}: {k} is given twice, expected once: {truncated_repr(given[k])} and {truncated_repr(value)}"
-            )
+            raise TypeError(f"{function}: {k} is given twice, expected once: {truncated_repr(given[k])} and {said}")
         if k not in parameters and k not in OPTIONS:
-            raise TypeError(
-                f"{function}: {k} is {truncated_repr(value)}, expected one of {takes}, or num_warps or its like"
-            )
+            raise TypeError(f"{function}: {k} is {said}, expected one of {takes}, or num_warps or its like")
     given |= options
     for k, p in parameters.items():
         if k not in given and p.default is p.empty:
@@ -148,8 +155,8 @@ def arguments(function: str, kernel: InterpretedFunction, grid, args: tuple, opt
 def first_launch(kernel, function: Callable, *inputs) -> tuple[tuple[int, ...], tuple, dict]:
     """Returns (grid, arguments, options) of the kernel's first launch in function(*inputs), for `step` and `run`.
 
-    Tensors are copies, as they were before the launch. Raises ValueError where the function never launches the kernel,
-    KernelError, one sentence with the kernel's line, where a kernel cannot run.
+    Tensors are copies made before the launch. Raises ValueError if the function never launches the kernel, KernelError
+    if a kernel cannot run.
     """
     kernel = interpreted("first_launch", kernel)
     parameters, launch, found = inspect.signature(kernel.fn).parameters, kernel.run, []
@@ -163,11 +170,8 @@ def first_launch(kernel, function: Callable, *inputs) -> tuple[tuple[int, ...], 
 
     kernel.run = run
     try:
-        function(*inputs)
-    except Exception as error:
-        if said := kernel_error(error):
-            raise said from None
-        raise
+        with kernel_errors():
+            function(*inputs)
     finally:
         del kernel.run
     if not found:
@@ -177,13 +181,13 @@ def first_launch(kernel, function: Callable, *inputs) -> tuple[tuple[int, ...], 
 
 
 def launched(kernel: InterpretedFunction, grid, given: dict, wrap: Callable = lambda fn: fn) -> dict[str, torch.Tensor]:
-    """Launches an interpreted kernel, each of its programs as `wrap` makes it; returns its tensors by parameter."""
+    """Launches an interpreted kernel whose function `wrap` may replace; returns its tensors by parameter."""
     Launch(wrap(kernel.rewrite()), kernel.arg_names, grid, kernel.pre_run_hooks)(**given)
     return {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
 
 
 def in_reverse(fn: Callable) -> Callable:
-    """Has the last program run first, and so on."""
+    """Makes the last program run first, and so on."""
 
     @wraps(fn)
     def mirrored(**values):
@@ -195,7 +199,7 @@ def in_reverse(fn: Callable) -> Callable:
 
 
 class Assembly(dict):
-    """{"PTX": …, "SASS": …}: the instructions of some lines; shows itself as a table in Jupyter."""
+    """{"PTX": instructions, "SASS": instructions} of some lines; shows itself as a table in Jupyter."""
 
     def _repr_markdown_(self) -> str:
         joined = {level: "<br>".join(f"`{i}`" for i in found) or "none" for level, found in self.items()}
@@ -203,10 +207,10 @@ class Assembly(dict):
 
 
 def asm(run: Run, code: str) -> Assembly:
-    """Returns the instructions that the compiler made of the kernel's lines that hold `code`.
+    """Returns the instructions of the kernel's lines that hold `code`.
 
-    SASS names a line of Triton's own library without saying from where it was inlined: it is listed for each line of
-    the kernel that uses it. Raises ValueError if no line holds `code`, or if the kernel was not compiled.
+    SASS does not say from where a line of Triton's library was inlined, so it is listed for each line of the kernel
+    that uses it. Raises ValueError if no line holds `code`, or if the kernel was not compiled.
     """
     check_type("asm", "run", run, Run, "what wb.run returned")
     check_type("asm", "code", code, str, "a part of one of the kernel's lines")
@@ -224,8 +228,7 @@ def asm(run: Run, code: str) -> Assembly:
         elif here and re.match(r"\s+[@a-z]", text):
             found["PTX"].append(" ".join(text.split()))
     for text in run.compiled.sass.splitlines():
-        place = re.search(r'//## File ".*?([^/"]+)", line (\d+)', text)
-        if place:
+        if place := re.search(r'//## File ".*?([^/"]+)", line (\d+)', text):
             here = bool(users.get(place.groups(), set()) & wanted)
         elif here and "/*0" in text:
             found["SASS"].append(" ".join(re.sub(r"/\*\w+\*/", "", text).split()))

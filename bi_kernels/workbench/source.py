@@ -1,7 +1,4 @@
-"""Collects what a kernel or an op of a notebook's cells is made of, and writes it as a file.
-
-No other process can import a cell; the file is what is compiled, audited and kept.
-"""
+"""Writes a kernel or an op of a notebook's cells, with all that it names, as a file that other processes import."""
 
 import ast
 import inspect
@@ -19,17 +16,17 @@ import triton
 from bi_kernels.audit import parameters
 from bi_kernels.audit.kernel_error import line_of
 from bi_kernels.audit.static.compile_text import CELL
-from bi_kernels.audit.static.finding import CHOOSERS, KERNELS
+from bi_kernels.audit.static.finding import KERNELS
+from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.contract import dtype_name
 
 PLAIN = (int, float, str, bool, tuple, type(None))
 
 
 def source(subject) -> str:
-    """Returns a module that holds a kernel, function or class and all that it names, what is named first on top.
+    """Returns the text of a module with a kernel, function or class and, above it, all that it names.
 
-    What stands in another module is imported from there. Raises ValueError for a name that stands for neither that nor
-    a plain constant.
+    Names of other modules are imported. Raises ValueError for a name that is neither that nor a plain constant.
     """
     home = plain(subject).__module__
     known, seen = vars(sys.modules[home]), set()
@@ -66,7 +63,7 @@ def source(subject) -> str:
 
 
 def _globals(text: str) -> list[str]:
-    """Returns the names that a definition looks up outside of itself, in the order in which it does."""
+    """Returns the global names that a definition uses, in order."""
     tables, found = [symtable.symtable(text, CELL, "exec")], set()
     while tables:
         table = tables.pop()
@@ -78,9 +75,8 @@ def _globals(text: str) -> list[str]:
 
 def plain(obj):
     """Returns the Python function of a kernel, an autotuned one too; anything else as it is."""
-    while isinstance(obj, (*KERNELS, *CHOOSERS)):
-        obj = obj.fn
-    return obj
+    kernel = without_choosers(obj)
+    return kernel.fn if isinstance(kernel, KERNELS) else kernel
 
 
 def _text(obj: FunctionType | type) -> str:
@@ -94,29 +90,24 @@ def _text(obj: FunctionType | type) -> str:
 
 
 def line_in_cell(subject, text: str, name: str, line: int) -> int:
-    """Returns the line in a cell of what is line `line` of the file `text` that `source` made of the subject; 0 if it
-    is not of the function `name`."""
+    """Returns the line in its cell of a line of the file `text` that `source` made; 0 outside of function `name`."""
     above = text.splitlines()[:line]
     start = next((i for i in range(len(above), 0, -1) if above[i - 1].startswith(f"def {name}(")), 0)
     return line_of(plain(subject), name, line - start) if start else 0
 
 
 def write_op(path: Path | str, function: Callable, about: str = "") -> Path:
-    """Writes an op of the cells as a file of its own, `about` its docstring.
-
-    Kernels, launchers, autograd.Function, and the public function last, in the order in which they need each other.
-    """
-    path = Path(path)
+    """Writes an op of the cells as a file with `about` as its docstring: what it names first, the op itself last."""
     head = f'"""{about}"""\n\n' if about else ""
-    path.write_text(f"{head}{source(function)}", encoding="utf-8")
-    return path
+    Path(path).write_text(f"{head}{source(function)}", encoding="utf-8")
+    return Path(path)
 
 
 def command(path: Path | str, function: Callable, *inputs, **options) -> str:
-    """Returns the command that audits a written op on inputs drawn with these shapes and dtypes.
+    """Returns the command that audits a written op on random inputs of these shapes and dtypes.
 
-    options: parameters of the audit `any`, such as batch=1, shared=["w"] or seconds=60. Integer inputs are drawn below
-    their largest value plus one.
+    options: parameters of the audit `any`, such as batch=1, shared=["w"] or seconds=60. Integers are drawn up to the
+    largest of the input.
     """
     options = {k: ",".join(v) if isinstance(v, (list, tuple)) else v for k, v in options.items()}
     words = " ".join(f"{name}:{_word(value)}" for name, value in zip(inspect.signature(function).parameters, inputs))

@@ -1,7 +1,7 @@
 """Steps through one program of a kernel: every line with the tiles that it makes, and what it reads and writes.
 
-Interpreted, a kernel is a Python function. While it runs, and only in its thread, Python tells a trace function each of
-its lines; nothing else is traced, and the trace function that was there before is there again afterwards.
+An interpreted kernel is a Python function, so `sys.settrace` reports each of its lines. Nothing else is traced, and the
+previous trace function is restored.
 """
 
 import ast
@@ -27,23 +27,29 @@ from bi_kernels.workbench.steps import Access, Line, Loop, Steps
 from bi_kernels.workbench.tiles import Tile
 
 LOOPS = (ast.For, ast.While)
+ACCESSES = {  # methods of the interpreter's builder: how they access memory, and their pointers, mask and value
+    "create_masked_load": ("reads", lambda ptrs, mask, *_, **__: (ptrs, mask.data)),
+    "create_masked_store": ("writes", lambda ptrs, value, mask, *_: (ptrs, mask.data, value)),
+    "create_atomic_rmw": ("changes atomically", lambda op, ptr, value, mask, *_: (ptr, mask.data, value)),
+    "create_atomic_cas": ("changes atomically", lambda ptr, cmp, value, *_: (ptr, True, value)),
+    "create_descriptor_load": ("reads", lambda desc, indices, *_: _described(desc, indices)),
+    "create_descriptor_store": ("writes", lambda desc, value, indices: (*_described(desc, indices), value)),
+}
 
 
 def step(
     kernel, grid: tuple[int, ...], *args, program: int | tuple[int, ...] = 0, rounds: Sequence[int] = (0, -1), **options
 ) -> Steps:
-    """Runs one program of an interpreted kernel, on copies of its arguments, and returns its lines with their tiles.
+    """Runs one program of an interpreted kernel on copies of its arguments; returns its lines with their tiles.
 
-    program: its index in the grid. rounds: which rounds of every loop to keep, the first and the last unless given;
-    -1 counts from the end. options: what follows the positional arguments, constexprs and their like. Shows itself as
-    HTML in Jupyter and as text elsewhere; `steps["name"]` is the last value of a name. An error of the kernel is shown
-    at its line, and is `steps.error`. Raises TypeError or ValueError for a program outside of the grid, for an argument
-    that no launch takes, and unless the kernel was made under TRITON_INTERPRET=1.
+    program: its index in the grid. rounds: the rounds of every loop to keep, the first and the last by default.
+    options: constexprs and launch options. The result is HTML in Jupyter and text elsewhere; `steps["name"]` is the
+    last value of a name, `steps.error` the kernel's error. Raises TypeError or ValueError for a program outside of the
+    grid, for an argument that no launch takes, and unless the kernel was made under TRITON_INTERPRET=1.
     """
     kernel = interpreted("step", kernel)
     grid, given = arguments("step", kernel, grid, args, options)
-    parameters, given = inspect.signature(kernel.fn).parameters, copied(given)
-    size = (*grid, 1, 1)[:3]
+    given, size = copied(given), (*grid, 1, 1)[:3]
     place = (*integers_of("step", "program", program if isinstance(program, Sequence) else (program,)), 0, 0)
     if any(place[3:]) or not all(0 <= i < n for i, n in zip(place, size)):
         raise ValueError(f"step: program is {program}, expected one of the grid {size}")
@@ -66,8 +72,10 @@ def step(
         error = kernel_error(raised)
         if error is None:
             raise
-    named = {k: v for k, v in given.items() if k in parameters}
-    return Steps(kernel.fn.__name__, place, size, named, recorder.finished(error), error)
+    named = {k: v for k, v in given.items() if k in kernel.arg_names}
+    for loop in recorder.loops:
+        loop.end(bool(error))
+    return Steps(kernel.fn.__name__, place, size, named, recorder.root, error)
 
 
 class Recorder:
@@ -82,6 +90,7 @@ class Recorder:
         self._index(next(n for n in tree.body if isinstance(n, ast.FunctionDef)).body, [])
         self.places, self.rounds = known, rounds
         self.root: list[Line | Loop] = []
+        self.loops: list[Loop] = []
         self.stack: list[tuple[ast.stmt, Loop]] = []
         self.now: Line | None = None
         self.statement: ast.stmt | None = None
@@ -116,36 +125,18 @@ class Recorder:
 
     @contextmanager
     def accesses(self) -> Iterator[None]:
-        """Notes what is read and written."""
-        note = self._access
+        """Records what is read and written."""
 
-        class Noting(Builder):
-            def create_masked_load(self, ptrs, mask, *rest, **named):
-                note("reads", ptrs, mask.data)
-                return super().create_masked_load(ptrs, mask, *rest, **named)
+        def noting(method: str, kind: str, read: Callable) -> Callable:
+            def call(builder, *args, **named):
+                self._access(kind, *read(*args, **named))
+                return getattr(Builder, method)(builder, *args, **named)
 
-            def create_masked_store(self, ptrs, value, mask, *rest):
-                note("writes", ptrs, mask.data, value)
-                return super().create_masked_store(ptrs, value, mask, *rest)
-
-            def create_atomic_rmw(self, op, ptr, val, mask, *rest):
-                note("changes atomically", ptr, mask.data, val)
-                return super().create_atomic_rmw(op, ptr, val, mask, *rest)
-
-            def create_atomic_cas(self, ptr, cmp, val, *rest):
-                note("changes atomically", ptr, np.True_, val)
-                return super().create_atomic_cas(ptr, cmp, val, *rest)
-
-            def create_descriptor_load(self, desc, indices, *rest):
-                note("reads", *_described(desc, indices))
-                return super().create_descriptor_load(desc, indices, *rest)
-
-            def create_descriptor_store(self, desc, value, indices):
-                note("writes", *_described(desc, indices), value)
-                return super().create_descriptor_store(desc, value, indices)
+            return call
 
         before = stock.interpreter_builder.__class__
-        stock.interpreter_builder.__class__ = Noting
+        methods = {method: noting(method, *how) for method, how in ACCESSES.items()}
+        stock.interpreter_builder.__class__ = type("Noting", (Builder,), methods)
         try:
             yield
         finally:
@@ -160,13 +151,14 @@ class Recorder:
         while self.stack and self.stack[-1][0] not in [*loops, node]:
             self.stack.pop()
         if begins:
-            names = _names(loops[-1].target) if isinstance(loops[-1], ast.For) else []
+            names = _names(getattr(loops[-1], "target", None))
             self.stack[-1][1].begin([self._tile(name, frame.f_locals.get(name)) for name in names])
         if isinstance(node, LOOPS):
             self.now = None
             if not self.stack or self.stack[-1][0] is not node:
                 loop = Loop(node.lineno, self._text(node), self.rounds)
                 self._sink().append(loop)
+                self.loops.append(loop)
                 self.stack.append((node, loop))
         else:
             self.now = Line(node.lineno, self._text(node))
@@ -177,16 +169,18 @@ class Recorder:
         return self.stack[-1][1].body if self.stack else self.root
 
     def _text(self, node: ast.stmt) -> str:
-        """Returns a statement's source, of a compound one its header."""
+        """Returns a statement's source, only the header of a compound one."""
         end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
         lines = [self.code[i] for i in range(node.lineno, max(end, node.lineno) + 1)]
-        indent = min(len(line) - len(line.lstrip()) for line in lines)
-        return "\n".join(line[indent:] for line in lines)
+        return textwrap.dedent("\n".join(lines))
 
     def _finish(self, frame) -> None:
-        """Takes the values that the statement which has run gave its names."""
+        """Takes the values that the statement gave its names."""
         if self.now and not self.now.done:
-            self.now.tiles += [self._tile(name, frame.f_locals[name]) for name in _assigned(self.statement, frame)]
+            node = self.statement
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            names = dict.fromkeys(name for target in targets for name in _names(target))
+            self.now.tiles += [self._tile(name, frame.f_locals[name]) for name in names if name in frame.f_locals]
             self.now.done = True
 
     def _tile(self, name: str, value) -> Tile:
@@ -218,22 +212,9 @@ class Recorder:
             tile = Tile("", value.dtype.scalar.name, data, None if live.all() else live)
         self.now.accesses.append(Access(kind, where(self.places, ptrs.data[live], size), live, tile))
 
-    def finished(self, error) -> list:
-        for loop in (x for x in _every(self.root) if isinstance(x, Loop)):
-            loop.end(bool(error))
-        return self.root
-
-
-def _every(events: list) -> Iterator:
-    for x in events:
-        yield x
-        if isinstance(x, Loop):
-            for _, body in x.kept.values():
-                yield from _every(body)
-
 
 def _is_load(node: ast.expr | None) -> bool:
-    """Tells whether a value is a load's, whose masked lanes hold no number of memory; a cast leaves them that."""
+    """Tells whether a value is a load's, possibly cast: its masked lanes hold no number of memory."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
         node = node.func.value
     return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "load"
@@ -244,12 +225,5 @@ def _described(desc, indices):
     return ptrs, mask.data
 
 
-def _names(target: ast.expr) -> list[str]:
-    return [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
-
-
-def _assigned(node: ast.stmt, frame) -> list[str]:
-    """Returns the names that a statement assigns, if they have values."""
-    targets = getattr(node, "targets", [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else [])
-    names = dict.fromkeys(name for target in targets for name in _names(target))
-    return [name for name in names if name in frame.f_locals]
+def _names(target: ast.expr | None) -> list[str]:
+    return [n.id for n in ast.walk(target) if isinstance(n, ast.Name)] if target else []

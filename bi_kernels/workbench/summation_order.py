@@ -1,14 +1,12 @@
-"""The order in which a callable adds, found from outside by probing it, and where two orders part.
+"""Finds the order in which a callable adds by probing it, and where two orders differ.
 
-FPRev (Xie, Gao, Wang and Xue, arXiv 2411.00442): all terms are 1, but for +M at i and −M at j. Until the two meet,
-every 1 that is added to either is lost; so the result counts the terms that are not under the lowest node that joins i
-and j, and all pairs together are the whole tree. A node of many terms, such as a step of the tensor core, which adds
-16 products and the accumulator at once, comes out as one.
+FPRev (Xie, Gao, Wang and Xue, arXiv 2411.00442): all terms are 1 except +M at i and −M at j. Each 1 that is added to
+either before they meet is lost, so the result counts the terms outside of the lowest node that joins i and j; all pairs
+give the whole tree. A step of the tensor core, which adds 16 products and the accumulator at once, is one node.
 
-Assumed: each term can be set on its own, to 1 and to ±M, exactly; the sum ends in a format that holds every integer up
-to n (bf16: 256); M is above n · 2^p for an accumulator of p bits (the tensor core's has 26) and overflows nowhere; the
-order does not depend on the values. A sum of squares has no −M and cannot be probed. Of a compensated sum, such as
-Kahan's, only the order shows.
+Assumptions: each term can be set to 1 and to ±M exactly; the result's format holds every integer up to n (bf16: 256);
+M is above n · 2^p for an accumulator of p bits (the tensor core's has 26) and never overflows; the order does not
+depend on the values. A sum of squares has no −M and cannot be probed. Kahan's compensation does not show.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +27,9 @@ SHARED, OWN = "#0072B2", "#D55E00"
 
 @dataclass(frozen=True)
 class Tree:
-    """steps[k] adds the numbers that it lists: below n it is a term, n + j is the result of steps[j].
+    """steps[k] adds the numbers that it lists: i < n is a term, n + j the result of steps[j].
 
-    Steps come by size and first term, what a step adds by first term, so that equal trees are equal objects.
+    Steps are sorted by size and first term, and their numbers by first term, so equal trees are equal objects.
     """
 
     n: int
@@ -45,7 +43,7 @@ class Tree:
         return found
 
     def partial_sums(self, terms: np.ndarray) -> np.ndarray:
-        """Returns every number in fp32: two are added and rounded to nearest, more as sm_90's tensor core does it."""
+        """Returns every number in fp32; a step of two rounds to nearest, one of more as sm_90's tensor core."""
         values = [np.float32(t) for t in terms]
         for step in self.steps:
             if len(step) == 2:
@@ -61,8 +59,8 @@ class Tree:
         return self.text(self.n + len(self.steps) - 1)
 
     def text(self, node: int) -> str:
-        """Returns how a number is summed, from left to right: a … b is one term after another, (…) is summed by itself
-        first, […] is added in one step together with what stands before it."""
+        """Returns how a number is summed, from left to right: a … b is one term after another, (…) is summed first, […]
+        is added in one step with what stands before it."""
         spans, kinds, kind = self.spans(), {}, [0] * self.n
         for k, step in enumerate(self.steps):  # two nodes of one kind differ by a shift of their terms alone
             shape = tuple((int(spans[child][0] - spans[self.n + k][0]), kind[child]) for child in step)
@@ -115,7 +113,7 @@ class Tree:
 
 
 def _range(terms: Sequence[int]) -> list[str]:
-    """['3'], ['0 … 15'], ['0, 8 … 56'], or for no such row ['5 of 0 … 9']; of nothing, nothing."""
+    """Returns ['3'], ['0 … 15'], ['0, 8 … 56'], or ['5 of 0 … 9'] for unequal gaps; [] for no terms."""
     gaps = {int(b - a) for a, b in zip(terms, terms[1:])}
     if len(terms) < 2:
         return [str(t) for t in terms]
@@ -129,12 +127,10 @@ def order(
 ) -> Tree:
     """Returns the tree by which `sums` adds n terms.
 
-    sums(values (probes, n) fp32) -> (probes,): each row's sum, every probe by the same order. at_once: how many rows a
-    call has, where the shape of the call is part of the question; the rest is filled with zeros.
-
-    `over_k` and `over_tokens` make such a function of a linear op and of the gradient of a norm's weight. big, unit: M
-    and the term that is lost beside it, for what cannot hold 2^100 (fp16: 2^15 and 2^-24). Raises ValueError if no
-    tree gives what came out.
+    sums(values (probes, n) fp32) -> (probes,) sums each row in the same order; `over_k` and `over_tokens` make one.
+    at_once: the rows of each call, filled up with zeros, where the order may depend on it. big, unit: M and the term
+    that it swallows, for formats that cannot hold 2^100 (fp16: 2^15 and 2^-24). Raises ValueError if no tree explains
+    the results.
     """
     first, second = np.triu_indices(n, 1)
     rows = at_once or min(MANY, len(first)) or 1
@@ -161,18 +157,17 @@ def order(
 
 
 def over_k(linear: Callable, dtype: torch.dtype = torch.bfloat16) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For `order`: the sum over K in linear(x, weight), each probe a row of x; the weight holds ones."""
+    """Returns `sums` for `order`: the sum over K in linear(x, weight), a probe in each row of x, a weight of ones."""
     return lambda values: linear(values.to(dtype), torch.ones(1, values.shape[1], dtype=dtype))[:, 0].float()
 
 
 def over_tokens(
     op: Callable, micro_batches: Sequence[Sequence[int]], **constants
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For `order`: the sum over tokens that the gradient of op(x, weight, **constants)'s weight is, over a whole step.
+    """Returns `sums` for `order`: the sum over a step's tokens in the weight's gradient of op(x, weight, **constants).
 
-    micro_batches: the lengths of the sequences in each call of the step. Each feature is a probe and stands in dy; x
-    holds ones, which a norm leaves as they are if its eps is 0. What the step leaves in main_grad, or in .grad, is the
-    answer.
+    micro_batches: the lengths of the sequences in each call of the step. dy holds a probe in each feature; x holds
+    ones, which a norm leaves unchanged if its eps is 0. The gradient is read from main_grad, or else from .grad.
     """
 
     def sums(values: torch.Tensor) -> torch.Tensor:
@@ -214,12 +209,11 @@ def _tree(lost: np.ndarray) -> Tree:
 def first_parting(
     a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
 ) -> pd.DataFrame:
-    """Returns both trees replayed in fp32 on the same terms: where they first form another sum, and how many ULP apart
-    they end.
+    """Replays both trees in fp32 on the same terms: a table of where they first differ, and by how many ULP they end.
 
-    A line a partial sum, in the order in which its last term comes: its terms, how each tree sums them (nothing where
-    it never forms that sum), its value. A run of single additions is one line as long as nothing differs in it. From
-    the last line on which both agree, `most` lines, and the end.
+    A line is a partial sum, ordered by its last term: its terms, how each tree sums them ("–" where it never does), its
+    value. A run of single additions is one line while nothing differs. The table starts at the last line on which both
+    agree, and has `most` lines and the end.
     """
     trees = (a, b)
     values = [tree.partial_sums(terms) for tree in trees]
@@ -243,10 +237,10 @@ def first_parting(
 
 
 def draw(trees: dict[str, Tree], title: str, marks: Sequence[int] = (), xlabel: str = "term"):
-    """Returns a matplotlib figure, a panel a tree: terms from left to right, each bracket a sum, as high as additions
-    had to be waited for.
+    """Returns a matplotlib figure with a panel for each tree: terms from left to right, a bracket for each sum.
 
-    Sums that every tree forms in the same way are blue, others orange. marks: terms before which a line is drawn.
+    A bracket's height is its depth in additions. Sums that all trees form alike are blue, others orange. marks: terms
+    before which a line is drawn.
     """
     import matplotlib.pyplot as plt  # noqa: PLC0415 (a second, which stepping does not need)
     from matplotlib.collections import LineCollection  # noqa: PLC0415 (likewise)

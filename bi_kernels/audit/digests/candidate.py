@@ -1,25 +1,69 @@
-"""Computes digests of a candidate's bits, forward and backward, on inputs that no version of torch draws otherwise."""
+"""Computes digests of a candidate's bits, forward and backward, on inputs that every version of torch draws alike."""
 
 import hashlib
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import bi_kernels
-from bi_kernels.audit.digests.exact_inputs import ExactProblem, ExactStep
 from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
-from bi_kernels.audit.digests.golden import sha
+from bi_kernels.audit.digests.golden import draw_exact, rng, sha
 from bi_kernels.audit.evidence.provenance import architecture, provenance
 from bi_kernels.audit.evidence.verdicts import sentence
 from bi_kernels.audit.parameters import OTHERS, accepted
+from bi_kernels.audit.problem.inputs import cancel
+from bi_kernels.audit.problem.problem import OpConfig
 from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.session import start
-from bi_kernels.contract import dtype_name
+from bi_kernels.contract import dtype_name, evaluate
 
 KINDS = ("normal", "wide", "cancelling")
+BLOCK = 2**20 - 3  # numbers drawn; a larger tensor repeats them, and the odd count makes its rows differ
+
+
+def draw(g: np.random.Generator, kind: str, shape: tuple[int, ...], like: torch.Tensor, shared: bool = False):
+    """Draws as `inputs.draw` does from the families in KINDS, with the dtype and the device of `like`."""
+    count = math.prod(shape)
+    block = draw_exact(g, (min(count, BLOCK),), kind, like.dtype).to(like.device)
+    x = block.repeat(-(-count // max(1, len(block))))[:count].reshape(shape)
+    if kind == "cancelling" and shape:
+        cancel(x, shared)
+    return x
+
+
+@dataclass(frozen=True)
+class ExactProblem(OpConfig):
+    def inputs(self, kind: str, tokens: int, poisoned: torch.Tensor | None = None) -> tuple[dict, dict]:
+        g = rng(self.op.name, self.case, self.dtype, kind, self.seed)
+        like = torch.empty(0, dtype=self.input_dtype, device=self.device)
+
+        def make(dims: str, *lead: int) -> torch.Tensor:
+            shape = self._shape(dims)
+            if dims.endswith(":bool"):
+                return torch.from_numpy(g.integers(0, 10, lead + shape) < 3).to(self.device)
+            if dims.endswith(":id"):
+                return torch.from_numpy(g.integers(0, shape[0], lead)).to(self.device)
+            x = draw(g, kind, lead + shape, like, shared=not lead)
+            if not lead and self.op.scale != "1":
+                x *= evaluate(self.op.scale, **self.dims)
+            return x.t().contiguous() if dims.endswith(":t") else x
+
+        given = {k: make(v, tokens) for k, v in self.op.tokens.items()}
+        return given, {k: make(v) for k, v in self.op.shared.items()}
+
+
+class ExactStep(Step):
+    def upstream(self, outputs: Sequence[torch.Tensor], lead: int) -> None:
+        p = self.subject.problem
+        g = rng("upstream", p.op.name, p.case, p.dtype, self.kind, p.seed)
+        self.dy = [draw(g, "wide", (self.count, *y.shape[lead:]), y) for y in outputs]
 
 
 def _hash(*files: Path) -> str:
@@ -27,36 +71,37 @@ def _hash(*files: Path) -> str:
 
 
 def _code(function: Callable) -> str:
-    """Returns a short hash of the file that a function stands in; '' where there is none."""
+    """Returns a short hash of the file that defines a function; '' where there is none."""
     try:
         return _hash(Path(inspect.getsourcefile(inspect.unwrap(function))))
     except (TypeError, OSError):
         return ""
 
 
-def _forward(s: OpUnderTest) -> list[torch.Tensor]:
+def _forward(s: OpUnderTest) -> str:
     s.memo.clear()
-    found = [s.layout("packed", kind) for kind in KINDS]
-    return [t for y in found for t in (y if isinstance(y, tuple) else [y])]
+    outputs = [s.layout("packed", kind) for kind in KINDS]
+    return sha(*(t for y in outputs for t in (y if isinstance(y, tuple) else [y])))
 
 
-def _gradient(s: OpUnderTest) -> list[torch.Tensor]:
+def _gradient(s: OpUnderTest) -> str:
     step = ExactStep(s, KINDS[-1], s.lengths)
-    made = step.gradients(step.layouts["packed"])
-    return [made[k] for k in sorted(made)]
+    gradients = step.gradients(step.layouts["packed"])
+    return sha(*(gradients[k] for k in sorted(gradients)))
 
 
 def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
-    """Returns (digests, what could not be computed) of every op of these audits, by the name of its audit.
+    """Returns (digests, problems) of every op of these audits, each op once; a problem says why there is no digest.
 
-    An audit of other callables than the registry's ops has none. Raises ValueError for a wrong parameter.
+    Audits of callables outside the registry have none. Raises ValueError for a wrong parameter.
     """
     sessions = [start(name, accepted(name, parameters)) for name in names if name not in OTHERS]
     package = Path(bi_kernels.__file__).parent
     ours = f"{version('bi-kernels')} ({_hash(*sorted([*package.glob('*.py'), *(package / 'ops').rglob('*.py')]))})"
     found, problems, seen = [], [], set()
     for session in sessions:
-        made = provenance(session.device, session.parameters) | {"bi-kernels": ours}
+        versions = provenance(session.device, session.parameters) | {"bi-kernels": ours}
+        versions = {k: versions[k] for k in VERSIONS if k in versions}
         for s in session.make():
             p = s.problem
             label = (p.op.name, p.case, dtype_name(p.dtype))
@@ -64,9 +109,9 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
                 continue
             seen.add(label)
             s.problem = ExactProblem(**vars(p))
-            for what, bits in (("forward", _forward), ("gradient", _gradient)):
+            for what, digest_of in (("forward", _forward), ("gradient", _gradient)):
                 try:
-                    digest, again = sha(*bits(s)), sha(*bits(s))
+                    digest, again = digest_of(s), digest_of(s)
                 except Exception as error:
                     if what == "forward":
                         problems.append(f"{spoken(*label)}: no digest ({sentence(error)})")
@@ -76,8 +121,8 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
                         f"{spoken(*label)}: no digest of its {what}, which gave other bits when called again"
                     )
                     continue
-                place = (architecture(session.device), s.candidate, p.shapes, *label, what, p.seed)
-                versions = {k: made[k] for k in VERSIONS if k in made} | {"candidate's code": _code(s.function)}
-                found.append(dict(zip(KEY, place)) | {"sha256": digest} | versions)
+                key = (architecture(session.device), s.candidate, p.shapes, *label, what, p.seed)
+                code = {"candidate's code": _code(s.function)}
+                found.append(dict(zip(KEY, key)) | {"sha256": digest} | versions | code)
             s.forget()
     return found, problems

@@ -1,7 +1,6 @@
-"""Reads, compares and merges digests of a candidate's bits, which a user keeps: if they change, some version did.
+"""Reads, compares and merges the digests of a candidate's bits that `bi-audit digest` writes.
 
-Golden digests (golden.py) say what our ops must give; these say what anybody's candidate gave, forward and backward, on
-inputs that come from integers by exact arithmetic.
+golden.py holds the bits that our own ops must give.
 """
 
 import json
@@ -24,18 +23,13 @@ def read(file: Path) -> list[dict]:
 
 
 def changes(recorded: list[dict], found: list[dict], problems: list[str], file: Path) -> list[str]:
-    """Returns the warnings: one an op whose bits are not those recorded, naming the versions that changed."""
+    """Returns warnings: the problems, and a line for each op whose bits changed, with the versions that changed."""
     before = {key(r): r for r in recorded}
-    moved: dict[str, list[tuple[dict, dict]]] = {}
-    unknown = []
-    for r in found:
-        old = before.get(key(r))
-        if old is None:
-            unknown.append(r)
-        elif old["sha256"] != r["sha256"]:
-            moved.setdefault(r["op"], []).append((old, r))
+    unknown = [r for r in found if key(r) not in before]
+    moved = [(before[key(r)], r) for r in found if key(r) in before and before[key(r)]["sha256"] != r["sha256"]]
     warnings = list(problems)
-    for op, pairs in moved.items():
+    for op in dict.fromkeys(r["op"] for _, r in moved):
+        pairs = [(old, r) for old, r in moved if r["op"] == op]
         since = {k: f"{k} {old.get(k)} → {r[k]}" for old, r in pairs for k in VERSIONS if old.get(k) != r[k]}
         which = ", ".join(spoken(r["case"], r["dtype"], r["what"]) for _, r in pairs)
         why = ", ".join(since.values()) or "no version that is recorded"
@@ -56,5 +50,5 @@ def spoken(*words: str) -> str:
 
 
 def merged(recorded: list[dict], found: list[dict]) -> list[dict]:
-    """Returns both, in a fixed order; a digest that was computed again replaces the one recorded."""
+    """Returns both in a fixed order; a new digest replaces the recorded one."""
     return sorted({key(r): r for r in (*recorded, *found)}.values(), key=lambda r: str(key(r)))

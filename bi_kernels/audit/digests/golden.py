@@ -1,4 +1,4 @@
-"""Golden digests: SHA-256 of our ops' output bits, recorded on a GPU, which another device or version must reproduce.
+"""Golden digests: SHA-256 of our ops' output bits on sm_90, which every device and version must reproduce.
 
     python -m bi_kernels.audit.digests.golden FILE      records this machine's digests (on a GPU)
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """linear and matmul over several K, and the IEEE-only ops; every dtype, several families of inputs."""
+    """Yields linear and matmul over several K, and ops without a tensor core, in every dtype and family of inputs."""
     for dtype in DTYPES:
         for k in KS:
             for inputs in ("normal", "wide"):
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
 
 
 def draw_exact(rng: np.random.Generator, shape: tuple[int, ...], inputs: str, dtype: torch.dtype) -> torch.Tensor:
-    """Bits that no version of torch or numpy's floating point can change.
+    """Draws bits that no version of torch or of numpy's floating point can change.
 
     normal: a sum of four uniform integers; wide: times a power of two; special: raw bits of the dtype, NaN too.
     """
@@ -71,7 +71,7 @@ def sha(*tensors: torch.Tensor) -> str:
 
 
 def digest(case: Case, device: torch.device | str) -> str:
-    """SHA-256 of the output's bits, in row-major order."""
+    """Returns the SHA-256 of a case's output bits, in row-major order."""
     g, dtype = rng(case), DTYPES[case.dtype]
     draw = lambda *shape, of=dtype: draw_exact(g, shape, case.inputs, of).to(device)
     integers = lambda top, *shape: torch.from_numpy(g.integers(0, top, shape)).to(device)
@@ -96,7 +96,7 @@ def recorded() -> dict:
 
 
 def check(device: torch.device | str) -> dict[str, bool]:
-    """For every case, whether `device` gives the recorded digest; empty on an architecture without records."""
+    """Returns {case: whether `device` gives the recorded digest}; {} for a GPU that is not sm_90."""
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         return {}
     expected = recorded()["digests"]

@@ -1,5 +1,5 @@
-"""What the PTX and SASS of every variant launched show. Not seen: kernels that CUDA C++ or torch.compile's generated
-code launch."""
+"""Scans the PTX and SASS of every variant launched. Kernels launched by CUDA C++ or by torch.compile's generated code
+are not seen."""
 
 import contextlib
 import importlib.util
@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from itertools import accumulate
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit import executor
-from bi_kernels.audit.static.finding import ATOMIC, CHOOSERS, PTX, SHARED, TOO_LARGE, Finding
+from bi_kernels.audit.static.finding import ATOMIC, PTX, SHARED, TOO_LARGE, Finding
+from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.audit.static.launches import Launches, Request, Variant
 from bi_kernels.audit.static.source import source
 
@@ -34,32 +36,26 @@ SASS = re.compile(r"^(?:@!?\w+\s+)?((?:ATOM[A-Z]*|(?:U[A-Z]+)?RED(?!UX)[A-Z]*)\b
 
 
 def examined(launches: Launches, only_compiled: bool = False) -> dict:
-    """Returns {key in launches.variants: Variant}: registers, spills and shared memory, and what AST, PTX and SASS
-    hold.
+    """Returns {key in launches.variants: Variant}, each with what its source, PTX and SASS show.
 
-    What the interpreter ran, left out with only_compiled, is compiled for sm_90 in a process of its own, which needs
-    no GPU but must be able to import the kernel's module; where it cannot (a notebook's cell, a function's kernel),
-    the variant says "AST only". A variant that was examined before stays as it is.
+    A subprocess without the interpreter compiles for sm_90 what the interpreter ran; no GPU is needed. A kernel that
+    the subprocess cannot import (a notebook's cell, a function's kernel) stays "AST only". only_compiled leaves out
+    what the interpreter ran. A variant that was examined before stays as it is.
     """
-    every = lambda kind: {k: v for k, v in launches.variants.items() if isinstance(v, kind)}
-    compiled, requests = every(CompiledKernel), {} if only_compiled else every(Request)
-    found = {k: (v.src.fn, done) for (k, v), done in zip(compiled.items(), read([*compiled.values()]))}
+    of_kind = lambda kind: {k: v for k, v in launches.variants.items() if isinstance(v, kind)}
+    compiled, requests = of_kind(CompiledKernel), {} if only_compiled else of_kind(Request)
+    found = dict(zip(compiled, read([*compiled.values()])))
     messages = {k: r.message() for k, r in requests.items()}
-    replies = iter(_elsewhere([m for m in messages.values() if m]))
-    for k, r in requests.items():
+    replies = iter(_compile_elsewhere([m for m in messages.values() if m]))
+    for k, request in requests.items():
         reply = next(replies) if messages[k] else "not importable: AST only"
-        found[k] = r.fn, replace(r.variant(), detail=reply) if isinstance(reply, str) else reply
-    seen: dict = {}
-    for fn, variant in found.values():
-        if fn not in seen:  # an interpreted kernel was recorded as the function in it
-            seen[fn] = source(fn if isinstance(fn, JITFunction) else InterpretedFunction(fn))
-        variant.findings = seen[fn] + variant.findings
-    return every(Variant) | {k: variant for k, (_, variant) in found.items()}
-
-
-def binaries(launches: Launches) -> list[Variant]:
-    """Returns every variant that was recorded, once."""
-    return distinct(examined(launches).values())
+        found[k] = replace(request.variant(), detail=reply) if isinstance(reply, str) else reply
+    kernels = {k: v.src.fn for k, v in compiled.items()}
+    kernels |= {k: InterpretedFunction(r.fn) for k, r in requests.items()}
+    in_source = {fn: source(kernel) for fn, kernel in {kernel.fn: kernel for kernel in kernels.values()}.items()}
+    for k, variant in found.items():
+        variant.findings = in_source[kernels[k].fn] + variant.findings
+    return of_kind(Variant) | found
 
 
 def distinct(variants: Iterable[Variant]) -> list[Variant]:
@@ -67,7 +63,7 @@ def distinct(variants: Iterable[Variant]) -> list[Variant]:
 
 
 def read(kernels: Sequence[CompiledKernel]) -> list[Variant]:
-    """Returns what the assembly of compiled kernels says."""
+    """Returns the registers, spills, shared memory and findings of compiled kernels."""
     return [_read(*both) for both in zip(kernels, _disassembled(kernels))]
 
 
@@ -76,7 +72,7 @@ def _read(kernel: CompiledKernel, sass: str) -> Variant:
     name, line, found = built.fn.fn.__qualname__, 0, {}
     for text in ptx.splitlines():
         code, _, place = text.partition("//")
-        if code.lstrip().startswith(".loc"):  # the last place is that in the kernel, of what was inlined into it
+        if code.lstrip().startswith(".loc"):  # of inlined code the last place is the kernel's
             line = int((re.findall(r":(\d+):\d+", place) or code.split()[2:3])[-1])
         found |= dict.fromkeys(Finding(ATOMIC, name, line, m.strip(), "PTX") for m in PTX.findall(code))
     if "tensormap.cp_fenceproxy" in ptx:  # a descriptor made on the device is published by an exchange
@@ -87,7 +83,7 @@ def _read(kernel: CompiledKernel, sass: str) -> Variant:
         for i, (n, kind) in enumerate(built.signature.items())
     ]
     words += [f"{n}={getattr(options, n)}" for n in ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")]
-    usage = _told("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
+    usage = run_tool("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
     used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     level, spills = f"sm_{options.target.arch}", used["STACK"] + used["LOCAL"]
     if options.shared > SHARED:
@@ -96,29 +92,28 @@ def _read(kernel: CompiledKernel, sass: str) -> Variant:
 
 
 def _disassembled(kernels: Sequence[CompiledKernel]) -> list[str]:
-    """Returns the SASS of each kernel. The disassembler takes half a second to start, so their code goes to it as one
-    piece, and the addresses in its listing say whose an instruction is."""
-    every: list[list[str]] = [[] for _ in kernels]
+    """Returns the SASS of each kernel. The disassembler takes half a second to start, so all code goes to it as one
+    piece; the addresses in its listing tell the kernels apart."""
+    listings: list[list[str]] = [[] for _ in kernels]
     for arch in {k.metadata.target.arch for k in kernels}:
         mine = [i for i, k in enumerate(kernels) if k.metadata.target.arch == arch]
-        codes = [_code(kernels[i].asm["cubin"]) for i in mine]
+        codes = [_instructions(kernels[i].asm["cubin"]) for i in mine]
         starts = list(accumulate(map(len, codes), initial=0))
-        listing = _told("nvdisasm", b"".join(codes), "--binary", f"SM{arch}{'a' * (arch >= 90)}")
+        listing = run_tool("nvdisasm", b"".join(codes), "--binary", f"SM{arch}{'a' * (arch >= 90)}")
         for address, line in INSTRUCTION.findall(listing):
-            every[mine[bisect_right(starts, int(address, 16)) - 1]].append(line)
-    if not all(every):
+            listings[mine[bisect_right(starts, int(address, 16)) - 1]].append(line)
+    if not all(listings):
         raise LookupError("the disassembler listed no instruction of a kernel")
-    return ["\n".join(lines) for lines in every]
+    return ["\n".join(lines) for lines in listings]
 
 
-def _code(cubin: bytes) -> bytes:
-    """Returns a binary's instructions, those of functions that were not inlined among them."""
+def _instructions(cubin: bytes) -> bytes:
     sections = ELFFile(BytesIO(cubin)).iter_sections()
-    return b"".join(s.data() for s in sections if s.name.startswith(".text."))
+    return b"".join(s.data() for s in sections if s.name.startswith(".text."))  # one for each function not inlined
 
 
-def _told(tool: str, binary: bytes, *options: str) -> str:
-    """Returns what one of CUDA's tools that come with Triton prints about a binary."""
+def run_tool(tool: str, binary: bytes, *options: str) -> str:
+    """Returns what one of the CUDA tools that come with Triton prints about a binary."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(binary)
         file.flush()
@@ -126,8 +121,8 @@ def _told(tool: str, binary: bytes, *options: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _elsewhere(messages: list[bytes]) -> list[Variant | str]:
-    """Compiles each launch for sm_90, in a process in which Triton's interpreter is off; or says why it was not."""
+def _compile_elsewhere(messages: list[bytes]) -> list[Variant | str]:
+    """Compiles each launch for sm_90 in a process without the interpreter; a str says why it was not compiled."""
     try:
         return executor.call(f"{__name__}:compiled_for_hopper", messages, interpreter=False) if messages else []
     except executor.Died as died:
@@ -148,7 +143,7 @@ def _attempt(step, *args, **more):
 
 
 def without_gpu() -> None:
-    """Lets Triton compile for sm_90 where there is no GPU: it asks its driver for the target alone."""
+    """Lets Triton compile for sm_90 without a GPU: the compiler needs only the target from its driver."""
     zero, target = lambda *_: 0, GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(get_current_device=zero, get_current_stream=zero, get_current_target=lambda: target)
@@ -156,23 +151,22 @@ def without_gpu() -> None:
 
 
 def compiled_for_hopper(messages: list[bytes]) -> list[Variant | str]:
-    """Answers `_elsewhere`, in a process without the interpreter; no GPU needs to be there."""
+    """Answers `_compile_elsewhere`, in the process without the interpreter."""
     without_gpu()
+    requests = [pickle.loads(message) for message in messages]
+    kernels = [_attempt(_kernel, *where) for where, _, _ in requests]  # they import, so one after the other
 
-    def answer(kernel, launch):
-        if isinstance(kernel, str):
-            return kernel
-        _, arguments, options = launch
-        return _attempt(kernel.run, grid=(1,), warmup=True, **arguments, **options)
+    def compiled(kernel, request):
+        _, arguments, options = request
+        return kernel if isinstance(kernel, str) else kernel.run(grid=(1,), warmup=True, **arguments, **options)
 
-    asked = [pickle.loads(message) for message in messages]
-    kernels = [_attempt(_kernel, *where) for where, _, _ in asked]  # they import, so one after the other
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = list(pool.map(answer, kernels, asked))
-    good = [k for k in made if isinstance(k, CompiledKernel)]
-    said = _attempt(read, good)
-    replies = iter([said] * len(good) if isinstance(said, str) else said)
-    return [next(replies) if isinstance(k, CompiledKernel) else k for k in made]
+        replies = list(pool.map(partial(_attempt, compiled), kernels, requests))
+    good = [i for i, reply in enumerate(replies) if isinstance(reply, CompiledKernel)]
+    variants = _attempt(read, [replies[i] for i in good])
+    for n, i in enumerate(good):
+        replies[i] = variants if isinstance(variants, str) else variants[n]
+    return replies
 
 
 def _kernel(module: str, path: str, name: str, line: int) -> JITFunction:
@@ -185,8 +179,7 @@ def _kernel(module: str, path: str, name: str, line: int) -> JITFunction:
         loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
     for fn in vars(loaded).values():
-        while isinstance(fn, CHOOSERS):
-            fn = fn.fn
+        fn = without_choosers(fn)
         if isinstance(fn, JITFunction) and (fn.fn.__qualname__, fn.fn.__code__.co_firstlineno) == (name, line):
             return fn
     raise LookupError(f"{module} does not hold {name}")

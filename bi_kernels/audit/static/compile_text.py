@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.static import binary
-from bi_kernels.audit.static.finding import CHOOSERS
+from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.audit.static.launches import Variant
 
 CELL = "cell.py"  # the name under which assembly knows the kernel's file
@@ -19,7 +19,7 @@ CELL = "cell.py"  # the name under which assembly knows the kernel's file
 
 @dataclass
 class Compiled:
-    """Holds what the compiler made of a kernel: registers, spills, shared memory, and its assembly."""
+    """A compiled kernel: registers, spills, shared memory and assembly."""
 
     variant: Variant
     ptx: str
@@ -40,16 +40,14 @@ def compiled(name: str, text: str, grid: tuple[int, ...], given: dict) -> Compil
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CELL).write_text(text, encoding="utf-8")
         sys.path.insert(0, folder)
-        kernel = getattr(importlib.import_module(CELL.removesuffix(".py")), name)
-        while isinstance(kernel, CHOOSERS):
-            kernel = kernel.fn
+        kernel = without_choosers(getattr(importlib.import_module(CELL.removesuffix(".py")), name))
         try:
             made = kernel.run(grid=grid, warmup=not gpu, **given)
         except Exception as error:
             if found := kernel_error(error):
                 return found
             raise
-        sass = binary._told("nvdisasm", made.asm["cubin"], "-g", "-c")
+        sass = binary.run_tool("nvdisasm", made.asm["cubin"], "-g", "-c")
         tensors = {k: t.cpu() for k, t in given.items() if gpu and isinstance(t, torch.Tensor)}
         return Compiled(binary.read([made])[0], made.asm["ptx"], sass, text.splitlines(), tensors)
 

@@ -1,4 +1,4 @@
-"""A finding of the static audit: its kinds, and the words that give it away."""
+"""Findings of the static audit: their kinds, and the patterns that reveal them."""
 
 import re
 from dataclasses import dataclass

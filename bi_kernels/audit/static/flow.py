@@ -11,15 +11,15 @@ import triton
 from bi_kernels.audit.static.finding import BY_DEVICE, BY_ROWS, DEVICE, GRID_STRIDE, Finding
 from bi_kernels.audit.static.function import Function, names_in, nodes, targets, unwrap
 
-# What a value may depend on: the program's place, the grid, the device, the row count, a part of it, a choice by it;
-# or loaded data. The first two are called as in triton.language.
+# Labels, what a value may depend on: the program id, the grid, the device, the row count, a share or a choice by it, or
+# loaded data. The first two are named as in triton.language.
 PID, PROGRAMS, DEVICES, ROWS = "program_id", "num_programs", "devices", "rows"
 SHARE, CHOSEN, DATA = "share", "chosen", "data"
-COUNTS = ("min", "max", "int", "ceil", "floor", "tuple", "list", "range", "enumerate", "zip")  # of rows give rows
+COUNTS = ("min", "max", "int", "ceil", "floor", "tuple", "list", "range", "enumerate", "zip")  # keep the label of rows
 
 
 def _chosen(labels: set) -> set:
-    """Returns what depends on `labels` through a choice: a comparison, an index, a divisor, an unknown function."""
+    """Returns the labels of a choice by `labels`: a comparison, an index, a divisor, an unknown function."""
     return {CHOSEN if x in (ROWS, SHARE) else x for x in labels}
 
 
@@ -28,7 +28,7 @@ def _divided(a: set, b: set) -> set:
 
 
 def _later(index: ast.expr) -> set:
-    """Returns what an index into a shape takes from its labels: rows, if it can only pick sizes after the first."""
+    """Returns {ROWS} if an index into a shape can only pick dimensions after the first."""
     try:
         first = ast.literal_eval((index.lower or ast.Constant(0)) if isinstance(index, ast.Slice) else index)
         return set() if first == 0 else {ROWS}
@@ -37,14 +37,16 @@ def _later(index: ast.expr) -> set:
 
 
 class Flow:
-    """What every name may depend on, in every function and for every kind of arguments that it is called with; the
-    order of statements is ignored."""
+    """The labels of every name, in each function for each kind of arguments that it is called with, to a fixed point.
+
+    The order of statements is ignored.
+    """
 
     def __init__(self, functions: list[Function], parameters: tuple[str, ...]):
         self.parameters = parameters
         self.of = {f.fn: f for f in functions}
         self.known = defaultdict(set)  # by (function, name), by field, and by function: its result
-        self.called = {}  # of a call's node: the name, and the functions here that it may reach
+        self.called = {}  # {call node: (name, functions that it may reach)}
         self.calls = {(f,): Specialised(f, self) for f in functions}
         size = -1
         while size != (size := len(self.calls) + sum(map(len, self.known.values()))):
@@ -53,7 +55,7 @@ class Flow:
 
 
 class Specialised(Function):
-    """A function for arguments of one kind, and what the values in it may depend on."""
+    """A function for arguments of one kind, with the labels of its values."""
 
     def __init__(self, f: Function, flow: Flow):
         vars(self).update(vars(f))
@@ -61,7 +63,7 @@ class Specialised(Function):
         self.free: set[str] = set()  # names that may be chosen
 
     def block(self, body: list, control: set) -> None:
-        """`control`: what decides whether `body` runs; it counts where a name has more than one value to get."""
+        """Labels the names that `body` assigns. `control`: what decides whether it runs; it labels reassigned names."""
         for s in body:
             match s:
                 case ast.Assign() | ast.AnnAssign(value=ast.expr()):
@@ -97,8 +99,7 @@ class Specialised(Function):
             self.known[self, name] |= labels | (control if len(self.values[name]) > 1 else set())
 
     def item(self, labels: set) -> set:
-        """Returns what a kernel's loop variable depends on: which program takes a work item says nothing about the
-        item."""
+        """Returns the labels of a kernel's loop variable: which program takes a work item does not change the item."""
         by_program = {PROGRAMS, DEVICES} if self.kernel else set()
         return labels - by_program | {PID} if labels & by_program else labels
 
@@ -166,7 +167,7 @@ class Specialised(Function):
         return results | self.labels(e.func) | (inputs if name in COUNTS else _chosen(inputs))
 
     def callees(self, e: ast.Call) -> list[tuple[Function, int]]:
-        """Returns the functions here that a call may reach, and how many of their first parameters it does not give."""
+        """Returns (function, number of first parameters that the call does not pass) for each that a call may reach."""
         known, owner, method = self.flow.of, getattr(e.func, "value", None), getattr(e.func, "attr", "")
         reached = [
             (o.__init__, 1) if isinstance(o, type) else (o, 0)
@@ -183,20 +184,16 @@ class Specialised(Function):
         return [(known[o], skip) for o, skip in plain if isinstance(o, FunctionType) and o in known]
 
     def callee(self, e: ast.Call, f: Function, skip: int) -> "Specialised":
-        """Returns the callee for arguments like these. Starred ones fill the parameters that the others leave."""
-        parameters = f.parameters[skip:]
-        pairs = [(k.arg, k.value) for k in e.keywords if k.arg in parameters]
-        rest = [p for p in parameters if p not in dict(pairs)]
-        stars = [i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)] or [len(e.args)]
-        tail = e.args[stars[-1] + 1 :]
-        last = len(rest) - len(tail)
-        pairs += [*zip(rest[: stars[0]], e.args), *zip(rest[last:], tail)]
-        starred = e.args[stars[0] : stars[-1] + 1] + [k.value for k in e.keywords if k.arg is None]
-        pairs += [(p, a) for p in rest[stars[0] : last] for a in starred]
+        """Returns the callee for arguments like these. Starred ones may fill any parameter that the others leave."""
         given = {p: set() for p in f.parameters}
-        for p, value in pairs:
-            shape = isinstance(value, ast.Starred) and getattr(value.value, "attr", "") == "shape"
-            given[p] |= self.labels(value) - ({ROWS} if shape and p == rest[last - 1] else set())
+        named = {k.arg: self.labels(k.value) for k in e.keywords if k.arg in f.parameters[skip:]}
+        rest = [p for p in f.parameters[skip:] if p not in named]
+        stars = [i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)] or [len(e.args)]
+        first, last = stars[0], stars[-1] + 1
+        end = len(rest) - len(e.args[last:])
+        plain = [*zip(rest[:first], e.args), *zip(rest[end:], e.args[last:])]
+        starred = self.union(*e.args[first:last], *(k.value for k in e.keywords if k.arg is None))
+        given |= dict.fromkeys(rest[first:end], starred) | {p: self.labels(a) for p, a in plain} | named
         callee = self.flow.calls.setdefault((f, *map(frozenset, given.values())), Specialised(f, self.flow))
         for p, labels in given.items():
             self.known[callee, p] |= labels
@@ -231,11 +228,9 @@ class Specialised(Function):
                 yield self.finding(BY_ROWS, loop)
 
     def carried(self, loop: ast.For | ast.While) -> Iterator[tuple[str, bool]]:
-        """Yields the names that an iteration makes of what the one before left in them: whether by
-        `x = tl.dot(a, b, x)` alone.
+        """Yields (name, whether only `x = tl.dot(a, b, x)` updates it) for the values that a loop carries.
 
-        One that every iteration also makes anew is not among them; a test of what the loop does not change counts as
-        held.
+        A name that every iteration resets is not carried. A condition that the loop does not change counts as true.
         """
         changed, updates = {*names_in(loop, ast.Store)}, defaultdict(list)
 
@@ -261,7 +256,7 @@ class Specialised(Function):
             return [getattr(a, "id", "") for a in acc] == [name]
 
         def exact(name: str, e: ast.expr) -> bool:
-            """Tells whether an update gives one result in any order: a maximum does, and an integer's."""
+            """Tells whether an update gives one result in any order: a maximum, or one of integers."""
             if isinstance(e, ast.Call) and self.called(e.func) in ("maximum", "minimum"):
                 return any(getattr(a, "id", "") == name for a in e.args)
             made = [

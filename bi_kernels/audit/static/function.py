@@ -1,4 +1,4 @@
-"""A function's syntax tree with what its names stand for, and the functions that are reached from it."""
+"""Functions as syntax trees whose names are resolved to objects, and the functions that they reach."""
 
 import ast
 import contextlib
@@ -26,6 +26,13 @@ def unwrap(obj):
     return obj
 
 
+def without_choosers(kernel):
+    """Returns the kernel that an autotuner or heuristics launch."""
+    while isinstance(kernel, CHOOSERS):
+        kernel = kernel.fn
+    return kernel
+
+
 def package_of(obj) -> str:
     return (obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None) or "").partition(".")[0]
 
@@ -43,14 +50,14 @@ def targets(s: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> li
 
 
 class Function:
-    """A function's syntax tree, and what the names in it stand for."""
+    """A function's syntax tree; `objects` resolves its names."""
 
     def __init__(self, fn: FunctionType, kernel: bool):
         self.fn, self.kernel, self.parameters = fn, kernel, list(inspect.signature(fn).parameters)
         self.lines, self.first = inspect.getsourcelines(fn)
         try:
             tree = ast.parse(textwrap.dedent("".join(self.lines)))
-        except SyntaxError:  # of a lambda inside an expression: the lambdas of its line, as the whole file has them
+        except SyntaxError:  # a lambda inside an expression: take the lambdas of its line from the whole file
             self.lines, self.first = inspect.findsource(fn)[0], 1
             every = nodes(ast.parse("".join(self.lines)), ast.Lambda)
             tree = ast.Tuple([n for n in every if n.lineno == fn.__code__.co_firstlineno], ast.Load())
@@ -67,14 +74,13 @@ class Function:
                 for name in names_in(target, ast.Store):
                     self.values[name].append(n.value)
         self.returns = len(nodes(self.node, ast.Return))
-        self.found: dict[ast.AST, list] = {}  # by `objects`, which is asked the same again and again
-        self.names: dict[ast.AST, str] = {}  # likewise by `called`
+        self.resolved: dict[ast.AST, list] = {}
 
     def objects(self, e: ast.AST | None) -> list:
-        """Returns what an expression made of names and attributes may stand for."""
-        if e not in self.found:
-            self.found[e] = self._objects(e, 8)
-        return self.found[e]
+        """Returns the objects that an expression made of names and attributes may stand for."""
+        if e not in self.resolved:
+            self.resolved[e] = self._objects(e, 8)
+        return self.resolved[e]
 
     def _objects(self, e: ast.AST | None, depth: int) -> list:
         among = lambda *parts: [o for part in parts for o in self._objects(part, depth - 1)] if depth else []
@@ -92,11 +98,9 @@ class Function:
         return []
 
     def called(self, e: ast.expr) -> str:
-        """Returns the name under which a callee was defined; of a method of who knows what, the method's."""
-        if e not in self.names:
-            known = [getattr(unwrap(o), "__name__", "") for o in self.objects(e)[:1]]
-            self.names[e] = known[0] if known else getattr(e, "attr", getattr(e, "id", ""))
-        return self.names[e]
+        """Returns the name under which a callee was defined, or else the name by which it is called."""
+        known = [getattr(unwrap(o), "__name__", "") for o in self.objects(e)[:1]]
+        return known[0] if known else getattr(e, "attr", getattr(e, "id", ""))
 
     def finding(self, kind: str, node: ast.AST) -> Finding:
         code = self.lines[node.lineno - 1].strip()
@@ -109,6 +113,7 @@ def run_time(chooser: Autotuner | Heuristics, level: str) -> Finding:
 
 
 def reachable(subjects: tuple) -> tuple[list[Function], list[Finding]]:
+    """Returns the subjects and what they name: functions of their own packages, and kernels of any."""
     packages = {package_of(unwrap(s)) for s in subjects} - {"torch", "triton"}
     found, findings, queue, held = {}, [], list(subjects), []
     while queue:
@@ -116,27 +121,24 @@ def reachable(subjects: tuple) -> tuple[list[Function], list[Finding]]:
         inner = unwrap(obj)
         if isinstance(obj, CHOOSERS):
             findings.append(run_time(obj, "AST"))
-        if isinstance(inner, (ModuleType, type)):
-            if inner not in found and (inner in subjects or isinstance(inner, type) and package_of(inner) in packages):
-                found[inner] = None
-                home = inner.__name__ if isinstance(inner, ModuleType) else inner.__module__
-                queue += [v for v in vars(inner).values() if getattr(unwrap(v), "__module__", None) == home]
+        if not isinstance(inner, (FunctionType, ModuleType, type)) or inner in found:
             continue
         if not isinstance(inner, FunctionType) and package_of(type(inner)) in packages and inner not in held:
             held.append(inner)  # an object of the package, as an op is: what it holds
             queue += vars(inner).values() if hasattr(inner, "__dict__") else ()
         kernel = isinstance(obj, KERNELS + CHOOSERS)
-        if (
-            isinstance(inner, FunctionType)
-            and inner not in found
-            and package_of(inner) != "triton"
-            and (kernel or obj in subjects or package_of(inner) in packages)
-        ):
-            found[inner] = None
-            try:
-                f = found[inner] = Function(inner, kernel)
-                queue += [o for n in ast.walk(f.node) for o in f.objects(n) if not isinstance(o, ModuleType)]
-            except (OSError, SyntaxError):
-                if not (inner.__name__.startswith("__") and inner.__code__.co_filename == "<string>"):  # a dataclass's
-                    findings.append(Finding(UNREADABLE, inner.__qualname__, 0, "", "AST"))
+        ours = not isinstance(inner, ModuleType) and package_of(inner) in packages
+        if not (ours or inner in subjects or obj in subjects or kernel and package_of(inner) != "triton"):
+            continue
+        found[inner] = None
+        if not isinstance(inner, FunctionType):
+            home = inner.__name__ if isinstance(inner, ModuleType) else inner.__module__
+            queue += [v for v in vars(inner).values() if getattr(unwrap(v), "__module__", None) == home]
+            continue
+        try:
+            f = found[inner] = Function(inner, kernel)
+            queue += [o for n in ast.walk(f.node) for o in f.objects(n) if not isinstance(o, ModuleType)]
+        except (OSError, SyntaxError):
+            if not (inner.__name__.startswith("__") and inner.__code__.co_filename == "<string>"):  # a dataclass's
+                findings.append(Finding(UNREADABLE, inner.__qualname__, 0, "", "AST"))
     return [f for f in found.values() if f], findings

@@ -1,4 +1,4 @@
-"""What Triton launches and torch dispatches while something runs, recorded."""
+"""Records the kernels that Triton launches and the scatters that torch dispatches."""
 
 import contextlib
 import inspect
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FunctionType
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from bi_kernels.audit.static.function import run_time
 
 @dataclass
 class Variant:
-    """One form in which a kernel was launched, with what was found in its AST and in its binary."""
+    """One form in which a kernel was launched, with the findings in its source and its binary."""
 
     kernel: str
     configuration: str
@@ -36,18 +37,18 @@ class Variant:
 
 @dataclass
 class Request:
-    """A launch on the interpreter, as a process without it may repeat it for the compiler."""
+    """A launch on the interpreter, to be compiled by another process; its arguments are stand-ins."""
 
     fn: FunctionType
     arguments: dict
     options: dict
 
     def variant(self) -> Variant:
-        words = [f"{k}={_word(v)}" for k, v in (self.arguments | self.options).items()]
+        words = [f"{k}={_describe(v)}" for k, v in (self.arguments | self.options).items()]
         return Variant(self.fn.__qualname__, ", ".join(words))
 
     def message(self) -> bytes | None:
-        """None where no other process could import the kernel."""
+        """Pickles the launch; None where no other process could import the kernel."""
         if self.fn.__module__ == "__main__" or "<locals>" in self.fn.__qualname__:
             return None
         where = inspect.getsourcefile(self.fn), self.fn.__qualname__, self.fn.__code__.co_firstlineno
@@ -57,7 +58,8 @@ class Request:
 
 @dataclass
 class Launches:
-    """The variants that `recorded` saw; findings among the operators that torch ran and in how kernels were chosen."""
+    """What `recorded` saw: {key: CompiledKernel, Request or Variant}, and findings of torch's operators and of choices
+    at run time."""
 
     variants: dict = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -70,39 +72,28 @@ class Launches:
         if isinstance(kernel, CompiledKernel):
             self.variants.setdefault(kernel.hash, kernel)
 
-    def interpreted(self, fn: FunctionType, args: tuple, kwargs: dict, plain: Sequence = ()) -> None:
-        """Records a launch; plain: names or numbers of the parameters that the kernel is not specialised by."""
-        constant = _constexprs(fn)
-        given = dict(zip(constant, args)) | {k: v for k, v in kwargs.items() if k in constant}
-        for i, name in enumerate(constant):
-            if type(given.get(name)) is int and not constant[name] and {i, name} & {*plain}:
-                given[name] = 3
-        kinds = tuple((k, v if constant[k] else _kind(v)) for k, v in given.items())
-        options = {k: v for k, v in kwargs.items() if k not in constant}
-        key = fn, str(kinds), str(options)
-        if key not in self.variants:
-            stands = {k: v if constant[k] else _stand_in(v) for k, v in given.items()}
-            self.variants[key] = Request(fn, stands, options)
+    def interpreted(self, fn: FunctionType, args: tuple, kwargs: dict, unspecialized: Sequence = ()) -> None:
+        """Records a launch; unspecialized: names or numbers of the parameters in `do_not_specialize`."""
+        constexprs = _parameters(fn)
+        arguments = dict(zip(constexprs, args))
+        arguments |= {k: v for k, v in kwargs.items() if k in constexprs}
+        for i, (name, constexpr) in enumerate(constexprs.items()):
+            if name in arguments and not constexpr:
+                plain = type(arguments[name]) is int and {i, name} & {*unspecialized}
+                arguments[name] = 3 if plain else _stand_in(arguments[name])
+        options = {k: v for k, v in kwargs.items() if k not in constexprs}
+        self.variants.setdefault((fn, repr(arguments), repr(options)), Request(fn, arguments, options))
 
 
 @cache
-def _constexprs(fn: FunctionType) -> dict[str, bool]:
-    """Returns whether each parameter of a kernel is a constexpr."""
+def _parameters(fn: FunctionType) -> dict[str, bool]:
+    """Returns {name: whether it is a constexpr} for a kernel's parameters."""
     parameters = inspect.signature(fn).parameters
     return {name: KernelParam(i, p, False, False).is_constexpr for i, (name, p) in enumerate(parameters.items())}
 
 
-def _kind(value):
-    """Returns what Triton compiles by of an argument: as `_stand_in`, in words."""
-    if isinstance(value, TensorDescriptor):
-        return value.base.dtype, *value.block_shape
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    return tuple(map(_kind, value)) if type(value) is tuple else _stand_in(value)
-
-
 def _stand_in(value):
-    """Leaves of an argument what Triton compiles by: dtype, alignment, block; 1, a multiple of 16, 64 bits."""
+    """Reduces an argument to what Triton compiles by: dtype, 16-byte alignment, block; 1, a multiple of 16, 64 bits."""
     if isinstance(value, TensorDescriptor):
         block, strides = list(value.block_shape), [1]
         for n in block[:0:-1]:
@@ -115,54 +106,48 @@ def _stand_in(value):
     return tuple(map(_stand_in, value)) if type(value) is tuple else 0.5 if type(value) is float else value
 
 
-def _word(value) -> str:
+def _describe(value) -> str:
     if isinstance(value, TensorDescriptor):
         return f"{value.base.dtype}{value.block_shape}"
     return str(getattr(value, "dtype", value))
 
 
-@cache
-def _dispatched(beside_dynamo: bool) -> type[TorchDispatchMode]:
-    """Makes the mode that notes scatters by the operator that runs, backward included, whatever Python called it.
+def _dispatch_mode(launches: Launches) -> TorchDispatchMode:
+    """Makes the mode that records scatters by the operator that runs, backward included."""
 
-    beside_dynamo: torch.compile may be at work, and must leave the mode alone; to say so loads torch._dynamo, which
-    takes as long as torch itself.
-    """
-
-    class Dispatched(TorchDispatchMode):
-        _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
-
-        def __init__(self, launches: Launches):
-            super().__init__()
-            self.launches = launches
+    class DispatchMode(TorchDispatchMode):
+        # torch.compile must leave the mode alone; to say so loads torch._dynamo, which takes as long as torch itself
+        _should_skip_dynamo = classmethod(lambda cls: "torch._dynamo" in sys.modules)
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if name := _suspect(func):
-                given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-                wants = any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
-                if (wants or SCATTERS.fullmatch(name)) and not _apart(name, given):
-                    self.launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
+            name = _base_name(func)
+            if (SCATTERS.fullmatch(name) or name in ACCUMULATING) and _may_collide(name, func, args, kwargs):
+                launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
             return func(*args, **kwargs)
 
-    return Dispatched
+    return DispatchMode()
 
 
 @cache
-def _suspect(func) -> str:
-    """Returns the name of an operator that scatters, or can be asked to accumulate."""
-    name = func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
-    return name if SCATTERS.fullmatch(name) or name in ACCUMULATING else ""
+def _base_name(func) -> str:
+    return func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
 
 
-def _apart(name: str, given: dict) -> bool:
-    """Tells whether no two elements of a scatter can meet, whatever its index holds: it has one along the dimension, as
-    the backward of a logprob's gather, or counts the rows beside, as that of x[torch.arange(len(x)), last]."""
+def _may_collide(name: str, func, args: tuple, kwargs: dict) -> bool:
+    """Tells whether a scatter may add two elements to one place.
+
+    It cannot where the index has one element along the dimension, as in the backward of a logprob's gather, or counts
+    the rows, as in that of x[torch.arange(len(x)), last].
+    """
+    given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+    if not SCATTERS.fullmatch(name) and all(given.get(a) is None or given[a] is False for a in ACCUMULATES):
+        return False
     if name == "index_put":
-        return any(i is not None and _counts(i) for i in given["indices"])
+        return not any(i is not None and _counts(i) for i in given["indices"])
     index = given.get("index")
     along = isinstance(index, torch.Tensor) and index.dim() and name in ("scatter", "scatter_add", "scatter_reduce")
-    return bool(along) and index.shape[given["dim"]] == 1
+    return not (along and index.shape[given["dim"]] == 1)
 
 
 def _counts(index: torch.Tensor) -> bool:
@@ -171,40 +156,33 @@ def _counts(index: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def recorded(run: bool = True) -> Iterator[Launches]:
-    """Records every kernel that Triton launches, anybody's, compiled or interpreted. run=False: without running any, so
-    that shapes too large for the interpreter show what they would launch."""
+    """Records every kernel that Triton launches meanwhile, compiled or interpreted. run=False launches none, so that
+    shapes too large for the interpreter show what they would launch."""
     launches = Launches()
 
-    def compiled(self, *args, warmup, **kwargs):
-        kernel = stock[JITFunction](self, *args, warmup=warmup or not run, **kwargs)
-        launches.compiled(kernel)
-        return kernel
+    def compiled(stock):
+        def launch(self, *args, warmup, **kwargs):
+            kernel = stock(self, *args, warmup=warmup or not run, **kwargs)
+            launches.compiled(kernel)
+            return kernel
 
-    def interpreted(self, *args, grid, warmup, **kwargs):
-        launches.interpreted(self.fn, args, kwargs, self.kwargs.get("do_not_specialize") or ())
-        return stock[InterpretedFunction](self, *args, grid=grid, warmup=warmup or not run, **kwargs)
+        return launch
 
-    def again(self, grid):
-        launches.compiled(self)
-        return stock[CompiledKernel](self, grid)
+    def interpreted(stock):
+        def launch(self, *args, grid, warmup, **kwargs):
+            launches.interpreted(self.fn, args, kwargs, self.kwargs.get("do_not_specialize") or ())
+            return stock(self, *args, grid=grid, warmup=warmup or not run, **kwargs)
 
-    def chosen(kind):
-        def choose(self, *args, **kwargs):
-            launches.add(run_time(self, "launch"))
-            return stock[kind](self, *args, **kwargs)
+        return launch
 
-        return choose
+    def calls(record):  # the original, after its owner was recorded
+        return lambda stock: lambda self, *args, **kwargs: (record(self), stock(self, *args, **kwargs))[1]
 
-    places = {
-        JITFunction: ("run", compiled),
-        InterpretedFunction: ("run", interpreted),
-        CompiledKernel: ("__getitem__", again),
-        **{kind: ("run", chosen(kind)) for kind in CHOOSERS},
-    }
-    stock = {owner: getattr(owner, name) for owner, (name, _) in places.items()}
+    chosen = calls(lambda chooser: launches.add(run_time(chooser, "launch")))
+    methods = [(JITFunction, "run", compiled), (InterpretedFunction, "run", interpreted)]
+    methods += [(CompiledKernel, "__getitem__", calls(launches.compiled)), *((c, "run", chosen) for c in CHOOSERS)]
     with contextlib.ExitStack() as undo:
-        for owner, (name, ours) in places.items():
-            undo.callback(setattr, owner, name, stock[owner])
-            setattr(owner, name, ours)
-        undo.enter_context(_dispatched("torch._dynamo" in sys.modules)(launches))
+        for owner, name, wrap in methods:
+            undo.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        undo.enter_context(_dispatch_mode(launches))
         yield launches

@@ -1,15 +1,15 @@
-"""The AST half of the static audit: what the source of kernels, and of the Python around them, shows.
+"""Scans the source of kernels, and of the Python around them, for atomics, scatters, autotuners and unsafe reductions.
 
-Names are looked up as objects, so an alias of `tl.atomic_add` hides nothing, and what a launch passes is followed into
-the kernel through assignments, calls and fields. A reduction is a loop that hands on a value made of loaded data. It
-is found where its range depends on `num_programs`, on the number of multiprocessors, or on a number that the rows
-chose: one compared with them, looked up or divided by them, or a share of them times a program id. The rows themselves
-may end a range, and the tile of a pure `acc = tl.dot(a, b, acc)` chain may be chosen freely: on sm_90 it changes no
-bit. Every size of a tensor that is not known to be a later one counts as rows.
+Names are resolved to objects, so an alias of `tl.atomic_add` hides nothing; a launch's arguments are followed into the
+kernel through assignments, calls and fields. A reduction is a loop that carries a value made of loaded data. It is
+reported where its range depends on `num_programs`, on the number of multiprocessors, or on a number that the row count
+chose: by a comparison, a lookup or a division, or as a share of the rows times a program id. The row count itself may
+end a range. The tile of a pure `acc = tl.dot(a, b, acc)` chain may depend on rows: on sm_90 it changes no bit. Every
+tensor size that is not known to be a later dimension counts as rows.
 
-Not decided, and left to the invariance audit: a sum that Python cuts by slicing or by choosing between two launches;
-bounds and accumulators in memory; num_warps or the block of a `tl.sum` chosen by rows; torch's own matmul and sum. Not
-followed: what passes through a function given as an argument.
+Left to the invariance audit: a sum that Python cuts by slicing or by choosing between two launches; bounds and
+accumulators in memory; num_warps or the block of a `tl.sum` chosen by rows; torch's own matmul and sum; functions
+passed as arguments.
 """
 
 import ast
@@ -36,19 +36,19 @@ from bi_kernels.audit.static.function import Function, package_of, reachable, un
 
 
 def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
-    """Returns what the AST shows of functions, kernels, classes or whole modules, of all that they name in their own
-    package, and of every kernel that they name in any. The sizes of what is called one of `parameters` are no rows."""
+    """Returns the findings in functions, kernels, classes or modules, in all that they name in their package, and in
+    every kernel that they name. The sizes of tensors named in `parameters` are no row counts."""
     functions, findings = reachable(subjects)
     findings += (x for f in functions for x in _forbidden(f))
     flow = Flow(functions, parameters)
     reductions = [x for f in flow.calls.values() if f.kernel for x in f.reductions()]
     reductions.sort(key=lambda x: REDUCTIONS.index(x.kind), reverse=True)
-    findings += {(x.function, x.line): x for x in reductions}.values()  # of every loop the first kind that fits
+    findings += {(x.function, x.line): x for x in reductions}.values()  # the first kind that fits, a loop
     return sorted(set(findings), key=lambda x: (x.function, x.line, x.kind, x.code, x.level))
 
 
 def _forbidden(f: Function) -> Iterator[Finding]:
-    """Atomics, unordered scatters and autotuners, by what they are; by name where the owner is not known."""
+    """Yields atomics, unordered scatters and autotuners, by object, or by name where the owner is not known."""
     for n in ast.walk(f.node):
         if isinstance(n, (ast.Name, ast.Attribute, ast.Constant)):
             known = [n.value] if isinstance(n, ast.Constant) else f.objects(n)

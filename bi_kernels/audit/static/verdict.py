@@ -1,7 +1,11 @@
-"""The verdict of the static audit: what source, PTX and SASS show of all that a subject's judging launched."""
+"""Verdicts of the static audit: no atomics and no order that the device decides, in source, PTX and SASS."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from itertools import product
+
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit.evidence.drift import Drift
 from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Auditable, Row
@@ -9,29 +13,35 @@ from bi_kernels.audit.static.binary import distinct, examined
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.source import source
+from bi_kernels.contract import DTYPES
 
 STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
+PACKAGE = "bi_kernels."
+AUDITOR = f"{PACKAGE}audit."
+EVERY = "every kernel"  # stands for the op in a whole run's row
 
 
 def atomics_free(
     judged: Sequence[tuple[Auditable, Launches]], levels: Sequence[str] = ("",), required: bool = True
 ) -> tuple[list[Row], list[Variant]]:
-    """Judges each candidate's source and every variant that its judging launched: a row a subject, and all variants,
-    each of them once. levels: a row for each instead, of what is found at that level alone. required: False makes
-    source that cannot be read, and a kernel that no other process can compile, unsupported instead of a needs-fix."""
+    """Checks each candidate's source and every variant that it launched; returns a row a subject, and all variants.
+
+    levels: a row for each instead, of the findings at that level alone. required=False makes source that cannot be
+    read, and a kernel that no other process can compile, unsupported instead of needs-fix.
+    """
     unseen = NEEDS_FIX if required else UNSUPPORTED
     every = Launches()
     for _, launches in judged:
         every.variants.update(launches.variants)
-    found = examined(every)
+    examined_variants = examined(every)
     sources = {function: source(function) for function in {s.function for s, _ in judged}}
     rows = []
     for (subject, launches), level in product(judged, levels):
-        variants = [found[key] for key in launches.variants]
-        mine = lambda found: [f for f in found if level in ("", f.level)]
-        around = mine([*sources[subject.function], *launches.findings])
-        wrong = [v for v in variants if mine(v.findings)]
-        findings = list(dict.fromkeys([*around, *(f for v in wrong for f in mine(v.findings))]))
+        variants = [examined_variants[key] for key in launches.variants]
+        at_level = lambda findings: [f for f in findings if level in ("", f.level)]
+        around = at_level([*sources[subject.function], *launches.findings])
+        wrong = [v for v in variants if at_level(v.findings)]
+        findings = list(dict.fromkeys([*around, *(f for v in wrong for f in at_level(v.findings))]))
         if findings:
             detail = "; ".join(map(str, findings[:3]))
             verdict = NEEDS_FIX if any(f.kind != UNREADABLE for f in findings) else unseen
@@ -46,4 +56,36 @@ def atomics_free(
         row = subject.row(STATIC, LEVELS, drift, verdict=verdict, inputs="", detail=detail)
         row.max_abs = row.max_rel = row.max_ulp = None
         rows.append(row)
-    return rows, distinct(found.values())
+    return rows, distinct(examined_variants.values())
+
+
+def compiled_variants(known: Collection[str] = ()) -> dict[str, Variant]:
+    """Returns {hash: Variant} of the package's kernels that this process compiled, except the known hashes.
+
+    Reads the caches that Triton keeps on each kernel, since recording would turn the fast launch off.
+    """
+    modules = [m for name, m in [*sys.modules.items()] if name.startswith(PACKAGE) and not name.startswith(AUDITOR)]
+    kernels = {kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, JITFunction)}
+    caches = [cache for kernel in kernels for cache, *_ in kernel.device_caches.values()]
+    compiled = {k.hash: k for cache in caches for k in cache.values() if isinstance(k, CompiledKernel)}
+    return examined(Launches({name: k for name, k in compiled.items() if name not in known}), only_compiled=True)
+
+
+def judge_whole_run(session) -> list[Row]:
+    """Returns the row of every kernel variant that a session's run launched so far, in any process, and keeps the
+    variants in the session. Returns no row on the interpreter, where nothing is compiled."""
+    if not session.on_gpu or session.candidate.spec != "bi_kernels":
+        return []
+    session.launched |= compiled_variants(session.launched)
+    session.variants = distinct(session.launched.values())
+    wrong = [v for v in session.variants if v.findings]
+    names = ", ".join(sorted({v.kernel for v in session.variants}))
+    detail = f"{len(session.variants)} variants compiled in the whole run, of {names or 'no kernel'}"
+    if wrong:
+        detail = "; ".join(dict.fromkeys(str(f) for v in wrong for f in v.findings[:3]))
+    dtype = "all" if session.dtypes == [*DTYPES] else session.dtypes[0]
+    label = (session.audit, EVERY, "", "bi_kernels", dtype, session.device_name, STATIC, LEVELS, "", "", 0)
+    row = Row(*label, verdict=PASS if session.variants and not wrong else NEEDS_FIX, detail=detail)
+    row.mismatches, row.elements, row.repro = len(wrong), len(session.variants), session.command
+    row.first_failing_op = wrong[0].kernel if wrong else None
+    return [row]

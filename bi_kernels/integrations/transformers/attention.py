@@ -18,13 +18,15 @@ PAGED = "bi_kernels_flash"  # continuous batching makes no dense mask, and captu
 
 
 def padding_mask(*args, attention_mask: Tensor | None = None, **kwargs) -> Tensor | None:
-    """Returns the padding mask as it is, in the place of the mask that Transformers would make of it."""
+    """Returns the padding mask unchanged, where Transformers would make a dense mask of it."""
     return attention_mask
 
 
 def _stored(t: Tensor) -> tuple[Tensor, int]:
-    """Returns a cache's (batch, heads, stored, D) as (rows, heads, D) without a copy, and how far sequences lie apart;
-    the rows of a sequence's later heads are counted too, and belong to none."""
+    """Views a cache (batch, heads, stored, D) as (rows, heads, D); returns it and the rows between sequences.
+
+    Rows of a sequence's later heads are counted too, and belong to none.
+    """
     batch, heads, stored, width = t.shape
     if not t.is_contiguous():
         t = t.contiguous()
@@ -59,8 +61,7 @@ def attention(
     window: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Returns the output (batch, length, heads, D) of the new q, k and v (batch, length, heads, D), which the cache,
-    if there is one, is given first."""
+    """Returns the output (batch, length, heads, D) of new q, k and v of that shape, after an update of the cache."""
     q, k, v = _autocast(q, k, v)
     shape, flat = q.shape, lambda t: t.reshape(-1, *t.shape[-2:])
     if cache is not None:
@@ -93,8 +94,10 @@ def paged_attention(
     window: int | None = None,
     **given,
 ) -> Tensor:
-    """Returns the output of a step of continuous batching, of q, k and v (1, tokens, heads, D): the paged cache gets
-    the new keys, and hands out those that each request sees, one request after another."""
+    """Returns the output of a step of continuous batching for q, k and v (1, tokens, heads, D).
+
+    The paged cache stores the new keys and returns those that each request sees, one request after another.
+    """
     if given.get("block_table") is not None:
         raise ValueError("attention: a block_table is given, expected max_blocks_per_request=0")
     given = dict(given)
@@ -126,7 +129,7 @@ def paged_attention(
 
 
 def not_applied(module: nn.Module, *args, **kwargs) -> None:
-    """Raises ValueError: the attention of an applied model is its layers' own, that of its configuration none."""
+    """Raises ValueError: only the layers of an applied model have our attention, not its configuration."""
     raise ValueError(
         f"{NAME}: a {type(module).__name__} got the configuration of an applied model; call apply on its own model, or "
         "set another attn_implementation"

@@ -1,10 +1,9 @@
-"""Gradients of a model whose user knows no `main_grad`: the folds go on in fp32, `.grad` is what the optimizer expects.
+"""Folds gradients in fp32 for a user who knows only `.grad`: clipping and any optimizer work as usual.
 
-A backward begins where the gradient reaches an output of the model. Each parameter that the call used is then opened:
-its fold goes on if `.grad` is what the last backward left there; it starts anew from what stands there else, from zero
-where `zero_grad` dropped or zeroed it. When the backward ends, `.grad` gets the whole fold, rounded once, and what
-autograd itself added meanwhile. So clipping, any optimizer, and gradients that a user sets or scales work as ever.
-A parameter that a MainGrads holds is left to it: its folds are the step's, or its groups'.
+A backward begins where the gradient reaches an output of the model, and opens each parameter that the call used. Its
+fold continues if `.grad` is what the last backward left; else it restarts from `.grad`, or from zero after `zero_grad`.
+When the backward ends, `.grad` gets the fold, rounded once, and what autograd itself added. A parameter that a
+MainGrads holds is left to it.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,12 @@ LEAVES = 4  # that a plain backward() reaches, where backward(inputs=...) may re
 
 
 class _Fold:
-    """What is remembered of a parameter between two backward passes."""
+    """A parameter's state between two backward passes."""
 
     def __init__(self):
         self.uses: set[str] = set()  # buffers into which its ops accumulate
-        self.task = -1  # of autograd's, in which it was opened last
-        self.mark: object = None  # that `.grad` bears as it was left, at which version
+        self.task = -1  # autograd's, in which it was opened last
+        self.mark: object = None  # on the `.grad` that the last backward left, at `version`
         self.version = -1
 
 
@@ -43,14 +42,14 @@ def _fits(p: nn.Parameter, name: str) -> bool:
 
 
 def buffer(p: nn.Parameter, name: str = "main_grad") -> Tensor:
-    """Returns the fp32 buffer of a parameter, a new one where it has none or has moved."""
+    """Returns a parameter's fp32 buffer, a new one if it has none or has moved."""
     if not _fits(p, name):
         setattr(p, name, torch.zeros(p.shape, dtype=torch.float32, device=p.device))
     return getattr(p, name)
 
 
 def forget(p: nn.Parameter) -> None:
-    """Removes all that is kept with a parameter; `.grad` stays."""
+    """Removes the buffers and the state of a parameter; `.grad` stays."""
     if hasattr(p, STATE):
         for name in (*BUFFERS, STATE):
             if hasattr(p, name):
@@ -74,7 +73,7 @@ def _next(node: Node) -> tuple[Node, ...]:
 
 
 def _reached(node: Node) -> bool | None:
-    """Returns whether the backward that runs comes to a node; None for a leaf whose gradient autograd.grad returns."""
+    """Tells whether the running backward reaches a node; None for a leaf whose gradient autograd.grad returns."""
     try:
         return will_run(node)
     except RuntimeError:
@@ -82,8 +81,8 @@ def _reached(node: Node) -> bool | None:
 
 
 def _wanted(nodes: tuple[Node, ...]) -> str:
-    """Returns whose gradients the backward that runs computes at these nodes and behind them: "all", "some", or, where
-    autograd.grad was asked for an output's and ends there, "none". The leaves that lie nearest tell."""
+    """Returns whether the running backward computes "all" or "some" gradients behind these nodes, by the nearest
+    leaves; "none" where autograd.grad ends at an output."""
     todo, known, leaves = [nodes], set(), 0
     for nodes in todo:  # of one op; grows
         reached = [_reached(node) for node in nodes]
@@ -111,8 +110,8 @@ class Folds:
         self.opened: list[tuple[nn.Parameter, Tensor | None]] = []  # with its `.grad` before
 
     def use(self, p: nn.Parameter | None, embedding: bool = False) -> None:
-        """Notes that an op whose gradient is wanted reads a parameter. Raises ValueError for one with hooks of its own:
-        they would never be called."""
+        """Registers a parameter that an op reads. Raises ValueError for one with gradient hooks, which autograd would
+        not call."""
         if p is None or not p.requires_grad or not torch.is_grad_enabled():
             return
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
@@ -134,7 +133,7 @@ class Folds:
                 self._open([p])
 
     def cast(self, p: nn.Parameter | None, dtype: torch.dtype) -> Tensor | None:
-        """Returns a parameter in a dtype; the gradient of another than its own goes into the parameter's buffer."""
+        """Returns a parameter in a dtype; the gradient of a cast goes into the parameter's buffer."""
         self.use(p)
         if p is None or p.dtype == dtype:
             return p
@@ -147,7 +146,7 @@ class Folds:
         return cast
 
     def attach(self, out: object) -> None:
-        """Watches the outputs of the call for the gradient that begins its backward."""
+        """Hooks the call's outputs, where its backward begins."""
         if torch.is_grad_enabled():
             for t in tensors(out):
                 if t.requires_grad and t.grad_fn is not None:
@@ -181,9 +180,8 @@ class Folds:
             names = [n for n in BUFFERS if hasattr(p, n) or n == "main_grad" or len(fold.uses) > 1]
             fits = all(_fits(p, n) for n in names if n == "main_grad" or hasattr(p, n))
             buffers = [buffer(p, n) for n in names]
-            if not (
-                fits and fold.mark and getattr(before, STATE, None) is fold.mark and before._version == fold.version
-            ):
+            left = fold.mark and getattr(before, STATE, None) is fold.mark and before._version == fold.version
+            if not (fits and left):
                 anew += buffers if before is None else buffers[1:]
                 if before is not None:
                     p.main_grad.copy_(before)

@@ -1,9 +1,10 @@
-"""Which sequences a model's call holds, and where: read once a call from its mask, its positions or its cu_seqlens."""
+"""Reads where the sequences of a model's call lie, once a call, from its mask, its positions or its cu_seqlens."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -19,7 +20,7 @@ _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None
 
 
 def current() -> "Call | None":
-    """Returns the call of a model that is being computed."""
+    """Returns the model call that is running."""
     return _current.get()
 
 
@@ -29,26 +30,23 @@ def dense(sequences: int, length: int) -> TokenLayout:
     return TokenLayout.padded([length] * sequences, length)
 
 
+@dataclass(eq=False)
 class Call(ContextDecorator):
     """The sequences of one call, in rows of `length` tokens behind `past` ones of a cache, or packed in one row.
 
-    Entered by the model, and again wherever checkpointing computes a layer once more.
+    The model enters it, and so does checkpointing wherever it computes a layer again.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        length: int,
-        past: int | Tensor = 0,
-        spans: tuple[Tensor, Tensor] | None = None,
-        cu_seqlens: Tensor | None = None,
-        paged: Mapping | None = None,
-        layout: TokenLayout | None = None,
-    ):
-        self.batch, self.length, self.past, self.spans, self.layout = batch, length, past, spans, layout
-        self.cu_seqlens, self.paged, self.folds = cu_seqlens, paged, Folds()
-        self._known: dict[tuple, Sequences] = {}
-        self._outer: list = []
+    batch: int
+    length: int
+    past: int | Tensor = 0
+    spans: tuple[Tensor, Tensor] | None = None  # each row's first token and the end of its last; None without padding
+    cu_seqlens: Tensor | None = None
+    paged: Mapping | None = None
+    layout: TokenLayout | None = None
+    folds: Folds = field(default_factory=Folds)
+    _known: dict[tuple, Sequences] = field(default_factory=dict)
+    _outer: list = field(default_factory=list)
 
     def __enter__(self) -> "Call":
         layout = self.layout or nullcontext()
@@ -62,7 +60,7 @@ class Call(ContextDecorator):
         layout.__exit__(*error)
 
     def within(self, function: Callable) -> Callable:
-        """Returns `function`, computed in this call wherever it is called."""
+        """Wraps a function to run in this call."""
         return self(function)
 
     @property
@@ -92,7 +90,7 @@ class Call(ContextDecorator):
         return following
 
     def sequences(self, stored: int, stride: int, device: torch.device) -> Sequences:
-        """Returns where attention's sequences lie, of keys of which `stored` are kept a row, rows `stride` apart."""
+        """Returns attention's sequences, for `stored` keys a row, rows `stride` apart."""
         if (stored, stride) not in self._known:
             make = self._packed if self.cu_seqlens is not None else self._rows
             self._known[stored, stride] = make(stored, stride, device)
@@ -104,7 +102,7 @@ class Call(ContextDecorator):
         return Sequences(first, lengths, first, lengths, None, 0, self.batch * self.length, True, True)
 
     def _rows(self, stored: int, stride: int, device: torch.device) -> Sequences:
-        """A cache holds the last `stored` tokens of a row, or, if static, has room for so many."""
+        """A cache holds the last `stored` tokens of a row, or has room for so many if it is static."""
         row = torch.arange(self.batch, dtype=torch.int32, device=device)
         total = self.past + self.length
         begin, end = self.spans or (torch.zeros_like(row), torch.zeros_like(row) + total)
@@ -123,10 +121,10 @@ class Call(ContextDecorator):
 def trimmed(
     first_q: Tensor, length_q: Tensor, first_k: Tensor, length_k: Tensor, dropped: Tensor, most: int, full_q: bool
 ) -> Sequences:
-    """Returns sequences of whose keys a window's cache keeps the last ones, as pages of one key.
+    """Returns sequences, as pages of one key, for a window's cache that keeps only the last keys.
 
-    The fold over keys is anchored at absolute positions: so `dropped` keys are counted, but for whole splits, and the
-    window hides them.
+    The fold over keys is anchored at absolute positions, so `dropped` keys count, except whole splits; the window hides
+    them.
     """
     shift = dropped % SCHEDULE.split
     at = torch.arange(SCHEDULE.split - 1 + most, dtype=torch.int32, device=first_k.device)
@@ -141,7 +139,7 @@ def _wrong(name: str, value: object, expected: str) -> ValueError:
 
 
 def _padding_mask(mask: object) -> Tensor | None:
-    """Returns a padding mask (batch, tokens), or None; what `generate` prepared holds one a kind of layer."""
+    """Returns a padding mask (batch, tokens), or None; `generate` prepares a dict of one for each kind of layer."""
     if isinstance(mask, Mapping):
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:
@@ -152,16 +150,22 @@ def _padding_mask(mask: object) -> Tensor | None:
     return mask
 
 
-def _check_ends(name: str, ends: object) -> None:
+def _checked_ends(name: str, ends: object, mask: Tensor | None, batch: int, length: int) -> list[int] | None:
+    """Returns cu_seqlens as a list, None where only the device knows them. Raises TypeError and ValueError."""
     if not isinstance(ends, Tensor):
         raise TypeError(f"apply: {name} is a {type(ends).__name__}, expected a torch.Tensor (sequences + 1,)")
     if ends.dim() != 1 or not len(ends) or not integers(ends):
         given = f"of shape {tuple(ends.shape)} and dtype {ends.dtype}"
         raise _wrong(f"{name} is", given, "integers (sequences + 1,)")
+    known = ends.tolist() if can_wait(ends) else None
+    if batch != 1 or mask is not None or known and (known[0] or known[-1] != length or known != sorted(known)):
+        where = f"{known} for tokens {(batch, length)}" + (" and an attention_mask" if mask is not None else "")
+        raise _wrong(f"{name} is", where, "sequences that fill one row, unmasked")
+    return known
 
 
 def _seen(cache: object) -> int | Tensor:
-    """Returns how many tokens of a row a cache holds; a tensor where only the device knows."""
+    """Returns the number of tokens of a row in a cache; a tensor where only the device knows."""
     if cache is None:
         return 0
     lengths = [layer.get_seq_length() for layer in cache.layers] if hasattr(cache, "layers") else []
@@ -197,7 +201,9 @@ def _spans(mask: Tensor, batch: int, length: int, past: int | Tensor) -> tuple[T
 
 
 def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:
-    """Returns cu_seqlens where the positions of a row restart, None where none does."""
+    """Returns cu_seqlens where the positions of a row restart, None where none does. Raises ValueError."""
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
+        raise _wrong("position_ids has shape", tuple(positions.shape), f"({batch}, {length})")
     starts = torch.ones(batch, length, dtype=torch.bool, device=positions.device)
     starts[:, 1:] = positions.expand(batch, -1).diff(dim=1) != 1
     if not can_wait(starts):
@@ -206,9 +212,18 @@ def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:
     return None if len(at) == batch else [*at, batch * length]
 
 
+def _padded_layout(spans: tuple[Tensor, Tensor] | None, batch: int, length: int, past: int | Tensor) -> TokenLayout:
+    """Returns the layout of padded rows behind `past` tokens of a cache."""
+    if spans is None:
+        return dense(batch, length)
+    begin, end = ((t - int(past)).clamp(min=0).tolist() for t in spans)
+    starts = [i * length + min(b, e) for i, (b, e) in enumerate(zip(begin, end))]
+    return TokenLayout(starts, [max(e - b, 0) for b, e in zip(begin, end)], batch * length)
+
+
 def _cleared(cache: object) -> None:
-    """Fills a new paged cache with zeros, as later releases of Transformers do. 5.17 warms up on whatever its memory
-    held: where that is NaN it samples from NaN, which on a GPU ends the process."""
+    """Fills a new paged cache with zeros, as later releases of Transformers do. 5.17 warms up on uninitialised memory,
+    and sampling from NaN ends the process on a GPU."""
     shared = getattr(getattr(cache, "_block_manager", None), "_hash_to_id", None)  # prefixes that it holds already
     if not shared and not getattr(cache, "bi_kernels_cleared", False):
         cache.bi_kernels_cleared = True
@@ -227,8 +242,8 @@ def read(
     cu_seqlens: Tensor | None = None,
     **rest,
 ) -> Call:
-    """Returns the call that a model's arguments describe; cu_seqlens is cu_seq_lens_q under the name that `logprobs`
-    gives it. Raises TypeError and ValueError with one sentence where they contradict."""
+    """Returns the call that a model's arguments describe; `cu_seqlens` is `logprobs`' name for cu_seq_lens_q. Raises
+    TypeError and ValueError with one sentence where they contradict each other."""
     x = input_ids if inputs_embeds is None else inputs_embeds
     if x is None:
         return Call(0, 0)  # the model says so itself
@@ -237,34 +252,18 @@ def read(
         _cleared(cache)
         room = getattr(cache, "max_tokens_read", None) or cache.num_blocks * cache.block_size  # of older releases
         return Call(batch, length, paged={"cu_seq_lens_q": cu_seq_lens_q, "position_ids": position_ids, "room": room})
-    past = _seen(past_key_values)
-    mask = _padding_mask(attention_mask)
-    ends, name = None, "cu_seqlens"
-    if cu_seqlens is None:
-        cu_seqlens, name = cu_seq_lens_q, "cu_seq_lens_q"
+    past, mask, ends = _seen(past_key_values), _padding_mask(attention_mask), None
+    name = "cu_seq_lens_q" if cu_seqlens is None else "cu_seqlens"
+    cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None:
-        _check_ends(name, cu_seqlens)
-        ends = cu_seqlens.tolist() if can_wait(cu_seqlens) else None
-        if batch != 1 or mask is not None or ends and (ends[0] or ends[-1] != length or ends != sorted(ends)):
-            where = f"{ends} for tokens {(batch, length)}" + (" and an attention_mask" if mask is not None else "")
-            raise _wrong(f"{name} is", where, "sequences that fill one row, unmasked")
+        ends = _checked_ends(name, cu_seqlens, mask, batch, length)
     elif mask is None and position_ids is not None and isinstance(past, int) and not past and length > 1:
-        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
-            raise _wrong("position_ids has shape", tuple(position_ids.shape), f"({batch}, {length})")
         ends = _restarts(position_ids, batch, length)
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=x.device)
     if cu_seqlens is not None:
         return Call(batch, length, cu_seqlens=cu_seqlens, layout=TokenLayout.packed(ends) if trains and ends else None)
     spans = None if mask is None else _spans(mask.to(x.device), batch, length, past)
-    if not trains:
-        return Call(batch, length, past, spans)
-    if spans is None:
-        return Call(batch, length, past, None, layout=dense(batch, length))
-    before = int(past)
-    rows = [(max(b - before, 0), max(e - before, 0)) for b, e in zip(*(t.tolist() for t in spans))]
-    starts = [i * length + min(b, e) for i, (b, e) in enumerate(rows)]
-    layout = TokenLayout(starts, [max(e - b, 0) for b, e in rows], batch * length)
-    return Call(batch, length, past, spans, layout=layout)
+    return Call(batch, length, past, spans, layout=_padded_layout(spans, batch, length, past) if trains else None)
 
 
 @lru_cache(maxsize=64)
@@ -273,7 +272,7 @@ def _signature(forward: Callable) -> inspect.Signature:
 
 
 def arguments(forward: Callable, *args, **kwargs) -> tuple[inspect.BoundArguments, dict]:
-    """Returns the arguments of a model's forward, bound, and all by their names."""
+    """Returns the bound arguments of a model's forward, and a dict of all by name."""
     bound, given = _signature(forward).bind_partial(*args, **kwargs), {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind

@@ -1,7 +1,7 @@
-"""The modules that `apply` puts in: subclasses of the classes whose place they take, with our ops in forward.
+"""The modules that `apply` puts in: subclasses of the classes that they replace, with our ops in forward.
 
-A module is swapped by its `__class__`, so its parameters, buffers, hooks and names stay what they are, and `restore`
-only gives it its class back. Dtypes follow autocast as torch's own ops do.
+`apply` changes a module's `__class__`, so its parameters, buffers, hooks and names stay. Dtypes follow autocast as
+torch's own ops do.
 """
 
 import functools
@@ -28,14 +28,13 @@ def _ops(module: nn.Module):
 
 
 def _folds() -> tuple[Folds, bool]:
-    """Returns the folds of the model's call, or new ones for a module that is called alone, and whether they are."""
+    """Returns (the folds of the model's call, False), or (new ones, True) for a module that is called alone."""
     call = current()
     return (Folds(), True) if call is None else (call.folds, False)
 
 
 def _rows(lead: torch.Size) -> TokenLayout | nullcontext:
-    """Returns the layout of a module's input (…, features) where it holds other rows than its call has tokens, as
-    embedded positions do: sequences without padding."""
+    """Returns the layout of an input whose rows are not the call's tokens, as embedded positions: no padding."""
     call = current()
     if call is None or call.layout is None or call.layout.rows == lead.numel():
         return nullcontext()
@@ -109,8 +108,8 @@ class Rotary(Swapped):
         return table, position_ids.expand(x.shape[:2]).contiguous()
 
     def frequencies(self) -> Tensor:
-        """Returns the module's frequencies; those that a CPU computes in fp32, where the module's are the same but for
-        a cast of the model, or for the last bits of the device on which it was built."""
+        """Returns the module's frequencies, or the CPU's in fp32 where the module's differ only by a cast of the model
+        or in the last bits."""
         given = self.inv_freq.detach().cpu()
         make = self.compute_default_rope_parameters
         exact = (make if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type])(self.config)[0].cpu()

@@ -1,4 +1,4 @@
-"""An applied model over ranks that share each weight: which module's weight is cut how, and the ops that compute it."""
+"""Shares each weight of an applied model over ranks: how weights are cut, and the ops that compute with them."""
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ class _Head:
 
 
 def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, object], dict[nn.Parameter, ShardSpec]]:
-    """Returns the ops of each module that has others than one rank's, and how parameters are cut. Raises ValueError."""
+    """Returns {module: its ops} and {parameter: its cut}. Raises ValueError."""
     owner, head = causal_lm(model)
     if head is None:
         raise ValueError(
@@ -44,8 +44,8 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
 
 
 def share(model: nn.Module, parallel: TensorParallel) -> None:
-    """Leaves of every weight this rank's rows, in place. Raises ValueError, before any is cut, where the ranks cannot
-    share one, or have other models."""
+    """Cuts every weight to this rank's rows, in place. Raises ValueError, before any is cut, where the ranks cannot
+    share one, or have different models."""
     shapes = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()}
     parallel.agree({"model": type(model).__name__, "parameters": shapes})
     ops, cuts = _cuts(model, parallel)
@@ -57,7 +57,7 @@ def share(model: nn.Module, parallel: TensorParallel) -> None:
 
 
 def gather(model: nn.Module) -> None:
-    """Gives every rank its weights back whole, and their `.grad`, in place, and the modules one rank's ops."""
+    """Makes weights and their `.grad` whole again, in place, and gives modules back the ops of one rank."""
     parallel = model.__dict__.get(OPS)
     for p in model.parameters() if parallel is not None else ():
         if hasattr(p, "cut"):

@@ -1,4 +1,4 @@
-"""Which modules of a model are swapped, which are left, and why: all of them or none, and back again."""
+"""`apply` swaps a model's modules for ours, all or none, and reports what is left; `restore` swaps them back."""
 
 import warnings
 
@@ -65,16 +65,13 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
         if not p.requires_grad:
             report.folded[name] = "frozen"
         elif not all(kind in PARAMETERS for kind in at):
-            report.others[name] = f"its {_owner(report, owners[id(p)][0])} is PyTorch's"
+            owner = report.kinds[owners[id(p)][0].rpartition(".")[0]]
+            report.others[name] = f"its {owner} is PyTorch's"
         elif len(at) > 1 and sorted(k.__name__ for k in at) != ["Embedding", "Linear"]:
             report.others[name] = f"{' and '.join(owners[id(p)][:2])} share it"
         else:
             report.folded[name] = "tied" if len(at) > 1 else "fp32 fold"
     return report
-
-
-def _owner(report: Report, parameter: str) -> str:
-    return report.kinds[parameter.rpartition(".")[0]]
 
 
 def apply(

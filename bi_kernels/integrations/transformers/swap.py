@@ -1,4 +1,4 @@
-"""A module takes our forward by its class: a subclass of its own, of the same name, until `restore`."""
+"""Swaps a module's class for a subclass with our forward and the same name, until `restore`."""
 
 import functools
 
@@ -9,7 +9,7 @@ OPS = "bi_kernels_ops"  # of a module whose weight ranks share; see ranks.py
 
 
 class Swapped:
-    """In the place of `replaces`, of which it is a subclass too."""
+    """The base of a class that takes the place of `replaces`, and subclasses it too."""
 
     replaces: type[nn.Module]
     kind: type["Swapped"]  # what is put in, whatever it replaces
@@ -17,11 +17,11 @@ class Swapped:
 
     @classmethod
     def members(cls, replaces: type[nn.Module]) -> dict:
-        """Returns what the class that takes the place of `replaces` has besides."""
+        """Returns more members of the class that takes the place of `replaces`."""
         return {}
 
     def __new__(cls, *args, **kwargs) -> nn.Module:
-        """Returns a new module of the class that was replaced, as `type(model)(config)` is meant."""
+        """Returns a new module of the replaced class, so that `type(model)(config)` works."""
         return cls.replaces(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
@@ -37,22 +37,22 @@ def _made_again(replaces: type[nn.Module], kind: type[Swapped]) -> nn.Module:
 
 @functools.cache
 def swapped(replaces: type[nn.Module], kind: type[Swapped]) -> type[nn.Module]:
-    """Returns the class of a kind that takes the place of another, under its name."""
+    """Returns the class of a kind that takes the place of `replaces`, under its name."""
     body = {"replaces": replaces, "kind": kind}
     body |= {"__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
     return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
 
 
 def causal_lm(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Returns the module within a model that has a head, None where none is swapped; and the head, None unless all of
-    the architecture is swapped and the head is a linear without bias."""
+    """Returns (the swapped module with a head, or None; its head, or None unless the architecture is swapped whole and
+    the head is a linear without bias)."""
     owner = next((m for m in model.modules() if isinstance(m, Swapped) and hasattr(m, "get_output_embeddings")), None)
     head = None if owner is None else owner.get_output_embeddings()
     return owner, head if isinstance(head, Swapped) and owner.whole and head.bias is None else None
 
 
 def remember_parts(model: nn.Module) -> None:
-    """Remembers the modules within a model; it refers to none above them, so that a dropped model is freed at once."""
+    """Remembers the modules within a model, without a cycle, so that a dropped model is freed at once."""
     model.__dict__[PARTS] = [
         (name, isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential)), m._modules, dict(m._modules))
         for name, m in model.named_modules()
@@ -61,8 +61,8 @@ def remember_parts(model: nn.Module) -> None:
 
 
 def check_parts(op: str, model: nn.Module) -> None:
-    """Raises ValueError for a model in which a module has taken another's place since `apply`. Nothing that `apply` saw
-    calls one that was added beside them, except in a list of modules."""
+    """Raises ValueError if a module has taken another's place since `apply`. A module that was added beside them is
+    called by none that `apply` saw, except in a list of modules."""
     for name, is_list, now, before in model.__dict__.get(PARTS, ()):
         if now != before:
             for part in [*before, *now] if is_list else before:

@@ -1,6 +1,6 @@
-"""What limits a kernel, by the hardware's counters: Nsight Compute's, of one call of each op that misses a goal.
+"""Nsight Compute's hardware counters for one call of each op that misses a goal: what limits the kernel.
 
-ncu … python -m bi_kernels.audit.static.profiler      # what `counters` runs: a call of each case, and a marker after it
+`counters` runs `ncu … python -m benchmarks.profiler`, which calls each case and launches a marker kernel after it.
 """
 
 import csv
@@ -10,13 +10,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+
+import bi_kernels
+from bi_kernels.audit.parameters import CHECKOUT
 
 MOST = 300  # seconds that ncu may take
 MARKER = "spin_kernel"  # of torch.cuda._sleep
 SECTIONS = ("SpeedOfLight", "WarpStateStats", "Occupancy", "LaunchStats")
 STALLED = re.compile(r"smsp__average_warps?_issue_stalled_(\w+?)_per_issue_active\.ratio")
+NUMBER = re.compile(r"-?[\d,]+\.?\d*(?:[eE][+-]?\d+)?")
 SHOWN = {
     "µs": ("gpu__time_duration.sum", 1000),
     "SM %": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", 1),
@@ -30,22 +35,16 @@ SHOWN = {
 
 
 def _linear(m: int, n: int, k: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415  (the table of cases needs none of the ops)
-
     x, weight = _normal(m, k), _normal(n, k)
     return lambda: bi_kernels.linear(x, weight)
 
 
 def _prefill(sequences: int, length: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415
-
     q, k, v = _normal(sequences, length, 32, 128), *(_normal(sequences, length, 8, 128) for _ in range(2))
     return lambda: bi_kernels.attention(q, k, v)
 
 
 def _decode(sequences: int, keys: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415
-
     q, k, v = _normal(sequences, 1, 32, 128), *(_normal(sequences, keys, 8, 128) for _ in range(2))
     for _ in range(3):
         bi_kernels.attention(q, k, v)
@@ -56,15 +55,11 @@ def _decode(sequences: int, keys: int) -> Callable[[], object]:
 
 
 def _norm(width: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415
-
     x, weight = _normal(16384, width), _normal(width)
     return lambda: bi_kernels.rms_norm(x, weight)
 
 
 def _norm_backward(width: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415
-
     x, weight, dy = _normal(16384, width).requires_grad_(), _normal(width).requires_grad_(), _normal(16384, width)
     weight.main_grad = torch.zeros(width, device="cuda")
     y = bi_kernels.rms_norm(x, weight)
@@ -72,8 +67,6 @@ def _norm_backward(width: int) -> Callable[[], object]:
 
 
 def _embedding_backward(tokens: int, vocab: int, width: int) -> Callable[[], object]:
-    import bi_kernels  # noqa: PLC0415
-
     weight, dy = _normal(vocab, width).requires_grad_(), _normal(tokens, width)
     weight.main_grad = torch.zeros(vocab, width, device="cuda")
     y = bi_kernels.embedding((torch.rand(tokens, device="cuda") ** 6 * vocab).long(), weight)
@@ -81,15 +74,15 @@ def _embedding_backward(tokens: int, vocab: int, width: int) -> Callable[[], obj
 
 
 CASES: dict[str, Callable[[], Callable[[], object]]] = {
-    "linear, 1 × 128 × 8192": lambda: _linear(1, 128, 8192),
-    "linear, 135 × 320 × 28728": lambda: _linear(135, 320, 28728),
-    "attention, forward, 16 × 1024": lambda: _prefill(16, 1024),
-    "attention, forward, 1 × 16384": lambda: _prefill(1, 16384),
-    "decode, B 1, 4096 keys": lambda: _decode(1, 4096),
-    "rms_norm, forward, width 1024": lambda: _norm(1024),
-    "rms_norm, forward, width 8192": lambda: _norm(8192),
-    "rms_norm, backward, width 1024": lambda: _norm_backward(1024),
-    "embedding, backward, ids drawn unevenly": lambda: _embedding_backward(16384, 151936, 4096),
+    "linear, 1 × 128 × 8192": partial(_linear, 1, 128, 8192),
+    "linear, 135 × 320 × 28728": partial(_linear, 135, 320, 28728),
+    "attention, forward, 16 × 1024": partial(_prefill, 16, 1024),
+    "attention, forward, 1 × 16384": partial(_prefill, 1, 16384),
+    "decode, B 1, 4096 keys": partial(_decode, 1, 4096),
+    "rms_norm, forward, width 1024": partial(_norm, 1024),
+    "rms_norm, forward, width 8192": partial(_norm, 8192),
+    "rms_norm, backward, width 1024": partial(_norm_backward, 1024),
+    "embedding, backward, ids drawn unevenly": partial(_embedding_backward, 16384, 151936, 4096),
 }
 
 
@@ -121,9 +114,9 @@ def counters() -> list[dict]:
         raise RuntimeError("Nsight Compute (`ncu`) is not on the PATH: no counters were read")
     command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", *(word for section in SECTIONS for word in ("--section", section))]
-    command += [sys.executable, "-m", __name__]
+    command += [sys.executable, "-m", "benchmarks.profiler"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST, cwd=CHECKOUT)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"`ncu` had not ended after {MOST} s: no counters were read") from None
     found = list(read(done.stdout))
@@ -145,21 +138,12 @@ def read(text: str) -> Iterator[dict]:
         if MARKER in line["Kernel Name"]:
             case = next(cases, "")
             continue
-        stalls = {match[1]: _number(value) for name, value in line.items() if (match := STALLED.fullmatch(name or ""))}
-        shown = {name: _number(line.get(metric)) for name, (metric, _) in SHOWN.items()}
-        shown = {name: None if value is None else value / SHOWN[name][1] for name, value in shown.items()}
-        stalls = {name: value for name, value in stalls.items() if value is not None}
+        values = {name: float(v.replace(",", "")) for name, v in line.items() if name and NUMBER.fullmatch(v or "")}
+        shown = {name: values[metric] / unit if metric in values else None for name, (metric, unit) in SHOWN.items()}
+        stalls = {match[1]: v for name, v in values.items() if (match := STALLED.fullmatch(name))}
         worst = max(stalls, key=stalls.get, default="")
-        share = f"{stalls[worst] / sum(stalls.values()):.0%}" if worst and sum(stalls.values()) else ""
-        waits = f"{worst.replace('_', ' ')} {share}".strip()
-        yield {"case": case, "kernel": line["Kernel Name"]} | shown | {"waits for": waits}
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float((text or "").replace(",", ""))
-    except ValueError:
-        return None
+        share = f" {stalls[worst] / sum(stalls.values()):.0%}" if any(stalls.values()) else ""
+        yield {"case": case, "kernel": line["Kernel Name"]} | shown | {"waits for": worst.replace("_", " ") + share}
 
 
 if __name__ == "__main__":
