@@ -142,11 +142,23 @@ def fold_rows(
         programs = triton.cdiv(len(ids), MANY) if heavy else len(ids)
         block = min(blocks["BLOCK"], triton.next_power_of_2(width))
         if programs and width:
-            flags = {"HEAVY": heavy, "MANY": MANY, "EVEN": width % block == 0, "CONTINUES": continues}
-            sizes = len(out), width, -1 if padding_id is None else padding_id
             grid = (programs * triton.cdiv(width, block),)
-            given = dy, rows, ends, ids, out
-            _embedding_backward_kernel[grid](*given, *sizes, **flags, **{**blocks, "BLOCK": block})
+            padding = -1 if padding_id is None else padding_id
+            _embedding_backward_kernel[grid](
+                dy,
+                rows,
+                ends,
+                ids,
+                out,
+                len(out),
+                width,
+                padding,
+                HEAVY=heavy,
+                MANY=MANY,
+                EVEN=width % block == 0,
+                CONTINUES=continues,
+                **{**blocks, "BLOCK": block},
+            )
 
 
 def _save(ctx, inputs, y):

@@ -51,5 +51,4 @@ def fold_partials(partial: torch.Tensor, start: torch.Tensor | None, out: torch.
     """out = start, or else 0, + partial[0] + partial[1] + …: partial (slabs, width) fp32, start fp32."""
     slabs, width = partial.shape
     grid, continues = (triton.cdiv(width, FOLD["BLOCK"]),), start is not None
-    given = partial, start, out
-    _fold_partials_kernel[grid](*given, slabs, width, CONTINUES=continues, enable_fp_fusion=False, **FOLD)
+    _fold_partials_kernel[grid](partial, start, out, slabs, width, CONTINUES=continues, enable_fp_fusion=False, **FOLD)

@@ -168,11 +168,29 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
     slabs *= heads > 0
     partial = x.new_empty(slabs if needs_dw else 0, width, dtype=torch.float32)
     if slabs and width:
-        blocks, flags = _blocks(width), {"HAS_DH": dh is not None, "NEEDS_DX": dx is not None, "NEEDS_DW": needs_dw}
-        flags |= {"HEADS": heads, "SLAB": SLAB, "STAGES": _stages(blocks, x, dy, dh), "enable_fp_fusion": False}
-        given = x, aligned(weight), rstd, dy, None if dh is None else aligned(dh), slots, dx, partial
-        sizes = x.numel() // (width * heads), width, float(width)
-        _rms_norm_backward_kernel[(slabs,)](*given, *sizes, **flags, **blocks)
+        blocks, tokens = _blocks(width), x.numel() // (width * heads)
+        weight, dh = aligned(weight), None if dh is None else aligned(dh)
+        _rms_norm_backward_kernel[(slabs,)](
+            x,
+            weight,
+            rstd,
+            dy,
+            dh,
+            slots,
+            dx,
+            partial,
+            tokens,
+            width,
+            float(width),
+            HEADS=heads,
+            HAS_DH=dh is not None,
+            NEEDS_DX=dx is not None,
+            NEEDS_DW=needs_dw,
+            SLAB=SLAB,
+            STAGES=_stages(blocks, x, dy, dh),
+            enable_fp_fusion=False,
+            **blocks,
+        )
     return partial
 
 

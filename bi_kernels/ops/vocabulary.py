@@ -165,9 +165,10 @@ class Statistics:
         _block_kernel[grid](*given, *sizes, HAS_TARGETS=self.targets is not None, **self.shape)
 
     def merge(self) -> "Statistics":
-        grid, given = (triton.cdiv(self.rows, MERGE_ROWS),), (*self.parts, self.lse, self.entropy)
-        options = {"ROWS": MERGE_ROWS, "num_warps": 1, "enable_fp_fusion": False}
-        _merge_kernel[grid](*given, self.rows, self.blocks, **options)
+        grid, merged = (triton.cdiv(self.rows, MERGE_ROWS),), (self.lse, self.entropy)
+        _merge_kernel[grid](
+            *self.parts, *merged, self.rows, self.blocks, ROWS=MERGE_ROWS, num_warps=1, enable_fp_fusion=False
+        )
         return self
 
     def results(self, ignore_index: int) -> tuple[Tensor, Tensor]:
