@@ -164,7 +164,7 @@ def moved(group: dist.ProcessGroup) -> dict[str, bool]:
                 cuts = [slice(*pair) for pair in zip(ends, ends[1:])]
             turned = came(exchange.all_to_all_tokens(mine, group, cuts))
             found[f"turning {said}, {name}"] = turned.equal(torch.cat([x[cuts[rank]] for x in every], 1))
-            of_all = exchange.of_all(every[0][cuts[rank]], cuts, group)
+            of_all = exchange.gather_tokens(every[0][cuts[rank]], cuts, group)
             found[f"of all {said}, {name}"] = of_all.equal(every[0])
     every = [torch.randn(3, 4 * ranks, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
     recut = exchange.exchange(group, exchange.reshard(every[rank], group)).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What ranks exchange: whole tensors of every rank, byte for byte, so that no collective adds a number."""
+"""Exchanges tensors between ranks byte for byte, so that no collective adds a number."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -19,14 +19,15 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _wide(t: Tensor, columns: int) -> Tensor:
-    """Returns rows of so many numbers, or of multiples, as integers of 8 bytes if they can be: a strided copy takes
-    its time by the number."""
+    """Views rows of a multiple of `columns` numbers as int64 if it fits: a strided copy costs time per number."""
     return t.view(torch.int64) if columns * t.element_size() % 8 == 0 else t
 
 
 def exchange_async(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
-    """Begins to exchange what was moved; returns what waits for it and returns what came of each. Unless it is kept,
-    that is for what is launched next: see peers.py."""
+    """Begins moves; returns a function that waits for them and returns a tensor a move.
+
+    Without `kept` the tensors are valid only for what is launched next: see peers.py.
+    """
     if peers := peers_for(group, moves[0].x):
         return peers.exchange(moves, kept)
     waits = [_collective(group, move) for move in moves]
@@ -34,15 +35,15 @@ def exchange_async(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -
 
 
 def exchange(group: dist.ProcessGroup, move: Move, kept: bool = False) -> Tensor:
-    """Returns what came of one."""
+    """Returns the tensor of one move."""
     return exchange_async(group, move, kept=kept)()[0]
 
 
 def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
-    """Begins a move by collectives."""
+    """Begins a move by a collective."""
     (rank, ranks), columns = rank_and_world_size(group), move.columns
     rows, width = move.rows[rank], columns * move.x.element_size()
-    if move.all or columns == move.x.shape[1]:  # what is sent lies one after another
+    if move.all or columns == move.x.shape[1]:  # already contiguous
         x = move.x.contiguous()
     else:
         x = torch.cat([_wide(part, columns).flatten() for part in move.x.split(columns, 1)]).view(move.x.dtype)
@@ -50,7 +51,7 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     if x.numel() and move.all:
         work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
     elif x.numel():
-        counts = [rows * width] * ranks, [theirs * width for theirs in move.rows]
+        counts = [rows * width] * ranks, [n * width for n in move.rows]
         work = dist.all_to_all_single(_bytes(found), _bytes(x), *counts, group=group, async_op=True)
 
     def wait(held: Tensor = x) -> Tensor:
@@ -66,52 +67,51 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
 
 @cache
 def rank_and_world_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Returns this rank in a group, and how many there are."""
+    """Returns (this rank in a group, its number of ranks)."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup, beside: bool = False) -> Move:
-    """Moves x (rows, columns) of all ranks to all: (ranks, rows, columns), or beside: (rows, ranks · columns)."""
+    """Sends every rank's x (rows, columns) to all: (ranks, rows, columns), or (rows, ranks · columns) with `beside`."""
     ranks, (rows, columns) = rank_and_world_size(group)[1], x.shape
     return Move(_by_rows(x), (rows,) * ranks, (0,) * ranks, columns, beside, all=True)
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Returns x (rows, columns), whose rows lie one after another, or apart."""
+    """Returns x (rows, columns) with contiguous rows, which may lie apart."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
 def all_gather_columns(x: Tensor, group: dist.ProcessGroup) -> Move:
-    """Moves x (rows, columns) of all ranks to all, beside each other: (rows, ranks · columns)."""
+    """Sends every rank's x (rows, columns) to all, beside each other: (rows, ranks · columns)."""
     return all_gather_rows(x, group, beside=True)
 
 
 @lru_cache(maxsize=256)
 def shards(tokens: int, group: dist.ProcessGroup, unit: int = SLAB) -> list[slice]:
-    """Returns the tokens of each rank: whole slabs, as many each; the last ranks may have fewer, or none. unit: of what
-    a rank has, 1 where slabs themselves are counted."""
+    """Returns each rank's tokens: equal numbers of whole slabs, fewer or none on the last ranks. unit: 1 if slabs
+    themselves are counted."""
     ranks = rank_and_world_size(group)[1]
     most = -(-tokens // (unit * ranks)) * unit
     return [slice(min(tokens, r * most), min(tokens, r * most + most)) for r in range(ranks)]
 
 
 def all_to_all_tokens(x: Tensor, group: dist.ProcessGroup, cuts: list[slice]) -> Move:
-    """Moves x (tokens, columns), all tokens of this rank's columns, so that each rank has its tokens of all columns:
-    (its tokens, ranks · columns). cuts: the tokens of each rank."""
+    """Sends each rank its tokens of x (tokens, columns), this rank's columns: (its tokens, ranks · columns). cuts: the
+    tokens of each rank."""
     x, columns = x.contiguous(), x.shape[1]
     rows, first = (tuple(cut.stop - cut.start for cut in cuts), tuple(cut.start * columns for cut in cuts))
     return Move(x, rows, first, columns, True)
 
 
 def reshard(weight: Tensor, group: dist.ProcessGroup) -> Move:
-    """Moves a weight, of which each rank has rows, so that each has all rows of its columns: (ranks, rows, columns of a
-    rank)."""
+    """Turns a weight cut along its rows into one cut along its columns: (ranks, rows, columns of a rank)."""
     ranks, (rows, columns) = rank_and_world_size(group)[1], weight.shape
     return Move(_by_rows(weight), (rows,) * ranks, tuple(range(0, columns, columns // ranks)), columns // ranks, False)
 
 
-def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
-    """Returns (tokens, columns) of all ranks, of which each has its share."""
+def gather_tokens(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
+    """Returns (tokens, columns) of the tokens that each rank has by `cuts`."""
     most, tokens = max(cut.stop - cut.start for cut in cuts), cuts[-1].stop
     if len(mine) < most:
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), mine.shape[1])])
@@ -121,44 +121,58 @@ def of_all(mine: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
 
 
 def merge(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns, in place of x, what the ranks wrote into it, of which every number is one rank's and 0 all others': a
-    sum of the bits as integers."""
+    """All-reduces x in place by adding its bits as integers; each number is one rank's, and 0 on all others."""
     whole = x.view(-1).view(torch.uint8)
     dist.all_reduce(whole.view(torch.int32) if whole.numel() % 4 == 0 else whole, group=group)
     return x
 
 
-class Part(torch.autograd.Function):
-    """This rank's columns of what every rank has whole, x (rows, columns). The gradient of the whole are the parts that
-    the ranks found, beside each other; kept: which ranks' are wanted."""
+class Shard(torch.autograd.Function):
+    """x[own], this rank's part of what every rank has whole; gather(dy) joins the gradients of all parts."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, columns: slice, group: dist.ProcessGroup, kept: slice) -> Tensor:
-        ctx.group, ctx.kept = group, kept
-        return x[:, columns]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        parts = exchange(ctx.group, all_gather_rows(dy, ctx.group))
-        return torch.cat([*parts[ctx.kept]], 1), None, None, None
-
-
-class Whole(torch.autograd.Function):
-    """The columns of all ranks beside each other, of x (rows, columns); every rank has the gradient of the whole."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.columns = own(x.shape[1], group)
-        return exchange(group, all_gather_columns(x, group), kept=True)
+    def forward(ctx, x: Tensor, own: slice | tuple[slice, slice], gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.gather = gather
+        return x[own]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        return dy[:, ctx.columns], None
+        return ctx.gather(dy), None, None
+
+
+class Gathered(torch.autograd.Function):
+    """gather(x), the whole of which each rank has a part, this one at `own`; its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, own: slice | tuple[slice, slice], gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.own = own
+        return gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return dy[ctx.own], None, None
+
+
+def shard_columns(x: Tensor, columns: slice, group: dist.ProcessGroup, kept: slice) -> Tensor:
+    """Returns x[:, columns] of x (rows, columns), which every rank has; kept: the ranks whose gradients are wanted."""
+    gather = lambda dy: torch.cat([*exchange(group, all_gather_rows(dy, group))[kept]], 1)
+    return Shard.apply(x, (slice(None), columns), gather)
+
+
+def gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the columns of all ranks beside each other: (rows, ranks · columns) of x (rows, columns)."""
+    gather = lambda x: exchange(group, all_gather_columns(x, group), kept=True)
+    return Gathered.apply(x, (slice(None), own(x.shape[1], group)), gather)
+
+
+def shard_tokens(x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's tokens of x (tokens, columns), which every rank has."""
+    return Shard.apply(x, cuts[rank_and_world_size(group)[0]], lambda dy: gather_tokens(dy, cuts, group))
 
 
 def own(columns: int, group: dist.ProcessGroup) -> slice:
-    """Returns where this rank's columns are in the whole, of which each rank has as many."""
+    """Returns this rank's columns among those of all ranks, which have equally many."""
     rank, _ = rank_and_world_size(group)
     return slice(rank * columns, (rank + 1) * columns)

@@ -1,8 +1,8 @@
-"""What the GPUs of one host write into each other's memory: copies that no multiprocessor makes, beside products.
+"""Exchanges tensors between the GPUs of one host by copy engines, while kernels run.
 
-A collective's kernel takes multiprocessors from a product that wants them all, and the product then takes two rounds.
-PyTorch's symmetric memory lets a rank write where another will read, by a copy engine, rows into a wider matrix too, so
-that nothing is copied before or after. Ranks on several hosts, or without access to each other, use collectives.
+A collective's kernel takes multiprocessors from a product that wants them all. PyTorch's symmetric memory lets a rank
+write where another will read, rows of a wider matrix too, so nothing is copied before or after. Ranks on several hosts,
+or without access to each other, use collectives.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ DEVICE_TO_DEVICE, DISABLE_TIMING = 3, 2  # cudaMemcpyKind, a flag of an event
 
 
 class Move(NamedTuple):
-    """What this rank sends to each rank: rows of x, (rows, numbers), which lie apart by its stride. Every rank is sent
-    as many rows by all; beside: they lie beside each other there, else one after another."""
+    """What this rank sends to each rank: rows of x (rows, numbers). Every rank sends a rank equally many rows, which
+    arrive one after another, or beside each other with `beside`."""
 
     x: Tensor
     rows: tuple[int, ...]  # of each rank
@@ -46,19 +46,19 @@ class Move(NamedTuple):
         return (rows, ranks * self.columns) if self.beside else (ranks, rows, self.columns)
 
     def room(self) -> int:
-        """Returns the bytes that the rank which is sent the most receives."""
+        """Returns the most bytes that a rank receives."""
         return max(self.rows) * self.columns * self.x.element_size() * len(self.rows)
 
 
 class _Plan(NamedTuple):
-    """A round of moves of some shapes in a slot: what copies are given, but for where a move's x begins; what came."""
+    """The copies of a round of moves in a slot, relative to each move's x, and the tensors that arrive."""
 
     copies: list[list[tuple[int, ...]]]  # of each move: where to, its pitch, where in x, its pitch, bytes, rows
     came: list[Tensor]
 
 
 class _Round:
-    """Waits, when it is called, for what all ranks send in a round, and returns it."""
+    """Waits, when called, for the tensors that all ranks send in a round, and returns them."""
 
     def __init__(self, peers: "Peers", came: list[Tensor], done: ctypes.c_void_p, kept: bool, moves: Sequence[Move]):
         self.peers, self.came, self.done, self.kept, self.held = peers, came, done, kept, moves
@@ -72,7 +72,7 @@ class _Round:
 
 
 class Peers:
-    """The memory that the ranks of a group write into for each other, which grows with what they exchange."""
+    """The symmetric memory of a group, which grows with what the ranks exchange."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
@@ -86,7 +86,7 @@ class Peers:
         self._grow(1)
 
     def _grow(self, size: int) -> None:
-        """Makes a slot hold so many bytes, on all ranks, none of which writes into the memory of before any more."""
+        """Gives slots room for `size` bytes on all ranks, after all writes into the old memory."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         self.plans.clear()
@@ -98,8 +98,11 @@ class Peers:
         self.addresses, self.room = self.there.buffer_ptrs, room
 
     def exchange(self, moves: Sequence[Move], kept: bool = False) -> Callable[[], list[Tensor]]:
-        """Begins a round of moves; returns what waits for all ranks and returns what came of each, which is there until
-        the round after next begins unless it is kept. Raises RuntimeError where two rounds are due already."""
+        """Begins a round of moves; returns a function that waits for all ranks and returns a tensor a move.
+
+        Without `kept` the tensors are valid until the round after next begins. Raises RuntimeError where two rounds are
+        due already.
+        """
         if len(self.due) == SLOTS - 1:
             raise RuntimeError(f"Peers: exchange was called with {len(self.due)} rounds due, expected at most 1")
         slot = self.rounds % SLOTS
@@ -133,7 +136,7 @@ class Peers:
         return due
 
     def _plan(self, key: tuple, slot: int, moves: Sequence[Move]) -> _Plan:
-        """Returns what a round of such moves takes in a slot, and keeps it."""
+        """Makes and caches the plan of such moves in a slot."""
         ends = [0]
         for move in moves:
             ends.append(ends[-1] + -(-move.room() // ALIGNED) * ALIGNED)
@@ -150,7 +153,7 @@ class Peers:
         return plan
 
     def _copies(self, move: Move, at: int) -> Iterator[tuple[int, ...]]:
-        """Yields the copies of a move, one row where all rows lie one after another."""
+        """Yields the copies of a move; contiguous rows are one copy."""
         size = move.x.element_size()
         width, apart = move.columns * size, move.x.stride(0) * size
         pitch = width * self.ranks if move.beside else width
@@ -163,7 +166,7 @@ class Peers:
 
 
 def _event() -> ctypes.c_void_p:
-    """Makes an event of the runtime, which takes a call less time than PyTorch's."""
+    """Makes an event of the CUDA runtime, whose calls take less time than PyTorch's."""
     event = ctypes.c_void_p()
     _must(_runtime().cudaEventCreateWithFlags(ctypes.byref(event), DISABLE_TIMING))
     return event
@@ -187,8 +190,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def peers_for(group: dist.ProcessGroup, x: Tensor) -> Peers | None:
-    """Returns the memory by which ranks exchange what x is of; None where collectives are to serve. Every rank asks the
-    same."""
+    """Returns the group's symmetric memory on x's device, or None for collectives; all ranks must call it."""
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
     return _of(group, x.device)

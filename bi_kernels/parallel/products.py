@@ -1,8 +1,7 @@
-"""Products and QK-norm of weights that are cut along their rows over ranks, forward and backward.
+"""Linear layers and QK-norm of weights cut along their rows over ranks, forward and backward.
 
-A rank's columns of a product are whole sums, and so are its tokens where it has the weight whole; no cut changes a bit,
-so each product is cut where less is exchanged and nothing has to be copied after it. dW and dbias are the rank's own,
-and are computed while the rest is on its way.
+No cut divides a sum: a rank computes its columns of a product, or its tokens with the whole weight. No cut changes a
+bit, so each product uses the one that exchanges less. A rank computes its own dW and dbias during the exchange.
 """
 
 import torch
@@ -20,7 +19,7 @@ from bi_kernels.parallel.exchange import (
     all_to_all_tokens,
     exchange,
     exchange_async,
-    of_all,
+    gather_tokens,
     own,
     rank_and_world_size,
     reshard,
@@ -30,10 +29,10 @@ from bi_kernels.tokens import SLAB, gradient_of, main_grad
 
 
 class ColumnParallelLinear(torch.autograd.Function):
-    """This rank's columns of a product of x, whole; `part` are the rank's tokens of x, by `cuts`, whose gradient it is.
+    """This rank's columns of x Wᵀ, of x whole. The gradient is that of `part`, this rank's tokens of x by `cuts`.
 
-    dX = dY W sums over the columns of all ranks: each rank has it of its tokens, of which it is sent all of dY, and of
-    the whole weight."""
+    dX = dY W sums over the columns of all ranks, so each rank is sent dY of its tokens, and the whole weight.
+    """
 
     @staticmethod
     def forward(ctx, group, layout, cuts, part, x, weight, bias):
@@ -59,16 +58,19 @@ class ColumnParallelLinear(torch.autograd.Function):
 
 
 class GatheredLinear(torch.autograd.Function):
-    """A product of x of which the ranks have some columns each: whole, or this rank's tokens where `cuts` say which.
+    """x Wᵀ of x cut by columns over the ranks: whole, or this rank's tokens if `cuts` are given.
 
-    dX of a rank's columns takes those columns of the whole weight, dW all columns of x."""
+    dX of a rank's columns needs those columns of the whole weight, dW all columns of x.
+    """
 
     @staticmethod
     def forward(ctx, group, layout, cuts, part, weight, bias):
         _check_buffers(weight, bias)
         ctx.group, ctx.layout, ctx.cuts, ctx.parameters = group, layout, cuts, (weight, bias)
         ctx.save_for_backward(part, weight)
-        return of_tokens(group, part, weight, bias, cuts) if cuts else of_parts(group, part, weight, bias)
+        if cuts:
+            return linear_of_tokens(group, part, weight, bias, cuts)
+        return linear_of_parts(group, part, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -76,7 +78,7 @@ class GatheredLinear(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         needs_x, *needed = ctx.needs_input_grad[3:]
         if ctx.cuts:
-            dy = of_all(dy, ctx.cuts, ctx.group)
+            dy = gather_tokens(dy, ctx.cuts, ctx.group)
         if needs_x:
             own_columns = exchange_async(ctx.group, reshard(weight, ctx.group))
         x_of_all = exchange_async(ctx.group, all_gather_columns(part, ctx.group)) if needed[0] else None
@@ -92,25 +94,29 @@ def _check_buffers(weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _folds(ctx, dy: Tensor, x: Tensor, needed: list[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns dW and dbias of this rank's rows, None where they went into main_grad."""
+    """Returns dW and dbias of this rank's rows; None for one that went into main_grad."""
     (weight, bias), layout = ctx.parameters, ctx.layout
     dw = fold_weight("linear", dy, x, weight, layout) if needed[0] else None
     return dw, fold_bias("linear", dy, bias, layout) if needed[1] else None
 
 
-def of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns y, whole: each rank its columns of it, of x whole, or where less is to be sent then its tokens of it, of
-    the whole weight."""
+def linear_of_parts(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns y (tokens, rows of all ranks) of part, this rank's columns of x.
+
+    Gathers x and then y's columns, or, where that sends less, cuts by tokens and gathers the weight.
+    """
     (tokens, _), rows, (_, ranks) = part.shape, len(weight), rank_and_world_size(group)
     if tokens * (ranks - 1) <= rows * ranks * ranks:
         y = linear(exchange(group, all_gather_columns(part, group)), weight, bias)
         return exchange(group, all_gather_columns(y, group), kept=True)
     cuts = shards(tokens, group)
-    return of_all(of_tokens(group, part, weight, bias, cuts), cuts, group)
+    return gather_tokens(linear_of_tokens(group, part, weight, bias, cuts), cuts, group)
 
 
-def of_tokens(group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None, cuts: list[slice]) -> Tensor:
-    """Returns this rank's tokens of y."""
+def linear_of_tokens(
+    group: dist.ProcessGroup, part: Tensor, weight: Tensor, bias: Tensor | None, cuts: list[slice]
+) -> Tensor:
+    """Returns this rank's tokens of y, as `cuts` share them."""
     bias = None if bias is None else exchange(group, all_gather_columns(bias.view(1, -1), group)).flatten()
     of_mine, whole = exchange_async(group, all_to_all_tokens(part, group, cuts), all_gather_rows(weight, group))()
     return linear(of_mine, whole.flatten(0, 1), bias)
@@ -153,5 +159,5 @@ class HeadNorm(torch.autograd.Function):
         count, every = mine.stop - mine.start, heads * ranks
         partial = norm.slab_sums(x, weight, rstd, dy, None, held, count, every, None, True)
         dw, continues = gradient_of("qk_norm", ctx.parameter)
-        fold_partials(of_all(partial, slabs, ctx.group), dw if continues else None, dw)
+        fold_partials(gather_tokens(partial, slabs, ctx.group), dw if continues else None, dw)
         return None, None, None, dx, None if continues else dw, None

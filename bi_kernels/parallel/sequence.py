@@ -1,8 +1,7 @@
 """Sequence parallelism: norms and residuals of this rank's tokens alone, where gradients are wanted.
 
-The tokens are cut between slabs (tokens.py), so that a slab's partial sum of a norm's gradient is one rank's; those of
-all ranks are gathered, and folded in the order of the layout. What a product is given is gathered first, and of its
-gradient each rank has its own tokens already.
+Tokens are cut between slabs (tokens.py), so that one rank has all of a slab's partial sum of a norm's gradient. The
+partial sums of all ranks are gathered and folded in the order of the layout. The input of a product is gathered.
 """
 
 from functools import lru_cache
@@ -15,12 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
-from bi_kernels.parallel.exchange import of_all, rank_and_world_size
+from bi_kernels.parallel.exchange import Gathered, gather_tokens, rank_and_world_size, shard_tokens
 from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
 
 
 class Plan(NamedTuple):
-    """Which tokens, and which slabs, each rank has of a layout."""
+    """The tokens and slabs of a layout that each rank has."""
 
     tokens: list[slice]
     slabs: list[slice]  # where the gathered partial sums of each rank lie
@@ -30,7 +29,7 @@ class Plan(NamedTuple):
 
 
 class LocalShard(NamedTuple):
-    """This rank's tokens, (its tokens, hidden), of what has leading dimensions (…)."""
+    """This rank's tokens (its tokens, hidden) of a tensor (*lead, hidden)."""
 
     mine: Tensor
     lead: torch.Size
@@ -39,7 +38,7 @@ class LocalShard(NamedTuple):
 
 @lru_cache(maxsize=16)
 def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device) -> Plan:
-    """Returns how ranks share a layout's tokens: as many each as cuts between slabs allow."""
+    """Shares a layout's tokens among ranks, as evenly as cuts between slabs allow."""
     rank, ranks = rank_and_world_size(group)
     slabs = layout.slots.view(-1, SLAB).long()
     first, order = slabs[:, 0].sort()
@@ -61,7 +60,7 @@ def plan_of(layout: TokenLayout, group: dist.ProcessGroup, device: torch.device)
 
 
 class _Norm(torch.autograd.Function):
-    """The RMSNorm of this rank's tokens, after a residual addition if a residual is given."""
+    """RMSNorm of this rank's tokens, after a residual addition if a residual is given."""
 
     @staticmethod
     def forward(ctx, op, group, plan, x, residual, weight, eps):
@@ -82,54 +81,27 @@ class _Norm(torch.autograd.Function):
             dx = torch.zeros_like(x) if plan.padding else torch.empty_like(x)
         partial = norm.slab_sums(x, weight, rstd, dy, dh, plan.slots, len(plan.slots) // SLAB, 1, dx, needs_weight)
         if needs_weight:
-            every = of_all(partial, plan.slabs, ctx.group)
+            every = gather_tokens(partial, plan.slabs, ctx.group)
             every = every if plan.order is None else every[plan.order]
             dw = norm.fold_slabs(ctx.op, every, ctx.parameter)
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 
 def normed(op: str, group: dist.ProcessGroup, x: LocalShard, residual: LocalShard | None, weight: Tensor, eps: float):
-    """Returns rms_norm, or add_rms_norm where a residual is given, of this rank's tokens."""
+    """Returns rms_norm, or add_rms_norm if a residual is given, of this rank's tokens."""
     found = _Norm.apply(op, group, x.plan, x.mine, None if residual is None else residual.mine, weight, eps)
     return x._replace(mine=found) if residual is None else tuple(x._replace(mine=t) for t in found)
-
-
-class OwnTokens(torch.autograd.Function):
-    """This rank's tokens of what every rank has whole, x (tokens, columns). The gradient of the whole are the parts
-    that the ranks found, one after another."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
-        ctx.cuts, ctx.group = cuts, group
-        return x[cuts[rank_and_world_size(group)[0]]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return of_all(dy, ctx.cuts, ctx.group), None, None
-
-
-class AllTokens(torch.autograd.Function):
-    """The tokens of all ranks, of which each has some, x (its tokens, columns); every rank has the gradient of all."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
-        ctx.mine = cuts[rank_and_world_size(group)[0]]
-        return of_all(x, cuts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return dy[ctx.mine], None, None
 
 
 def local_shard(x: Tensor, group: dist.ProcessGroup) -> LocalShard:
     """Returns this rank's tokens of x (…, hidden), which every rank has whole."""
     lead = x.shape[:-1]
     plan = plan_of(layout_for("sequence parallelism", lead), group, x.device)
-    return LocalShard(OwnTokens.apply(x.reshape(-1, x.shape[-1]), plan.tokens, group), lead, plan)
+    return LocalShard(shard_tokens(x.reshape(-1, x.shape[-1]), plan.tokens, group), lead, plan)
 
 
 def all_tokens(x: LocalShard, group: dist.ProcessGroup) -> Tensor:
-    """Returns what the ranks have some tokens of, (…, hidden)."""
-    return AllTokens.apply(x.mine, x.plan.tokens, group).view(*x.lead, -1)
+    """Returns the tokens of all ranks, (…, hidden)."""
+    cuts = x.plan.tokens
+    gather = lambda mine: gather_tokens(mine, cuts, group)
+    return Gathered.apply(x.mine, cuts[rank_and_world_size(group)[0]], gather).view(*x.lead, -1)

@@ -1,11 +1,7 @@
 """Tensor parallelism that gathers where others reduce: each element's sum is one fold, on one rank.
 
-Every weight is cut along its output rows, so a rank has some columns of a product, whole. What a product sums over,
-of which the ranks have some columns each, is gathered; or, where less is to be sent, the product is cut by tokens: a
-rank is sent its tokens, whole, and the whole weight. So is dX = dY W, which sums over the columns of all ranks, or it
-is cut by its own columns; whatever the cut, an element is one fold. dW and dbias are the rank's own, and are computed
-while the rest is on its way. Attention, RoPE and QK-norm work on the rank's heads; norms and residuals are the same on
-every rank, or of its own tokens (sequence.py).
+Every weight is cut along its output rows, so a rank computes whole sums of some columns (products.py). Attention, RoPE
+and QK-norm work on the rank's heads; norms and residuals are the same on every rank, or of its tokens (sequence.py).
 
     mesh = torch.distributed.init_device_mesh("cuda", (8,))
     model = Decoder(config, device="cuda", ops=TensorParallel(mesh.get_group()))
@@ -25,16 +21,16 @@ from bi_kernels.ops import activations, logprob, norm, rope
 from bi_kernels.ops.attention.attention import attention
 from bi_kernels.ops.gemm.gemm import linear
 from bi_kernels.parallel import vocabulary
-from bi_kernels.parallel.exchange import Part, Whole, merge, own, shards
-from bi_kernels.parallel.products import ColumnParallelLinear, GatheredLinear, HeadNorm, of_parts
-from bi_kernels.parallel.sequence import LocalShard, OwnTokens, all_tokens, local_shard, normed, plan_of
+from bi_kernels.parallel.exchange import gather_columns, merge, own, shard_columns, shard_tokens, shards
+from bi_kernels.parallel.products import ColumnParallelLinear, GatheredLinear, HeadNorm, linear_of_parts
+from bi_kernels.parallel.sequence import LocalShard, all_tokens, local_shard, normed, plan_of
 from bi_kernels.parallel.tree import agree
 from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 from bi_kernels.tokens import layout_for
 
 
 class ShardSpec(NamedTuple):
-    """Which rows of a whole weight a rank holds: first … end of `rows`."""
+    """The rows of a whole weight that a rank holds: first … end of `rows`."""
 
     first: int
     end: int
@@ -42,7 +38,7 @@ class ShardSpec(NamedTuple):
 
 
 class ShardedParameter(nn.Parameter):
-    """This rank's rows of a weight, and which they are, also in a copy."""
+    """This rank's rows of a weight; a copy keeps `cut`."""
 
     cut: ShardSpec
 
@@ -53,8 +49,8 @@ class ShardedParameter(nn.Parameter):
 
 
 class ParallelInput(NamedTuple):
-    """What products of one x are given, and nothing else is: x, for weights that are not shared, and this rank's tokens
-    of it, whose gradients by shared ones are added before they are gathered."""
+    """The input x of several products: whole, and this rank's tokens of it, whose gradients are added before they are
+    gathered."""
 
     whole: Tensor
     part: Tensor
@@ -62,13 +58,12 @@ class ParallelInput(NamedTuple):
 
 
 class TensorParallel:
-    """The ops of bi_kernels for weights that are cut over the ranks of a group, to be given to a Decoder as its `ops`.
+    """The ops of bi_kernels for weights cut over the ranks of a group: the `ops` of a Decoder.
 
-    group: a mesh's, or the default one. Every rank gives the same tokens, and gets the same results, with the bits that
-    one GPU has; gradients are wanted of the same weights on every rank. A weight that was not shared is every rank's
-    own. sequence: norms and residuals are of a rank's own tokens alone where gradients are wanted, which takes less
-    memory and changes no bit. Raises ValueError for a group that this rank is not in, and where the ranks differ in
-    versions or in that.
+    Every rank passes the same tokens, wants gradients of the same weights, and gets the results and bits of one GPU. A
+    weight that was not shared is whole on every rank. sequence=True computes norms and residuals of a rank's own tokens
+    alone where gradients are wanted, which saves memory and changes no bit. Raises ValueError for a group that this
+    rank is not in, and where ranks differ in versions or in `sequence`.
     """
 
     swiglu, token_logprob = staticmethod(activations.swiglu), staticmethod(logprob.token_logprob)
@@ -87,16 +82,18 @@ class TensorParallel:
         )
 
     def __deepcopy__(self, memo) -> "TensorParallel":
-        return self  # of a copied model, whose ranks are the same
+        return self  # a copied model has the same ranks
 
     def agree(self, said: dict[str, object]) -> None:
-        """Raises ValueError, on every rank, where a rank says something else than rank 0."""
+        """Raises ValueError, on every rank, where a rank's values differ from rank 0's."""
         agree("TensorParallel", self.group, said)
 
     def cut(self, shape: tuple[int, ...], together: int | None = 1, keys: bool = False) -> ShardSpec:
-        """Returns which rows of a weight or a bias of a shape this rank has. together: rows that belong together, as
-        those of a head; None: of a vocabulary, which is cut between its blocks, of which the ranks may have different
-        numbers; keys: heads that may be fewer than the ranks. Raises ValueError where the ranks cannot share it."""
+        """Returns this rank's rows of a weight or a bias of a shape.
+
+        together: rows that stay together, as those of a head; None cuts a vocabulary between its blocks, maybe
+        unevenly. keys: the heads may be fewer than the ranks. Raises ValueError where the ranks cannot share it.
+        """
         if together is not None and integer_of("TensorParallel", "together", together) < 1:
             raise ValueError(f"TensorParallel: together is {truncated_repr(together)}, expected at least 1, or None")
         check_flag("TensorParallel", "keys", keys)
@@ -130,8 +127,8 @@ class TensorParallel:
 
     @torch.no_grad()
     def whole(self, weight: Tensor, mine: Tensor | None = None) -> Tensor:
-        """Returns a shared weight as it was before it was cut, on every rank, another one as it is; mine: what has the
-        weight's rows, as its gradient, itself unless given."""
+        """Returns a shared weight whole on every rank, any other as it is. mine: a tensor of the weight's rows to
+        gather instead, such as its gradient."""
         cut, mine = getattr(weight, "cut", None), weight.detach() if mine is None else mine
         if cut is None:
             return mine
@@ -144,7 +141,7 @@ class TensorParallel:
         return self if heads >= self.ranks else _WholeKeys(self)
 
     def rms_norm(self, x: Tensor | LocalShard, weight: Tensor, eps: float = EPS) -> Tensor | LocalShard:
-        """rms_norm, of this rank's tokens where it is given those."""
+        """Returns rms_norm, of this rank's tokens alone for a LocalShard."""
         if not isinstance(x, LocalShard):
             return norm.rms_norm(x, weight, eps)
         return normed("rms_norm", self.group, x, None, weight, eps)
@@ -152,14 +149,14 @@ class TensorParallel:
     def add_rms_norm(
         self, x: Tensor | LocalShard, residual: Tensor | LocalShard, weight: Tensor, eps: float = EPS
     ) -> tuple:
-        """add_rms_norm, of this rank's tokens where it is given those."""
+        """Returns add_rms_norm, of this rank's tokens alone for a LocalShard."""
         if not isinstance(x, LocalShard):
             return norm.add_rms_norm(x, residual, weight, eps)
         return normed("add_rms_norm", self.group, x, residual, weight, eps)
 
     def enter(self, x: Tensor | LocalShard) -> Tensor | ParallelInput:
-        """Returns x as it is given to several products and to nothing else, so that their gradients are gathered once:
-        one rank adds them in the same order."""
+        """Returns x for several products and nothing else: their gradients are added as on one rank, and gathered
+        once."""
         if isinstance(x, LocalShard):
             whole = all_tokens(x, self.group)
             return ParallelInput(whole, x.mine, x.plan.tokens) if x.mine.requires_grad else whole
@@ -174,19 +171,19 @@ class TensorParallel:
     def _part(self, x: Tensor) -> tuple[Tensor, list[slice]]:
         flat = x.reshape(-1, x.shape[-1])
         cuts = shards(len(flat), self.group)
-        return OwnTokens.apply(flat, cuts, self.group), cuts
+        return shard_tokens(flat, cuts, self.group), cuts
 
     def _split(self) -> bool:
-        """Tells whether norms are given a rank's own tokens now."""
+        """Tells whether norms get a rank's own tokens now."""
         return self.sequence and self.ranks > 1 and torch.is_grad_enabled()
 
     def key_heads(self, heads: int) -> int:
-        """Returns how many of so many key heads a rank has: its share, or all of fewer than ranks."""
+        """Returns a rank's number of key heads: its share, or all of fewer than ranks."""
         return heads // self.ranks if heads >= self.ranks else heads
 
     def linear(self, x: Tensor | ParallelInput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns this rank's columns of y where every rank has x (…, K) whole, and y whole where x has this rank's
-        columns; of a weight that was not shared, what one rank does."""
+        """Returns this rank's columns of y for x (…, K), and y whole for this rank's columns of x; as on one rank for a
+        weight that was not shared."""
         part, cuts, x = (x.part, x.cuts, x.whole) if isinstance(x, ParallelInput) else (None, None, x)
         if self.ranks == 1 or not hasattr(weight, "cut"):
             return linear(x, weight, bias)
@@ -199,26 +196,25 @@ class TensorParallel:
         if given == K:
             part, cuts = self._part(x) if part is None else (part, cuts)
             layout = layout_for("linear", lead, of_weight)
-            return ColumnParallelLinear.apply(self.group, layout, cuts, part, flat.detach(), weight, bias).view(
-                *lead, rows
-            )
+            y = ColumnParallelLinear.apply(self.group, layout, cuts, part, flat.detach(), weight, bias)
+            return y.view(*lead, rows)
         if self._split():
             plan = plan_of(layout_for("sequence parallelism", lead), self.group, x.device)
             layout = layout_for("linear", lead, of_weight)
             return LocalShard(GatheredLinear.apply(self.group, layout, plan.tokens, flat, weight, bias), lead, plan)
         if not trains:
-            return of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
+            return linear_of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
         layout = layout_for("linear", lead, of_weight)
         return GatheredLinear.apply(self.group, layout, None, flat, weight, bias).view(*lead, rows * self.ranks)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-        """qk_norm of this rank's heads (…, heads, head_dim); the weight's gradient is of the heads of all ranks."""
+        """Returns qk_norm of this rank's heads (…, heads, head_dim); dweight sums over all ranks' heads."""
         if self.ranks == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
             return norm.qk_norm(x, weight, eps)
         return HeadNorm.apply(self.group, layout_for("qk_norm", x.shape[:-2]), x.shape[-2], x, weight, eps)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
-        """attention of this rank's heads."""
+        """Returns attention of this rank's heads."""
         return attention(q, k, v, **given)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> tuple[Tensor, Tensor | None]:
@@ -226,32 +222,35 @@ class TensorParallel:
         return attend(q, k, v)
 
     def of_one_key_head(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> tuple[Tensor, Tensor | None]:
-        """Returns attention of this rank's heads, which share one of k's with other ranks'; where gradients are wanted,
-        all that share it are computed, since the gradient of a key is one sum over them. attend: returns the output,
-        and the LSE or None, of q, k and v."""
+        """Returns attention of this rank's heads, which share a key head with other ranks' heads.
+
+        With gradients, all heads that share it are computed, since a key's gradient is one sum over them. attend(q, k,
+        v) returns the output, and the LSE or None.
+        """
         together, heads = self.ranks // k.shape[-2], q.shape[-2]  # ranks that share a head
         first = self.rank // together * together
         key = slice(self.rank // together, self.rank // together + 1)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
             return attend(q, k[..., key, :], v[..., key, :])
         width = q.shape[-1]
-        cut = lambda t, columns, kept: Part.apply(t.flatten(-2).flatten(0, -2), columns, self.group, kept)
+        cut = lambda t, columns, kept: shard_columns(t.flatten(-2).flatten(0, -2), columns, self.group, kept)
         columns = lambda s: slice(s.start * width, s.stop * width)
         k, v = (cut(t, columns(key), slice(None, None, together)).view(*t.shape[:-2], 1, width) for t in (k, v))
-        every = Whole.apply(q.flatten(-2).flatten(0, -2), self.group).view(*q.shape[:-2], -1, width)
+        every = gather_columns(q.flatten(-2).flatten(0, -2), self.group).view(*q.shape[:-2], -1, width)
         out, lse = attend(every[..., first * heads : (first + together) * heads, :], k, v)
         at, ranks = (self.rank - first) * heads, slice(first, first + together)
         mine, own_heads = cut(out, columns(slice(at, at + heads)), ranks), slice(at, at + heads)
-        lse = None if lse is None else Part.apply(lse.flatten(0, -2), own_heads, self.group, ranks).view(q.shape[:-1])
+        if lse is not None:
+            lse = shard_columns(lse.flatten(0, -2), own_heads, self.group, ranks).view(q.shape[:-1])
         return mine.view(q.shape), lse
 
     def embedding(self, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor | LocalShard:
-        """embedding of a weight of which each rank has some blocks of the vocabulary."""
+        """Returns the embedding of a weight that is cut between blocks of the vocabulary."""
         found = vocabulary.embedding(self.group, ids, weight, padding_id)
         return local_shard(found, self.group) if self._split() else found
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """linear of an LM head of which each rank has some blocks of the vocabulary: all logits."""
+        """Returns all logits of an LM head that is cut between blocks of the vocabulary."""
         return vocabulary.logits(self.group, hidden, weight)
 
     def lm_head_logprob(
@@ -263,12 +262,12 @@ class TensorParallel:
         ignore_index: int = -100,
         keep_bytes: float = 0,
     ) -> tuple[Tensor, Tensor]:
-        """lm_head_logprob of a weight of which each rank has some blocks of the vocabulary; no logits are kept."""
+        """Returns lm_head_logprob of a weight that is cut between blocks of the vocabulary; no logits are kept."""
         return vocabulary.lm_head_logprob(self.group, hidden, weight, targets, temperature, ignore_index, keep_bytes)
 
 
 class _WholeKeys:
-    """The ops of keys and values that every rank has whole, of fewer heads than ranks: cut along the rows of a head."""
+    """The ops of keys and values of fewer heads than ranks: weights are cut within a head, results are whole."""
 
     qk_norm = staticmethod(norm.qk_norm)
 
@@ -277,7 +276,7 @@ class _WholeKeys:
 
     def linear(self, x: Tensor | ParallelInput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = self.parallel.linear(x, weight, bias)
-        return Whole.apply(y.flatten(0, -2), self.parallel.group).view(*y.shape[:-1], -1)
+        return gather_columns(y.flatten(0, -2), self.parallel.group).view(*y.shape[:-1], -1)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **given) -> tuple[Tensor, Tensor]:
         return self.attend(q, k, v, lambda *qkv: attention(*qkv, **given))

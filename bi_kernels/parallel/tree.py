@@ -1,9 +1,8 @@
 """A step's gradients over data-parallel ranks: a fixed number of groups of sequences, joined by one fixed binary tree.
 
 A group is a fold of its own (tokens.py). Groups first … end are joined as (first … middle) + (middle … end), where the
-left half has the largest power of two of groups that leaves the right one any. Which rank computed a group, and how
-many ranks there are, is no part of that: a rank adds up what of the tree lies in its own groups; the rest is exchanged
-so that each rank adds its share of all parameters, and gathered, or not if the optimizer is sharded as well.
+left half has the largest power of two of groups that leaves the right one any. The tree does not depend on the ranks: a
+rank adds the nodes within its own groups; the ranks exchange the rest, and each adds its share of all parameters.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ Node = tuple[int, int]  # groups: the first, and the one after the last
 
 
 def middle(first: int, end: int) -> int:
-    """Returns where a node of the tree is divided."""
+    """Returns the group at which a node of the tree divides."""
     return first + (1 << (end - first - 1).bit_length() - 1)
 
 
@@ -42,11 +41,11 @@ def whole(first: int, end: int, groups: int) -> Iterator[Node]:
 
 
 class GroupTree:
-    """The fp32 gradients of the groups that this rank computes, in one flat buffer, and the tree that joins them.
+    """The fp32 gradients of this rank's groups, in one flat buffer, and the tree that joins them.
 
-    groups: of the whole step; world: the ranks that share it, this process alone if None. Rank r of W has the groups
-    r · groups // W … (r + 1) · groups // W, which may be none. A rank keeps a buffer more for each of its nodes that
-    wait for their other half: at most log2 of its groups.
+    groups: of the whole step. world: the ranks that share it, or None for this process alone. Rank r of W has groups
+    r · groups // W … (r + 1) · groups // W, maybe none. Each node that waits for its other half keeps a buffer: at most
+    log2 of the rank's groups.
     """
 
     def __init__(self, numbers: int, groups: int, world: dist.ProcessGroup | None, device: torch.device):
@@ -63,8 +62,8 @@ class GroupTree:
         return range(*(r * self.groups // self.ranks for r in (rank, rank + 1)))
 
     def close(self, group: int) -> bool:
-        """Takes the flat buffer as the fold of a group, and zeroes it if there is another; returns whether it did.
-        Raises ValueError for another group than the next of this rank's."""
+        """Ends a group's fold and zeroes the flat buffer if another follows; returns whether one does. Raises
+        ValueError for a group other than this rank's next."""
         if group != self.next or group not in self.mine:
             due = f"group {self.next}" if self.next in self.mine else "none, for all are closed"
             mine = f"rank {self.rank} has {_said(self.mine)}"
@@ -88,8 +87,8 @@ class GroupTree:
         return [*whole(left[0], right[1], self.groups)] == [(left[0], right[1])]
 
     def join(self) -> list[torch.Tensor]:
-        """Returns this rank's shares of the sum of all groups, one of each part of the flat buffer. Raises ValueError
-        where a group of this rank was not closed."""
+        """Returns this rank's share of the sum of all groups, a tensor for each part of the flat buffer. Raises
+        ValueError if a group of this rank was not closed."""
         if self.next != self.mine.stop:
             missing = range(self.next, self.mine.stop)
             raise ValueError(f"MainGrads: join was called before {_said(missing)} of rank {self.rank} was closed")
@@ -113,7 +112,7 @@ class GroupTree:
         return self.next != self.mine.start
 
     def gather(self, shares: list[torch.Tensor]) -> torch.Tensor:
-        """Leaves every rank's shares in the flat buffer of every rank; returns it, of their dtype."""
+        """Gathers all ranks' shares into the flat buffer; returns it, viewed in their dtype."""
         flat = self.flat.view(shares[0].dtype)[: self.size]
         for part, share in zip(self.parts(), shares):
             if self.world is None:
@@ -123,24 +122,24 @@ class GroupTree:
         return flat
 
     def gathered(self, share: torch.Tensor) -> torch.Tensor:
-        """Returns what every rank has of a share, one after another."""
+        """Returns the shares of all ranks, one after another."""
         found = share.new_empty(self.ranks * len(share))
         all_gather(found, share, group=self.world)
         return found
 
     def parts(self) -> Iterator[slice]:
-        """Yields the parts of the flat buffer that are exchanged at a time, each of which every rank has a share of."""
+        """Yields the parts of the flat buffer that are exchanged at a time; each rank has a share of each."""
         bucket = -(-BUCKET // (self.ranks * BLOCK)) * self.ranks * BLOCK
         yield from (slice(first, min(first + bucket, self.size)) for first in range(0, self.size, bucket))
 
     def share(self, part: slice) -> slice:
-        """Returns where in the flat buffer this rank's share of a part lies."""
+        """Returns this rank's share of a part, as a slice of the flat buffer."""
         count = (part.stop - part.start) // self.ranks
         return slice(part.start + self.rank * count, part.start + (self.rank + 1) * count)
 
     def _exchange(self, part: slice) -> Callable[[], torch.Tensor]:
-        """Begins to bring together what the ranks have of this rank's share of a part of the flat buffers; returns what
-        waits for it and returns the sum of all groups."""
+        """Begins to exchange the shares of a part; returns a function that waits for them and returns this rank's share
+        of the sum of all groups."""
         if self.world is None:
             return lambda: self.waiting[0][1][part]
         share = (part.stop - part.start) // self.ranks
@@ -174,7 +173,7 @@ class GroupTree:
 
 
 def added(found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
-    """Returns the sum of a node's groups, from the nodes that were found."""
+    """Returns the sum of a node's groups from the nodes that are there, in the order of the tree."""
     if node in found:
         return found[node]
     divided = middle(*node)
@@ -182,7 +181,7 @@ def added(found: dict[Node, torch.Tensor], node: Node) -> torch.Tensor:
 
 
 def agree(who: str, world: dist.ProcessGroup, said: dict[str, object]) -> None:
-    """Raises ValueError, on every rank, where a rank says something else than rank 0."""
+    """Raises ValueError, on every rank, where a rank's values differ from rank 0's."""
     everybody: list = [None] * dist.get_world_size(world)
     dist.all_gather_object(everybody, said, group=world)
     for rank, theirs in enumerate(everybody):

@@ -1,9 +1,8 @@
 """Embedding and LM head of a vocabulary that is cut, between its blocks, over the ranks of a group.
 
-A rank looks up its own rows, and says of its own blocks what each row's logits add up to. One sum of integers puts
-them together, since every number is one rank's and 0 all others', and each rank merges the blocks in ascending order.
-dW is the rank's own. dhidden is one fold over the vocabulary, which goes from rank to rank: tokens in chunks, so that
-all ranks have one to go on with.
+A rank looks up its own rows, and reduces the logits of its own blocks. A sum of integers joins these statistics, since
+each number is 0 on all ranks but one; then each rank merges the blocks in ascending order. dW is the rank's own, and
+dhidden one fold over the vocabulary that passes from rank to rank, in chunks of tokens so that all ranks work at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,20 +20,19 @@ from bi_kernels.ops.vocabulary import BLOCK, Statistics, dlogits
 from bi_kernels.parallel.exchange import merge
 from bi_kernels.tokens import SLAB, TokenLayout, consume_zero_flag, embedding_grad, gradient_of, layout_for, main_grad
 
-CHUNKS = 4  # of tokens, for each rank: the more, the less a rank waits for those before it
+CHUNKS = 4  # of tokens, per rank: more of them shorten the wait for the ranks before
 
 
 def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the first row of a rank, and the one after its last: whole blocks, as even as may be; the first rank has
-    some, others may have none."""
+    """Returns a rank's (first row, row after its last): whole blocks, evenly; ranks after the first may have none."""
     blocks = -(-rows // BLOCK)
     first, end = (min(rows, -(-r * blocks // ranks) * BLOCK) for r in (rank, rank + 1))
     return first, end
 
 
 def cut_of(op: str, weight: Tensor) -> tuple[int, int, int]:
-    """Returns which rows of the vocabulary a weight has: the first, the one after the last, of how many. Raises
-    ValueError for one that was not shared."""
+    """Returns a shared weight's (first row, row after its last, rows of the vocabulary). Raises ValueError for a weight
+    that was not shared."""
     cut = getattr(weight, "cut", None)
     if cut is None:
         check_plain(op, "weight", weight)
@@ -46,7 +44,7 @@ def cut_of(op: str, weight: Tensor) -> tuple[int, int, int]:
 
 
 def _rows(group: dist.ProcessGroup, ids: Tensor, weight: Tensor) -> Tensor:
-    """Returns the rows of all ids, whichever rank has them; NaN of an id that the vocabulary does not hold."""
+    """Returns the rows of all ids; NaN for an id outside of the vocabulary."""
     first, end, _ = weight.cut
     mine = (ids >= first) & (ids < end)
     y = embeddings.look_up((ids - first).where(mine, 0), weight) if end > first else None
@@ -78,7 +76,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
-    """Returns weight[ids] of a shared weight, as `bi_kernels.embedding` does."""
+    """Returns weight[ids] for a shared weight, as `bi_kernels.embedding` does."""
     *_, vocab = cut_of("embedding", weight)
     embeddings._checked(ids, weight, padding_id, vocab)
     embeddings.check_ids("embedding", "ids", ids, vocab)
@@ -90,7 +88,7 @@ def embedding(group: dist.ProcessGroup, ids: Tensor, weight: Tensor, padding_id:
 
 
 class Head:
-    """What the forward and the backward of the LM head are told."""
+    """The constants of an LM head's forward and backward."""
 
     def __init__(self, group: dist.ProcessGroup, weight: Tensor, inv_temperature: float, ignore_index: int):
         self.group, self.weight = group, weight
@@ -99,23 +97,23 @@ class Head:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Yields tokens, in slabs, that are computed at a time."""
+        """Yields the chunks of tokens, whole slabs, that are computed at a time."""
         most = min(-(-rows // (CHUNKS * self.ranks)), max(1, SCRATCH // max(1, self.vocab // self.ranks)))
         step = max(SLAB, most // SLAB * SLAB)
         yield from (slice(at, min(at + step, rows)) for at in range(0, rows, step))
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Statistics:
-        """Returns what all ranks' blocks say of each row, not merged yet."""
+        """Returns the statistics of all ranks' blocks for each row, not merged yet."""
         rows = len(hidden)
         stats = Statistics(rows, self.vocab, hidden.device, targets, self.inv_temperature)
-        said = hidden.new_zeros(3 * stats.blocks + 1, rows, dtype=torch.float32)
-        *parts, stats.selected = said.split([stats.blocks] * 3 + [1])
-        stats.parts, stats.selected = parts, stats.selected.view(rows)
+        every = hidden.new_zeros(3 * stats.blocks + 1, rows, dtype=torch.float32)
+        *stats.parts, selected = every.split([stats.blocks] * 3 + [1])
+        stats.selected = selected.view(rows)
         step = max(BLOCK, SCRATCH // rows // BLOCK * BLOCK)
         for first in range(self.first, self.end, step):
             own = self.weight[first - self.first : min(first + step, self.end) - self.first]
             stats.add(product(hidden, own), first)
-        merge(said, self.group)
+        merge(every, self.group)
         return stats
 
 
@@ -138,7 +136,7 @@ class _LMHeadLogprob(torch.autograd.Function):
         head, layout = ctx.head, ctx.layout
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         given = [targets, lse, entropy, d_logprob] + ([] if d_entropy is None else [d_entropy])
-        if not layout.identity:  # free slots get a target that nobody wants
+        if not layout.identity:  # free slots get an ignored target
             slots = layout.slots_on(hidden.device).long()
             given = [t[slots.clamp(min=0)] for t in given]
             given[0].masked_fill_(slots < 0, head.ignore_index)
@@ -177,7 +175,7 @@ def _logits(head: "Head", hidden: Tensor) -> Tensor:
 
 
 def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns what `bi_kernels.linear` does, of a shared weight: all logits (…, vocabulary) of hidden (…, hidden)."""
+    """Returns all logits (…, vocabulary) of hidden (…, hidden) for a shared weight, as `bi_kernels.linear` does."""
     cut_of("linear", weight)
     check_linear(hidden, weight, None)
     head, lead, flat = Head(group, weight, 1.0, -100), hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
@@ -188,6 +186,43 @@ def logits(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor) -> Tensor:
     return found.view(*lead, head.vocab)
 
 
+class _HiddenGradient:
+    """dhidden (tokens, hidden): one fold over the vocabulary, which passes from rank to rank in chunks of tokens."""
+
+    def __init__(self, head: Head, hidden: Tensor):
+        self.head, self.last = head, head.rank == head.ranks - 1
+        self.before, self.after = (
+            dist.get_global_rank(head.group, r % head.ranks) for r in (head.rank - 1, head.rank + 1)
+        )
+        self.fold = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.sent: list[tuple[dist.Work, Tensor]] = []
+
+    def add(self, chunk: slice, dz: Tensor | None) -> None:
+        """Adds a chunk's dz W to the fold of the ranks before; dz is None on a rank without rows."""
+        partial, weight = None, self.head.weight
+        if self.head.rank:
+            partial = torch.empty_like(self.fold[chunk], dtype=torch.float32)
+            dist.recv(partial, self.before, group=self.head.group)
+        if dz is not None:
+            partial = product(dz, weight.t(), partial, out_dtype=self.fold.dtype if self.last else torch.float32)
+        if self.last:
+            self.fold[chunk] = partial
+        else:
+            self.sent.append((dist.isend(partial, self.after, group=self.head.group), partial))
+
+    def result(self, layout: TokenLayout, like: Tensor) -> Tensor:
+        """Returns dhidden of the last rank on every rank, in the order of `like`."""
+        for work, _ in self.sent:
+            work.wait()
+        last = dist.get_global_rank(self.head.group, self.head.ranks - 1)
+        dist.broadcast(self.fold.view(-1).view(torch.uint8), last, group=self.head.group)
+        if layout.identity:
+            return self.fold
+        dhidden = torch.zeros_like(like)
+        dhidden[layout.rows_on(like.device)] = self.fold[layout.slots_on(like.device) >= 0]
+        return dhidden
+
+
 def _gradients(
     head: Head,
     layout: TokenLayout,
@@ -196,47 +231,24 @@ def _gradients(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns dhidden, whole on every rank, and dW of this rank's rows, None where it went into main_grad.
+    """Returns dhidden, whole on every rank, and dW of this rank's rows; None for dW that went into main_grad.
 
-    dz_of: the gradient of this rank's logits, of a chunk of tokens in the order of the fold and their hidden.
+    dz_of(chunk, hidden[chunk]) is the gradient of this rank's logits of a chunk of tokens, in the order of the fold.
     """
-    weight, group, given = head.weight, head.group, hidden
-    hidden = layout.gather(hidden)
+    weight, gathered = head.weight, layout.gather(hidden)
     buffer = main_grad("lm_head_logprob", weight) if needs_weight else None
     dw = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and buffer is None else buffer
     begun = buffer is not None and not consume_zero_flag(buffer)
-    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-    before, after = (dist.get_global_rank(group, r % head.ranks) for r in (head.rank - 1, head.rank + 1))
-    last, sent = head.rank == head.ranks - 1, []
-    for chunk in head.chunks(len(hidden)):
-        own = hidden[chunk]
-        if len(weight):
-            dz = dz_of(chunk, own)
-            if needs_weight:
-                product(dz.t(), own.t(), dw if begun else None, dw, torch.float32)
-                begun = True
-        if not needs_hidden:
-            continue
-        so_far = None
-        if head.rank:
-            so_far = torch.empty_like(own, dtype=torch.float32)
-            dist.recv(so_far, before, group=group)
-        if len(weight):
-            so_far = product(dz, weight.t(), so_far, out_dtype=hidden.dtype if last else torch.float32)
-        if last:
-            dhidden[chunk] = so_far
-        else:
-            sent.append((dist.isend(so_far, after, group=group), so_far))
-    for work, _ in sent:
-        work.wait()
-    if needs_hidden:
-        whole = dhidden.view(-1).view(torch.uint8)
-        dist.broadcast(whole, dist.get_global_rank(group, head.ranks - 1), group=group)
-        if not layout.identity:
-            found = torch.zeros_like(given)
-            found[layout.rows_on(given.device)] = dhidden[layout.slots_on(given.device) >= 0]
-            dhidden = found
-    return dhidden, dw.to(weight.dtype) if needs_weight and buffer is None else None
+    dhidden = _HiddenGradient(head, gathered) if needs_hidden else None
+    for chunk in head.chunks(len(gathered)):
+        dz = dz_of(chunk, gathered[chunk]) if len(weight) else None
+        if dz is not None and needs_weight:
+            product(dz.t(), gathered[chunk].t(), dw if begun else None, dw, torch.float32)
+            begun = True
+        if dhidden:
+            dhidden.add(chunk, dz)
+    dx = dhidden.result(layout, hidden) if dhidden else None
+    return dx, dw.to(weight.dtype) if needs_weight and buffer is None else None
 
 
 def lm_head_logprob(
@@ -248,8 +260,7 @@ def lm_head_logprob(
     ignore_index: int = -100,
     keep_bytes: float = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `bi_kernels.lm_head_logprob` does, of a shared weight; the logits are computed again for the
-    backward."""
+    """Returns what `bi_kernels.lm_head_logprob` does for a shared weight; the backward recomputes the logits."""
     op = "lm_head_logprob"
     *_, vocab = cut_of(op, weight)
     inv_temperature = checked(hidden, weight, targets, vocab, temperature, ignore_index, keep_bytes)
