@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.index.goals import number
 from helpers.figures import plt  # with the style of every figure
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.clock import DeviceClock, OperatorCounter, Timing, time_in_turns
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.timing import GPU
 
 OURS, TORCH, COMPILED, LIGER = "bi_kernels", "torch", "torch.compile", "Liger"

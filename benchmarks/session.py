@@ -10,11 +10,11 @@ import bi_kernels
 from benchmarks import attention, calls, cases, linear, profiler, rows
 from benchmarks.goals import evaluate
 from benchmarks.measure import Bench
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import choose, groups_of, read
-from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.targets.candidates import Candidate
 
 TIMING = "timing"
 MEASURES: dict[str, Callable[[Bench], None]] = {

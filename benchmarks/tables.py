@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 
 from benchmarks.goals import UNKNOWN, label
-from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.index.goals import number
 
 MARKS = {"Triton": "ᵗ", "Gluon": "ᵍ"}  # of a cell, by what computed it

@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.evidence.provenance import provenance
 from bi_kernels.audit.parameters import choose
+from bi_kernels.audit.report.provenance import provenance
 from mutation import document, plan, rates
 from mutation.operators import Mutant
 from mutation.reach import on_hopper

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from bi_kernels.audit.evidence import escape, tables
-from bi_kernels.audit.evidence.limits import promised
-from bi_kernels.audit.evidence.markdown import table
-from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.report import escape, tables
+from bi_kernels.audit.report.limits import promised
+from bi_kernels.audit.report.markdown import table
 from mutation import plan
 from mutation.operators import Mutant
 from mutation.rates import EXPLAINED, FILE, KILLED, SURVIVED, made_by_hand, rate, told

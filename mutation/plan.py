@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bi_kernels
-from bi_kernels.audit.evidence.verdicts import grouped
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.registry import OPS
 from mutation.operators import Mutant, mutants
 from mutation.rates import HAND_MADE
 from mutation.reach import ops_for, package, sources

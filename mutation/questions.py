@@ -9,14 +9,13 @@ from functools import partial
 import torch
 
 from bi_kernels.audit import load
-from bi_kernels.audit.checks import limits, memory, single_call
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row
+from bi_kernels.audit.checks import forward, gradient, limits, long_sequences, memory, single_call
+from bi_kernels.audit.findings import NEEDS_FIX, Row
 from bi_kernels.audit.fuzz import cases as drawn_cases
 from bi_kernels.audit.fuzz import checks as drawn
 from bi_kernels.audit.memory import in_turn
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import forward, gradient, long_sequences
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")

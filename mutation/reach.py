@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import bi_kernels
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.registry import OPS
 
 # An op's own file is judged first; of what many ops reach, these say most and take least.
 FIRST = ("rms_norm", "linear_bias", "embedding", "token_logprob", "lm_head_logprob", "matmul", "qk_norm", "attention")

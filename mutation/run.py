@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from bi_kernels.audit.executor import Died, ForkServer, Process
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.runs import notebooks
 from mutation.operators import Mutant
 from mutation.reach import ops_for, package

@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from bi_kernels import contract
 from bi_kernels.audit import cli
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.compare import compare
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 gc.set_threshold(50_000)  # as in audits

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import bi_kernels as bi
 from bi_kernels import contract, reference
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.inputs import draw, generator
-from bi_kernels.audit.problem.subject import poisoned_memory
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.inputs import draw, generator
+from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.ops.attention import decode
 from bi_kernels.ops.attention.attention import Arguments, attend
 from bi_kernels.ops.attention.attention import arguments as checked

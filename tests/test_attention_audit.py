@@ -10,17 +10,17 @@ import torch
 from conftest import slow_but
 
 import bi_kernels
-from bi_kernels.audit.broken.attention import ATTENTION_CONTROLS, nan_without_keys
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
-from bi_kernels.audit.problem.attention_keys import keys
-from bi_kernels.audit.problem.call_layouts import layouts, spans
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.relations import forward as judge
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.attention_keys import keys
+from bi_kernels.audit.checks import forward as judge
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS, nan_without_keys
+from bi_kernels.audit.findings import NEEDS_FIX, PASS
+from bi_kernels.audit.layouts import layouts, spans
+from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.session import start
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.attention import arguments, attend
 from helpers import attention
 from helpers.attention_edges import FAR, apart, packed_edges, padded_edges

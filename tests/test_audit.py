@@ -18,20 +18,20 @@ from conftest import assert_same_bits, slow_but
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
-from bi_kernels.audit.broken import judge as broken
-from bi_kernels.audit.broken.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
+from bi_kernels.audit.checks import forward as judge
+from bi_kernels.audit.controls import run as broken
+from bi_kernels.audit.controls.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.digests import golden
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
-from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
-from bi_kernels.audit.problem.candidates import resolve
-from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.relations import forward as judge
+from bi_kernels.audit.findings import NEEDS_FIX, PASS
+from bi_kernels.audit.inputs import KINDS
+from bi_kernels.audit.layouts import VIEWS, layouts
+from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.session import start
+from bi_kernels.audit.targets.candidates import resolve
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.timing import GpuLock
 from bi_kernels.contract import DTYPES, SHAPES, rows
 

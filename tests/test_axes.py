@@ -8,8 +8,8 @@ import torch
 from test_callables import ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
-from bi_kernels.audit.callables.relations import KEPT, UNBUFFERED
 from bi_kernels.audit.checks import memory, order, requests
+from bi_kernels.audit.checks.any_callable import KEPT, UNBUFFERED
 from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
 
 

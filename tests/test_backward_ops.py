@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import bi_kernels as bi
 from bi_kernels import contract
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.inputs import draw, draw_ids, generator
-from bi_kernels.audit.problem.subject import poisoned_memory
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.inputs import draw, draw_ids, generator
+from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.contract import DTYPES
 from bi_kernels.interpreter import tensor_core
 from bi_kernels.ops import embedding as embed

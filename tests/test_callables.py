@@ -17,9 +17,9 @@ from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
-from bi_kernels.audit.callables import target
-from bi_kernels.audit.callables.relations import plan
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, write_rows
+from bi_kernels.audit.checks.any_callable import plan
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, write_rows
+from bi_kernels.audit.targets import any_callable as target
 
 ROWS, WIDTH = 40, 64
 G = torch.Generator().manual_seed(0)
@@ -421,7 +421,7 @@ def test_a_wrong_call_leaves_the_run_before_it_byte_for_byte(name, inputs, words
 
 
 def test_inputs_are_what_was_asked_for(tmp_path):
-    from bi_kernels.audit.problem.given import read_inputs
+    from bi_kernels.audit.targets.user_inputs import read_inputs
 
     found = read_inputs("x:bf16[3, 4] ids:int64[3]<5 mask:bool[3] eps:0.5 mean:None", "cpu", 0)
     assert list(found) == ["x", "ids", "mask", "eps", "mean"] and found["eps"] == 0.5 and found["mean"] is None

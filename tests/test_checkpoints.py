@@ -16,11 +16,11 @@ import bi_kernels
 from bi_kernels import MainGrads, tokens
 from bi_kernels.audit.checks.edge_cases import LENGTHS
 from bi_kernels.audit.checks.single_call import compared
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.step import Step, token_layout
+from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import Step, token_layout
 from bi_kernels.tokens import TokenLayout, layout_for
 
 pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either

@@ -18,8 +18,8 @@ from conftest import wait_for
 from bi_kernels.audit import cli
 from bi_kernels.audit.digests import file as digests
 from bi_kernels.audit.digests.candidate import compute
-from bi_kernels.audit.evidence.verdicts import Row, write_rows
 from bi_kernels.audit.faults import UsageError
+from bi_kernels.audit.findings import Row, write_rows
 from bi_kernels.audit.runs import ci
 from bi_kernels.audit.runs.runner import stopped
 from bi_kernels.audit.runs.summary import summary

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from bi_kernels.audit import cli
-from bi_kernels.audit.evidence import markdown
-from bi_kernels.audit.evidence.verdicts import Row, write_rows
+from bi_kernels.audit.findings import Row, write_rows
 from bi_kernels.audit.options import COMMANDS
 from bi_kernels.audit.parameters import defaults
+from bi_kernels.audit.report import markdown
 from bi_kernels.audit.runs import folder
 from bi_kernels.audit.runs.runner import SECONDS, Board, audits
 
@@ -275,6 +275,6 @@ def test_a_bar_in_a_table_is_no_column():
 
 def test_the_auditor_loads_nothing_that_draws_or_compiles_before_it_does():
     heavy = {"pandas", "matplotlib", "numba", "papermill", "nbformat"}
-    code = f"import sys, bi_kernels.audit.callables.session; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, bi_kernels.audit.callable_session; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done

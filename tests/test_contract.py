@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import bi_kernels
 from bi_kernels import contract, reference
-from bi_kernels.audit.broken.forward import bf16_accumulation
-from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.inputs import KINDS, draw, draw_integers, generator
-from bi_kernels.audit.problem.registry import OPS, YARN
+from bi_kernels.audit.controls.forward import bf16_accumulation
+from bi_kernels.audit.inputs import KINDS, draw, draw_integers, generator
+from bi_kernels.audit.layouts import layouts
+from bi_kernels.audit.registry import OPS, YARN
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_attention import changes

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken.uses import _Gradient, doubled_for_several
-from bi_kernels.audit.checks import modes, single_call
+from bi_kernels.audit.checks import forward, modes, single_call
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS
+from bi_kernels.audit.controls.usage import _Gradient, doubled_for_several
+from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
 from bi_kernels.audit.fuzz.checks import ROLLOUT, judge
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import LAYOUT_ARGUMENTS, OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward
+from bi_kernels.audit.registry import LAYOUT_ARGUMENTS, OPS
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES
 
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource, CompilationError
 from triton.runtime.jit import JITFunction
 
 from bi_kernels.audit import audit, locate
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 
 
 @triton.jit

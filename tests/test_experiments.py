@@ -7,7 +7,7 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import load
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.findings import NEEDS_FIX
 from bi_kernels.ops import lm_head
 from bi_kernels.ops.embedding import MANY
 from helpers import attention_on_gpu, vocabulary, without_main_grad

@@ -14,11 +14,11 @@ from conftest import slow_but
 
 import bi_kernels as bi
 from bi_kernels.audit import audit
-from bi_kernels.audit.evidence.verdicts import needs_fix
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, gradient
+from bi_kernels.audit.checks import forward, gradient
+from bi_kernels.audit.findings import needs_fix
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES, EPS
 
 ROWS, WIDTH = 20, 32

@@ -10,9 +10,9 @@ import torch
 from conftest import slow_but
 
 from bi_kernels.audit import faults, load, parallel
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.executor import Died
+from bi_kernels.audit.findings import NEEDS_FIX
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,27 +13,26 @@ import torch
 from conftest import assert_same_bits, slow_but
 
 import bi_kernels
-from bi_kernels.audit.broken import judge as broken
-from bi_kernels.audit.broken.gradient import GRADIENT_CONTROLS
-from bi_kernels.audit.broken.replaced_backward import with_backward
-from bi_kernels.audit.broken.uses import TRAINED
-from bi_kernels.audit.checks import single_call
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.problem.call_layouts import VIEWS, Call, layouts
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations import long_sequences
-from bi_kernels.audit.relations.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NO_GRAD_NEEDED
-from bi_kernels.audit.relations.step import NAN_PADDING, token_layout
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.checks import long_sequences, single_call
+from bi_kernels.audit.checks.gradient import ACCURACY, DETERMINISM, INVARIANCE, LAYOUTS, NO_GRAD_NEEDED
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.controls import run as broken
+from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.controls.replaced_backward import with_backward
+from bi_kernels.audit.controls.usage import TRAINED
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.layouts import VIEWS, Call, layouts
+from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.session import start
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import launches
 from bi_kernels.audit.static import source as syntax
 from bi_kernels.audit.static.launches import recorded
 from bi_kernels.audit.static.verdict import STATIC, atomics_free
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import NAN_PADDING, token_layout
 from bi_kernels.contract import DTYPES, SHAPES, SWEEP
 from bi_kernels.grads import MainGrads
 from bi_kernels.tokens import SLAB, TokenLayout

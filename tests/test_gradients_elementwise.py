@@ -7,7 +7,7 @@ from conftest import assert_same_bits
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.inputs import draw, generator
 from bi_kernels.contract import DTYPES
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout

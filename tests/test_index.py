@@ -13,12 +13,12 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.evidence import limits
-from bi_kernels.audit.evidence.answer import answer, headline
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
+from bi_kernels.audit.report import limits
+from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.contract import DTYPES
 from helpers import figures
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.audit.problem.call_layouts import Call, layouts, random_layout, spans, step_layouts
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.layouts import Call, layouts, random_layout, spans, step_layouts
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import SHAPES, SWEEP
 
 LENGTHS = SHAPES["tiny"]["lengths"]

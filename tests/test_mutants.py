@@ -17,7 +17,7 @@ from bi_kernels.audit import load
 from bi_kernels.audit.checks.memory import VIEWED
 from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.registry import OPS
 from mutation import document, operators, plan, questions, rates, run
 from mutation.reach import on_hopper, ops_for
 from mutation.run import SEEDS, Copy, copies, judged

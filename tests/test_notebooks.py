@@ -17,9 +17,9 @@ from conftest import wait_for
 from papermill.exceptions import PapermillExecutionError
 
 from bi_kernels.audit import cli, start
-from bi_kernels.audit.evidence.tables import MIME
-from bi_kernels.audit.evidence.verdicts import Row, read_rows, write_rows
+from bi_kernels.audit.findings import Row, read_rows, write_rows
 from bi_kernels.audit.parameters import OPTIONS, accepted, defaults
+from bi_kernels.audit.report.tables import MIME
 from bi_kernels.audit.runs.documents import about
 from bi_kernels.audit.runs.runner import audits
 

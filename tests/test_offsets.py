@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import bi_kernels
+from bi_kernels.audit import callable_session as any_session
 from bi_kernels.audit import start
-from bi_kernels.audit.broken.forward import CONTROLS
-from bi_kernels.audit.callables import session as any_session
-from bi_kernels.audit.callables.audit import audit
+from bi_kernels.audit.callable_audit import audit
 from bi_kernels.audit.checks import limits as offsets
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.problem.candidates import resolve
-from bi_kernels.audit.problem.problem import problems
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.controls.forward import CONTROLS
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.candidates import resolve
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import problems
 from bi_kernels.contract import DTYPES
 from bi_kernels.tokens import TokenLayout
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import bi_kernels as bi
 from bi_kernels import contract, reference
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.inputs import draw, generator
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.inputs import draw, generator
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops.gemm.cost import WRITES, best_cut, library_us, ring_for, tile_for, way_for
 from bi_kernels.ops.gemm.kernel import launch, tiles

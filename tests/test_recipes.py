@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from conftest import slow_but
 
 from bi_kernels.audit import start
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, verdict_of
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.contract import SWEEP
 from helpers.recipes import products, script, summary

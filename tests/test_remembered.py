@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bi_kernels
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.compare import compare
 from bi_kernels.checks import once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

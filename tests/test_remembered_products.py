@@ -8,7 +8,7 @@ import torch
 from test_remembered import BF16
 
 from bi_kernels.audit import start
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.findings import NEEDS_FIX
 from bi_kernels.ops.gemm import gemm, launch_cache
 from helpers import gemm as experiments
 from helpers import products

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from bi_kernels.audit import audit
-from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.evidence import escape, tables
-from bi_kernels.audit.evidence.answer import answer, headline
-from bi_kernels.audit.evidence.condensed import LINES, WIDTH, group_rows, terminal
-from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED, Kind, axes_of, side_of
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.axes import NO_GRAD_NEEDED, Kind, axes_of, side_of
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
+from bi_kernels.audit.report import escape, tables
+from bi_kernels.audit.report.any_callable import Report
+from bi_kernels.audit.report.groups import LINES, WIDTH, group_rows, terminal
+from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.audit.runs.summary import summary
 from helpers import figures
 

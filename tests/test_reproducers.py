@@ -17,22 +17,21 @@ from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit
-from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.checks import single_call
+from bi_kernels.audit.axes import NO_GRAD_NEEDED
+from bi_kernels.audit.checks import forward, gradient, single_call
 from bi_kernels.audit.checks.memory import ADDRESSES, OFFSETS, run_contiguous, run_on_view
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.executor import Ended, ForkServer
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.memory import SHORT
-from bi_kernels.audit.problem.candidates import resolve
-from bi_kernels.audit.problem.problem import problems
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import forward, gradient
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.callable import Writer
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.replay import registered
+from bi_kernels.audit.targets.any_callable import CallableTarget
+from bi_kernels.audit.targets.candidates import resolve
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import problems
 
 ROOT = Path(__file__).parents[1]
 X = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
@@ -285,7 +284,7 @@ TEXTS = {  # a row's layout: the line of its second call, in the plainest script
 
 @pytest.mark.parametrize("layout", TEXTS)
 def test_a_script_has_the_op_its_inputs_and_two_calls(layout, tmp_path):
-    t = Target(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
+    t = CallableTarget(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
     row = t.row("invariance", layout, Drift(3, 100, 1.0), rows=3)
     text = Writer(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
     assert any(line.startswith(TEXTS[layout]) for line in text.splitlines()) and len(text.splitlines()) <= 36, text
@@ -294,7 +293,7 @@ def test_a_script_has_the_op_its_inputs_and_two_calls(layout, tmp_path):
 
 
 def test_the_script_of_a_gradient_runs_backward_in_each_split(tmp_path):
-    t = Target(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
+    t = CallableTarget(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
     row = t.row("gradient invariance", "micro_batches:ragged", Drift(3, 100, 1.0), tensor="dweight", rows=13)
     text = Writer(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
     assert "whole = step.gradients([target.every])['dweight']" in text

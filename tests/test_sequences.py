@@ -6,7 +6,7 @@ from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
-from bi_kernels.audit.evidence.verdicts import INVARIANCE, NEEDS_FIX, UNSUPPORTED
+from bi_kernels.audit.findings import INVARIANCE, NEEDS_FIX, UNSUPPORTED
 
 G = torch.Generator().manual_seed(0)
 IDS = torch.randint(1, 50, (4, 9), generator=G)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bi_kernels.audit import audit
-from bi_kernels.audit.evidence.verdicts import needs_fix
+from bi_kernels.audit.findings import needs_fix
 from bi_kernels.contract import EPS
 
 ORDERS = {  # of the products of a sum, by which calls of more rows than the threshold add otherwise

@@ -16,12 +16,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import bi_kernels
-from bi_kernels.audit.problem import candidates
 from bi_kernels.audit.static import binary as static
 from bi_kernels.audit.static import function
 from bi_kernels.audit.static.finding import CHOOSERS
 from bi_kernels.audit.static.launches import Variant, recorded
 from bi_kernels.audit.static.source import source
+from bi_kernels.audit.targets import candidates
 from bi_kernels.ops.gemm import kernel as gemm
 
 MODULES = [

@@ -17,7 +17,7 @@ from ranks_tensor import SEQUENCE, VARIANTS
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
-from bi_kernels.audit.problem.candidates import Candidate
+from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.distributed.controls import HERE
 from bi_kernels.audit.targets.distributed.launch import launch
 from bi_kernels.audit.targets.distributed.session import TIMING, DistributedSession, Evidence

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bi_kernels.audit import load, parallel
-from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.report.any_callable import Report
 from helpers import corpus, third_party
 
 SOME = (

@@ -20,11 +20,11 @@ from nbclient import NotebookClient
 
 import bi_kernels
 from bi_kernels import workbench as wb
-from bi_kernels.audit.callables.session import read_inputs
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX
+from bi_kernels.audit.callable_session import read_inputs
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import NEEDS_FIX
 from bi_kernels.audit.parameters import read
-from bi_kernels.audit.relations import gradient as gradients
 from bi_kernels.audit.static import binary
 from bi_kernels.audit.static.compile_text import copied
 from bi_kernels.audit.static.verdict import STATIC

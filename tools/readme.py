@@ -101,7 +101,7 @@ def models() -> str:
 def ops() -> str:
     """Returns the public ops and what the H200 reports say of each: forward, backward, dtypes."""
     import bi_kernels  # noqa: PLC0415
-    from bi_kernels.audit.problem.registry import OPS  # noqa: PLC0415 (as above)
+    from bi_kernels.audit.registry import OPS  # noqa: PLC0415 (as above)
 
     rows = [
         r for path in sorted(H200.glob("*/verdicts.json")) for r in json.loads(path.read_text()) if not r["control"]

@@ -12,7 +12,7 @@ from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
     "registry": "bi_kernels.audit.session",
-    "callable": "bi_kernels.audit.callables.session",
+    "callable": "bi_kernels.audit.callable_session",
     "third-party": "helpers.third_party",  # next to the notebooks
     "model": "bi_kernels.audit.targets.session",
     "integration": "bi_kernels.audit.targets.session",
@@ -65,7 +65,7 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extra("audit"):
         if name == "audit":
-            from bi_kernels.audit.callables.audit import audit as found  # noqa: PLC0415
+            from bi_kernels.audit.callable_audit import audit as found  # noqa: PLC0415
         else:
             from bi_kernels.audit.localiser.locate import locate as found  # noqa: PLC0415
     return found

@@ -2,14 +2,15 @@
 
 import torch
 
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import Auditable, Row
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.targets.base import Target
 
 PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
 
 
 def against_bound(
-    subject: Auditable,
+    subject: Target,
     relation: str,
     y: torch.Tensor,
     exact: torch.Tensor,

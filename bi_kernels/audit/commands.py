@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bi_kernels.audit import executor
 from bi_kernels.audit.digests import file as digest_file
-from bi_kernels.audit.evidence.verdicts import write_rows
 from bi_kernels.audit.faults import UsageError
+from bi_kernels.audit.findings import write_rows
 from bi_kernels.audit.index import page
 from bi_kernels.audit.options import Run
 from bi_kernels.audit.parameters import BenchParameters, choose, device_name, in_checkout

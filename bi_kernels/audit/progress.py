@@ -11,10 +11,10 @@ from IPython import get_ipython
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.distance import in_words
-from bi_kernels.audit.evidence.kinds import Kind, by_kind
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
+from bi_kernels.audit.axes import Kind, by_kind
+from bi_kernels.audit.findings import Row, needs_fix
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.sizes import in_words
 
 LONGEST = 160  # characters of what a candidate raised
 OFTEN, SELDOM = 0.2, 10.0  # seconds between two lines of progress for bi-audit, and for a log

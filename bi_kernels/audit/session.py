@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken.judge import judge_controls
-from bi_kernels.audit.evidence import escape, tables
-from bi_kernels.audit.evidence.provenance import provenance
-from bi_kernels.audit.evidence.verdicts import PASS, Row, grouped, needs_fix, verdict_of, write_rows
+from bi_kernels.audit.checks import quick
+from bi_kernels.audit.checks.ops import judge
+from bi_kernels.audit.controls.run import judge_controls
+from bi_kernels.audit.findings import PASS, Row, grouped, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parallel import Processes
 from bi_kernels.audit.parameters import choose, command, device_name, read
-from bi_kernels.audit.problem.candidates import Candidate, resolve
-from bi_kernels.audit.problem.problem import OpConfig, problems
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import quick
-from bi_kernels.audit.relations.judge import judge
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.report import escape, tables
+from bi_kernels.audit.report.provenance import provenance
 from bi_kernels.audit.static import verdict as static
 from bi_kernels.audit.static.launches import Variant
+from bi_kernels.audit.targets.candidates import Candidate, resolve
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig, problems
 from bi_kernels.contract import DTYPES
 
 EXAMPLES = 5  # of random layouts that a subject is judged in

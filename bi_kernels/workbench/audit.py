@@ -10,22 +10,22 @@ from types import FunctionType
 
 import torch
 
-from bi_kernels.audit.callables.audit import audit as audit_callable
-from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.callables.target import Target
-from bi_kernels.audit.evidence.drift import ordered, raw
-from bi_kernels.audit.evidence.markdown import table
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.callable_audit import audit as audit_callable
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.checks.forward import judge
+from bi_kernels.audit.compare import ordered, raw
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
-from bi_kernels.audit.problem.candidates import load, resolve
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.forward import judge
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.report.any_callable import Report
+from bi_kernels.audit.report.markdown import table
 from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.source import source as findings
 from bi_kernels.audit.static.verdict import atomics_free
+from bi_kernels.audit.targets.any_callable import CallableTarget
+from bi_kernels.audit.targets.candidates import load, resolve
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.checks import integers_of
 from bi_kernels.contract import DTYPES
 from bi_kernels.scalars import truncated_repr
@@ -138,7 +138,7 @@ def drift(
     """
     given = rows if rows is None else integers_of("drift", "rows", rows)
     with kernel_errors():
-        t = Target(function, inputs, {}, batch, shared, outputs, getattr(function, "__name__", "function"), 0)
+        t = CallableTarget(function, inputs, {}, batch, shared, outputs, getattr(function, "__name__", "function"), 0)
         whole = t.whole()
         found = {}
         for m in [m for m in (1, 2, 4) if m < t.count] if given is None else given:

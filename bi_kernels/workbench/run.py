@@ -15,9 +15,9 @@ from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import InterpretedFunction
 
 from bi_kernels.audit import executor
-from bi_kernels.audit.evidence import markdown
-from bi_kernels.audit.evidence.drift import Drift, compare
+from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
+from bi_kernels.audit.report import markdown
 from bi_kernels.audit.static import binary, compile_text
 from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
 from bi_kernels.audit.static.function import without_choosers

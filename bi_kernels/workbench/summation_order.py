@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from bi_kernels.audit.evidence.drift import ordered
+from bi_kernels.audit.compare import ordered
 from bi_kernels.interpreter.tensor_core import mma
 from bi_kernels.tokens import TokenLayout
 

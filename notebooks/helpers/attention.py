@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.broken import attention as controls
-from bi_kernels.audit.broken.judge import groups, judge_control
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import gradient as gradients
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.controls import attention as controls
+from bi_kernels.audit.controls.run import groups, judge_control
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention_edges as edges
 from helpers import attention_generation as generation
 from helpers import attention_on_gpu as on_gpu

@@ -8,15 +8,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from bi_kernels import reference
-from bi_kernels.audit.broken import attention as controls
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, spans
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import forward as judge
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.checks import forward as judge
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.controls import attention as controls
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.layouts import Call, spans
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import DTYPES
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_gradients import gradient

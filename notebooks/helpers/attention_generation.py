@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from bi_kernels import contract, reference
-from bi_kernels.audit.broken import attention as controls
-from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, pack, pad, shapes_launched, spans
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.forward import against_bound
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.checks.forward import against_bound
+from bi_kernels.audit.compare import Drift, Tensors, compare
+from bi_kernels.audit.controls import attention as controls
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.layouts import Call, pack, pad, shapes_launched, spans
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.schedule import SCHEDULE, Tiling
 from helpers.common import is_ours
 

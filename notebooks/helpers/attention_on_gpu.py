@@ -16,13 +16,13 @@ from unittest import mock
 import torch
 
 import bi_kernels
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import pack, spans, unaligned
-from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import gradient as gradients
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import pack, spans, unaligned
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.schedule import is_hopper
 from helpers.common import replayed, sixteen_bits
 

@@ -8,13 +8,13 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel, stock
-from bi_kernels.audit.evidence.distance import size
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.checks.gradient import LAYOUTS
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import PRECONDITION, Row
 from bi_kernels.audit.memory import patiently
-from bi_kernels.audit.relations.gradient import LAYOUTS
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.report.sizes import size
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import CONTRACT, EPS
 from helpers import training
 from helpers.common import Counts, Found

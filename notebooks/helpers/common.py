@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from bi_kernels.audit.evidence.drift import Tensors
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.compare import Tensors
+from bi_kernels.audit.findings import Row
 from bi_kernels.contract import SHAPES
 
 Counts = dict[str, dict[str, float]]  # lines of a heat map, and their columns

@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 
-from bi_kernels.audit.evidence.verdicts import Auditable, Row
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.targets.base import Target
 
 
-def missing(rows: Sequence[Row], subject: Auditable, required: Iterable[dict]) -> list[Row]:
+def missing(rows: Sequence[Row], subject: Target, required: Iterable[dict]) -> list[Row]:
     """Returns a row that needs a fix for everything required of a subject that no row holds.
 
     required: fields of a row that must agree, `relation` and `layout` among them; op, case and dtype are the subject's

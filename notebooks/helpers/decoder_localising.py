@@ -6,10 +6,10 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import locate
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import LOCALISER
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import LOCALISER
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.problem.inputs import generator
 from bi_kernels.audit.targets.decoder import DecoderTarget
 from bi_kernels.audit.timing import GPU
 from helpers import torch_ops

@@ -8,12 +8,12 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import parallel
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
-from bi_kernels.audit.problem.call_layouts import Call, micro_batches, pack, pad, spans
-from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.subject import Labelled
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, Row
+from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import Call, micro_batches, pack, pad, spans
+from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.decoder import logprobs
 from bi_kernels.audit.targets.decoder_controls import PADDING_SEEN, SEPARATE
 from bi_kernels.audit.targets.model import Relation, hashes, policy_drift, sha256
@@ -145,7 +145,7 @@ def runs(session, dtype: str) -> list[Trained]:
 def judge(session, dtype: str, found: Sequence[Trained]) -> list[Row]:
     """Returns the rows: our weights' SHA-256 is that of the first split, our rollouts' logprobs are those of the step
     that follows, every tensor moved; and the first of the controls' rows by which each is flagged."""
-    who, rows = Labelled(), []
+    who, rows = Target(), []
     for run in found:
         steps = f"{len(run.losses)} AdamW steps, {run.split}"
         first = next(r for r in found if r.candidate == run.candidate)

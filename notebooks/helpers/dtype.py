@@ -9,12 +9,12 @@ import torch
 import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit import parallel
-from bi_kernels.audit.broken.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row
-from bi_kernels.audit.problem.inputs import draw_integers, generator
-from bi_kernels.audit.relations import forward, gradient_dtypes
-from bi_kernels.audit.relations.gradient_dtypes import WAYS
+from bi_kernels.audit.checks import forward, gradient_dtypes
+from bi_kernels.audit.checks.gradient_dtypes import WAYS
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.controls.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.inputs import draw_integers, generator
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, dtype_name
 from helpers.common import Counts, Found
 

@@ -6,12 +6,13 @@ import torch
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit.broken.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import layouts
-from bi_kernels.audit.problem.subject import CANCELLING, poisoned_memory
-from bi_kernels.audit.relations import quick
+from bi_kernels.audit.checks import quick
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.controls.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.layouts import layouts
+from bi_kernels.audit.targets.fresh_memory import poisoned_memory
+from bi_kernels.audit.targets.op import CANCELLING
 from helpers.common import Counts, Found, differing, size
 
 

@@ -7,13 +7,13 @@ import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.broken.judge import groups, judge_control
-from bi_kernels.audit.evidence import tables
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
+from bi_kernels.audit.controls.run import groups, judge_control
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
 from bi_kernels.audit.fuzz.cases import FINITE, RANDOM, Case, draw
 from bi_kernels.audit.fuzz.checks import QUESTIONS, judge
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.report import tables
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES, dtype_name
 from helpers.coverage import missing
 

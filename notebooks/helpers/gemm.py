@@ -11,11 +11,11 @@ from torch import Tensor
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.audit.evidence.distance import steps
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
+from bi_kernels.audit.axes import Kind
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.report.sizes import steps
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig, Tile

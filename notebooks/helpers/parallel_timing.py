@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import bi_kernels as bi
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.targets.distributed.controls import Summed
 from bi_kernels.audit.targets.distributed.step import case
 from bi_kernels.contract import DTYPES

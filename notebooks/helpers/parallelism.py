@@ -5,10 +5,10 @@ import json
 import numpy as np
 from IPython.display import Markdown
 
-from bi_kernels.audit.evidence import tables as show
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.index import goals
+from bi_kernels.audit.report import tables as show
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, case
 from helpers.figures import plt  # in the style of all that is drawn
 

@@ -8,8 +8,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.evidence.drift import Drift, compare, joined
-from bi_kernels.audit.problem.call_layouts import unaligned
+from bi_kernels.audit.compare import Drift, compare, joined
+from bi_kernels.audit.layouts import unaligned
 from bi_kernels.checks import is_hopper
 from bi_kernels.ops.gemm import gemm, kernel, launch_cache
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.progress import track
 
-from bi_kernels.audit.callables.audit import NOT_RUN, audit
-from bi_kernels.audit.callables.report import Report
-from bi_kernels.audit.callables.session import AnySession
-from bi_kernels.audit.evidence.distance import size
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.callable_audit import NOT_RUN, audit
+from bi_kernels.audit.callable_session import AnySession
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
 from bi_kernels.audit.parameters import choose, read
-from bi_kernels.audit.problem.candidates import Candidate
+from bi_kernels.audit.report.any_callable import Report
+from bi_kernels.audit.report.sizes import size
 from bi_kernels.audit.reproduce.imports import reach
 from bi_kernels.audit.reproduce.script import NO_SCRIPT, OTHERWISE
+from bi_kernels.audit.targets.candidates import Candidate
 from helpers.corpus import LARGE, SMALL, Entry, corpus
 
 # What is known without the auditor. Elementwise functions of one element cannot see the batch, and this package's ops

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import bi_kernels
 from bi_kernels.audit import stock
-from bi_kernels.audit.broken.gradient import dw_separate
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.call_layouts import Call, layouts
-from bi_kernels.audit.problem.inputs import generator, on
-from bi_kernels.audit.relations.step import token_layout
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.controls.gradient import dw_separate
+from bi_kernels.audit.inputs import generator, on
+from bi_kernels.audit.layouts import Call, layouts
+from bi_kernels.audit.targets.op_step import token_layout
 from bi_kernels.contract import CONTRACT, SHAPES
 from bi_kernels.grads import MainGrads
 

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.targets.model import rescored_row
 from bi_kernels.audit.targets.transformers import (
     CACHES,

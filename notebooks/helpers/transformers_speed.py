@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.targets.transformers import OURS, STOCK, build, draw_ids, quiet
 from bi_kernels.audit.timing import timed
 

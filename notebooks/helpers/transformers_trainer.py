@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import PRECONDITION, control_row
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import PRECONDITION, control_row
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.targets.model import sha256
 from bi_kernels.audit.targets.transformers import OURS, STOCK, TransformersTarget, build, case, draw_ids, quiet
 

@@ -7,11 +7,11 @@ import torch
 
 import bi_kernels
 from bi_kernels.audit import stock
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import INVARIANCE, Row
-from bi_kernels.audit.problem.inputs import generator, on
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.step import Step, token_layout
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import INVARIANCE, Row
+from bi_kernels.audit.inputs import generator, on
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step, token_layout
 from bi_kernels.contract import DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.embedding import MANY

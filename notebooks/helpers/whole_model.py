@@ -1,7 +1,7 @@
 """Shows how much of a whole model's tensors differ, layout by layout."""
 
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.targets.decoder import DecoderTarget
 from bi_kernels.audit.targets.model import layout_rows
 from helpers import torch_ops

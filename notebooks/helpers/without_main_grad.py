@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.forward import supported
-from bi_kernels.audit.relations.gradient import INVARIANCE, LEFT
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.checks.forward import supported
+from bi_kernels.audit.checks.gradient import INVARIANCE, LEFT
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import dtype_name
 from helpers import coverage
 from helpers.common import Found, is_ours

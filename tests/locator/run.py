@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from locator.faults import FAULTS, Fault
 
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.locate import locate
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from bi_kernels import RopeTable
-from bi_kernels.audit.evidence.drift import Tensors
-from bi_kernels.audit.problem.registry import Op
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.compare import Tensors
+from bi_kernels.audit.registry import Op
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import CONTRACT
 from bi_kernels.reference_gradients import gradient
 from bi_kernels.tokens import TokenLayout

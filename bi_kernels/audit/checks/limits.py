@@ -16,17 +16,18 @@ from functools import partial
 
 import torch
 
-from bi_kernels.audit.callables.step import gradients_kept
-from bi_kernels.audit.callables.target import OutOfTime, Target, by_sample, tensors
-from bi_kernels.audit.evidence.drift import AT_ONCE, Drift, compare, joined
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, UNSUPPORTED, Row
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import AT_ONCE, Drift, compare, joined
+from bi_kernels.audit.findings import NEEDS_FIX, UNSUPPORTED, Row
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
-from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest, of_candidate, poisoned_memory
-from bi_kernels.audit.relations.step import Step
 from bi_kernels.audit.step import prepare
+from bi_kernels.audit.targets.any_callable import CallableTarget, OutOfTime, by_sample, tensors
+from bi_kernels.audit.targets.callable_step import gradients_kept
+from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import evaluate
 from bi_kernels.tokens import SLAB, TokenLayout
 
@@ -180,12 +181,12 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
 # any callable
 
 
-def applies_to(t: Target) -> bool:
+def applies_to(t: CallableTarget) -> bool:
     """Tells whether a batch beyond 2**31 elements is asked of a callable: on a GPU, in bf16."""
     return t.device.type == "cuda" and t.dtype == torch.bfloat16
 
 
-def beyond(t: Target, elements: int = ELEMENTS, seconds: float = 120) -> list[Row]:
+def beyond(t: CallableTarget, elements: int = ELEMENTS, seconds: float = 120) -> list[Row]:
     """Compares the results and the gradients of a batch whose largest tensor has more than so many elements with those
     of two samples: the first one over and over, and the last one where no offset of 32 bits reaches. A callable that
     refuses so many samples, or for which memory is lacking, is not judged; one after which the GPU answers no more
@@ -201,13 +202,13 @@ def beyond(t: Target, elements: int = ELEMENTS, seconds: float = 120) -> list[Ro
         t.deadline = math.inf
 
 
-def wrapped(y: torch.Tensor, x: torch.Tensor, t: Target, held: dict) -> torch.Tensor:
+def wrapped(y: torch.Tensor, x: torch.Tensor, t: CallableTarget, held: dict) -> torch.Tensor:
     """Gives the last samples of a large batch the results of the first: the control of `beyond`."""
     rows = y.movedim(t.batch, 0)
     return torch.cat((rows[:-LAST], rows[:LAST])).movedim(0, t.batch) if len(rows) > LAST else y
 
 
-def _of_callable(t: Target, elements: int) -> list[Row]:
+def _of_callable(t: CallableTarget, elements: int) -> list[Row]:
     upstream: list[torch.Tensor] = []
     few = _two_samples(t, 1, 1, upstream)
     held = [v.movedim(t.batch, 0) for k, v in tensors(t.values).items() if k in t.batched]
@@ -231,7 +232,7 @@ def _of_callable(t: Target, elements: int) -> list[Row]:
     return rows
 
 
-def _two_samples(t: Target, a: int, b: int, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns what a call on the first sample `a` times and the last one `b` times gives, a row a sample: results and,
     where there is a backward, gradients of inputs; upstream: of two samples, drawn where there is none."""
     arguments, leaves = dict(t.values), {}

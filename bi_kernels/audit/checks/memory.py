@@ -6,20 +6,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.callables import step as callables
-from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.edge_cases import ALIKE, no_rows
 from bi_kernels.audit.checks.modes import untrained
 from bi_kernels.audit.checks.requests import Variant
-from bi_kernels.audit.evidence.drift import Drift, Tensors, compare
-from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.problem.call_layouts import VIEWS, unaligned
-from bi_kernels.audit.problem.problem import joined
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations import step as ops
+from bi_kernels.audit.compare import Drift, Tensors, compare
+from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.layouts import VIEWS, unaligned
 from bi_kernels.audit.reproduce.samples import in_larger, with_strides
 from bi_kernels.audit.step import Results, Step
+from bi_kernels.audit.targets import callable_step as callables
+from bi_kernels.audit.targets import op_step as ops
+from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_config import joined
 from bi_kernels.tokens import TokenLayout
 
 VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
@@ -140,7 +140,7 @@ def layout_refusal(subject: OpUnderTest, ask: Callable) -> str:
 # any callable
 
 
-def _kept(t: Target) -> list[Row]:
+def _kept(t: CallableTarget) -> list[Row]:
     """Another call, on other samples in the same shapes, must leave alone what the first one returned."""
     with torch.no_grad(), t.layout(t.every):
         first = t.results(t.take(t.every))
@@ -151,7 +151,7 @@ def _kept(t: Target) -> list[Row]:
     return t.compared("invariance", LATER, t.rows(first, t.count), t.rows(before, t.count), **said)
 
 
-def places(t: Target) -> dict[str, Callable]:
+def places(t: CallableTarget) -> dict[str, Callable]:
     """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
     sliced = lambda dims: lambda k, v: in_larger(v, dims(v)) if k in t.batched else v.clone()
     out = {SLICE: sliced(lambda v: {t.batch}), COLUMNS: sliced(lambda v: {t.batch, v.dim() - 1})}
@@ -160,7 +160,7 @@ def places(t: Target) -> dict[str, Callable]:
     return out
 
 
-def run_placed(t: Target, place: Callable) -> list[Tensor]:
+def run_placed(t: CallableTarget, place: Callable) -> list[Tensor]:
     """Returns the outputs of the whole batch, a row a sample, its inputs lying where `place` puts them."""
     arguments = t.take(t.every)
     arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
@@ -168,7 +168,7 @@ def run_placed(t: Target, place: Callable) -> list[Tensor]:
         return t.rows(t.results(arguments), t.count)
 
 
-def _placed(t: Target, layout: str, place: Callable, whole: list[Tensor]) -> list[Row]:
+def _placed(t: CallableTarget, layout: str, place: Callable, whole: list[Tensor]) -> list[Row]:
     """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
     what does not lie in one piece, and says so, is not judged."""
     said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
@@ -179,13 +179,13 @@ def _placed(t: Target, layout: str, place: Callable, whole: list[Tensor]) -> lis
     return t.compared("invariance", layout, found, whole, **said)
 
 
-def memory(t: Target, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
+def memory(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each place in memory against the whole batch."""
     out = {layout: partial(_placed, t, layout, place, whole) for layout, place in places(t).items()}
     return {LATER: partial(_kept, t)} | out
 
 
-def backward_memory(t: Target, step: callables.Step) -> dict[str, Callable[[], list[Row]]]:
+def backward_memory(t: CallableTarget, step: callables.Step) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges a backward before which the callable was called again."""
     said = {"against": "without the later call", "rows": t.count, "axes": [Kind.KEPT]}
     return {BACKWARD: lambda: t.gradient_rows(BACKWARD, lambda: after_a_later_call(step, main_grad=True), **said)}

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.errors import InterpreterError
 
-from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.requests import CHECKPOINTED, Variant, checkpointed
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
+from bi_kernels.audit.targets.op_step import Step
 
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
 DEFAULT = "bf16 as torch's default dtype"
@@ -111,7 +111,7 @@ def untrained(made: Results) -> Results:
 # any callable
 
 
-def _wanted(t: Target, samples: list[int]) -> list[Tensor]:
+def _wanted(t: CallableTarget, samples: list[int]) -> list[Tensor]:
     arguments = t.take(samples)
     with torch.enable_grad(), t.layout(samples):
         for k, v in tensors(arguments).items():
@@ -120,14 +120,14 @@ def _wanted(t: Target, samples: list[int]) -> list[Tensor]:
         return [y.detach() for y in t.results(arguments)]
 
 
-def _inference(t: Target, samples: list[int]) -> list[Tensor]:
+def _inference(t: CallableTarget, samples: list[int]) -> list[Tensor]:
     arguments = t.take(samples)
     with torch.inference_mode(), t.layout(samples):
         return t.results(arguments)
 
 
-def _within(mode: Callable) -> Callable[[Target, list[int]], list[Tensor]]:
-    def call(t: Target, samples: list[int]) -> list[Tensor]:
+def _within(mode: Callable) -> Callable[[CallableTarget, list[int]], list[Tensor]]:
+    def call(t: CallableTarget, samples: list[int]) -> list[Tensor]:
         with mode(t):
             return t.call(samples)
 
@@ -155,7 +155,7 @@ def _switched(module: nn.Module) -> Iterator[None]:
                 b.copy_(value)
 
 
-def modes(t: Target) -> dict[str, Callable[[Target, list[int]], list[Tensor]]]:
+def modes(t: CallableTarget) -> dict[str, Callable[[CallableTarget, list[int]], list[Tensor]]]:
     """Returns what calls a target on samples in each mode but the one in which it is judged, without gradients."""
     found = {WANTED: _wanted, INFERENCE: _inference, DETERMINISTIC: _within(lambda t: deterministic())}
     found[AUTOCAST] = _within(lambda t: torch.autocast(t.device.type, torch.bfloat16))
@@ -164,7 +164,7 @@ def modes(t: Target) -> dict[str, Callable[[Target, list[int]], list[Tensor]]]:
     return found
 
 
-def judged(t: Target, mode: str, whole: list[Tensor]) -> list[Row]:
+def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
     """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Autocast may
     compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
     judged there, nor one that draws in the other of train() and eval()."""

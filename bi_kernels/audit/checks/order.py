@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.callables.target import Target, tensors
+from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.modes import untrained
 from bi_kernels.audit.checks.requests import Variant
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.kinds import Kind
-from bi_kernels.audit.evidence.verdicts import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import DTYPES
 
 UPDATED = "weights updated in place"
@@ -60,7 +60,7 @@ def _of_first_samples(u: Step, dtype: torch.dtype) -> None:
 # any callable
 
 
-def _other_dtype(t: Target) -> None:
+def _other_dtype(t: CallableTarget) -> None:
     """Calls a target on inputs of another dtype. A module's parameters stay as they are: it may refuse."""
     arguments = t.take(t.every)
     for k, v in tensors(arguments).items():
@@ -70,7 +70,7 @@ def _other_dtype(t: Target) -> None:
         t.results(arguments)
 
 
-BEFORE: dict[str, Callable[[Target], object]] = {
+BEFORE: dict[str, Callable[[CallableTarget], object]] = {
     "one sample": lambda t: t.call([0]),
     "another order": lambda t: t.call(t.every[::-1]),
     "NaN": lambda t: t.call([-1] * t.count, "nonfinite"),
@@ -78,7 +78,7 @@ BEFORE: dict[str, Callable[[Target], object]] = {
 }
 
 
-def _after(t: Target, layout: str, before: Callable, whole: list[Tensor]) -> list[Row]:
+def _after(t: CallableTarget, layout: str, before: Callable, whole: list[Tensor]) -> list[Row]:
     said = {"against": "the first call", "rows": t.count, "axes": [Kind.HISTORY]}
     try:
         before(t)
@@ -87,7 +87,7 @@ def _after(t: Target, layout: str, before: Callable, whole: list[Tensor]) -> lis
     return t.compared("invariance", layout, t.whole(), whole, **said)
 
 
-def _weights(t: Target) -> dict[str, Tensor]:
+def _weights(t: CallableTarget) -> dict[str, Tensor]:
     """Returns what may be updated between two calls: a module's parameters, the floating tensors that all samples
     share."""
     if t.module:
@@ -109,7 +109,7 @@ def _others(module: torch.nn.Module, fresh: dict[torch.nn.Parameter, torch.nn.Pa
             m._parameters[k] = p
 
 
-def _called(t: Target, weights: dict[str, Tensor]) -> list[Tensor]:
+def _called(t: CallableTarget, weights: dict[str, Tensor]) -> list[Tensor]:
     """Calls a target on the whole batch; of a function these very tensors are what all samples share."""
     arguments = t.take(t.every) | ({} if t.module else weights)
     with torch.no_grad(), t.layout(t.every):
@@ -121,7 +121,7 @@ def _moved(v: Tensor) -> Tensor:
     return v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)
 
 
-def _updated(t: Target, whole: list[Tensor]) -> list[Row]:
+def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
     own = _weights(t)
@@ -157,7 +157,7 @@ def _updated(t: Target, whole: list[Tensor]) -> list[Row]:
     return rows + t.compared("invariance", UPDATED, t.whole(), whole, **said | {"against": "before the update"})
 
 
-def history(t: Target, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
+def history(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges the whole batch after each call before it."""
     out = {f"after {k}": partial(_after, t, f"after {k}", before, whole) for k, before in BEFORE.items()}
     return out | ({UPDATED: partial(_updated, t, whole)} if _weights(t) else {})

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bi_kernels.audit.relations.step import token_layout
 from bi_kernels.audit.step import Results, Step
+from bi_kernels.audit.targets.op_step import token_layout
 from bi_kernels.tokens import TokenLayout
 
 Variant = Callable[[], tuple[Results, Results]]  # returns what the call gives in another way, and what it is to give

@@ -6,17 +6,17 @@ from functools import partial
 
 from torch import Tensor
 
+from bi_kernels.audit.axes import Kind, Side
 from bi_kernels.audit.checks.edge_cases import NO_COLUMNS, ONE_TOKEN, begun, populations
 from bi_kernels.audit.checks.memory import NO_ROWS, op_memory
 from bi_kernels.audit.checks.modes import op_modes
 from bi_kernels.audit.checks.order import op_order
 from bi_kernels.audit.checks.requests import Variant, op_requests
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.kinds import Kind, Side
-from bi_kernels.audit.evidence.verdicts import Row, sentence
-from bi_kernels.audit.problem.subject import CANCELLING, OpUnderTest
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import Row, sentence
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
 
 SINGLE_CALL = "one packed call"  # what the same call made in another way is compared with
 AXES: dict[str, tuple[Kind, str, Callable[[Step], dict[str, Variant]]]] = {  # kind of what differs, relation, checks

@@ -14,14 +14,14 @@ import torch
 import bi_kernels
 from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
 from bi_kernels.audit.digests.golden import draw_exact, rng, sha
-from bi_kernels.audit.evidence.provenance import architecture, provenance
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
+from bi_kernels.audit.inputs import cancel
 from bi_kernels.audit.parameters import OTHERS, accepted
-from bi_kernels.audit.problem.inputs import cancel
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.report.provenance import architecture, provenance
 from bi_kernels.audit.session import start
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import dtype_name, evaluate
 
 KINDS = ("normal", "wide", "cancelling")

@@ -17,7 +17,7 @@ import torch
 import triton
 
 import bi_kernels
-from bi_kernels.audit.evidence.drift import raw
+from bi_kernels.audit.compare import raw
 from bi_kernels.contract import DTYPES
 
 FILE = Path(__file__).with_name("golden_sm_90.json")

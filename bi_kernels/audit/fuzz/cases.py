@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bi_kernels.audit.problem.call_layouts import Call, chunks, decode, pack, pad, spans
-from bi_kernels.audit.problem.inputs import KINDS
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import Op
-from bi_kernels.audit.problem.subject import OpUnderTest
+from bi_kernels.audit.inputs import KINDS
+from bi_kernels.audit.layouts import Call, chunks, decode, pack, pad, spans
+from bi_kernels.audit.registry import Op
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import CONTRACT
 
 RANDOM: dict = CONTRACT["random"]

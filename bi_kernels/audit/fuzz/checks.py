@@ -8,16 +8,16 @@ from functools import partial
 import numpy as np
 import torch
 
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.checks import forward, gradient
 from bi_kernels.audit.checks.single_call import compared
-from bi_kernels.audit.evidence.drift import Tensors, compare
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.compare import Tensors, compare
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.fuzz.cases import FEW, Case
-from bi_kernels.audit.problem import problem
-from bi_kernels.audit.problem.call_layouts import Call, pack, spans
-from bi_kernels.audit.problem.subject import refusal
-from bi_kernels.audit.relations import forward, gradient
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.layouts import Call, pack, spans
+from bi_kernels.audit.targets import op_config as problem
+from bi_kernels.audit.targets.op import refusal
+from bi_kernels.audit.targets.op_step import Step
 
 ALONE, GROUPS, ROLLOUT, ARGUMENT, ROWS = "singles", "micro_batches:drawn", "rollout:drawn", "argument", "rows"
 HEADS = 128  # of attention's sequences together, that are held against fp64

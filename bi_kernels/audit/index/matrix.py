@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.markdown import MARK, table
-from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, worst_of
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.findings import LOCALISER, grouped, worst_of
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.markdown import MARK, table
 from bi_kernels.contract import DTYPES
 
 RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} | {

@@ -10,16 +10,16 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.kinds import compares_bits
-from bi_kernels.audit.evidence.limits import promised
-from bi_kernels.audit.evidence.markdown import MARK, folded, table
-from bi_kernels.audit.evidence.verdicts import PASS, TITLE, checked_rows, grouped, verdict_of
+from bi_kernels.audit.axes import compares_bits
+from bi_kernels.audit.findings import PASS, TITLE, checked_rows, grouped, verdict_of
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE, lead
 from bi_kernels.audit.parameters import CHECKOUT
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.limits import promised
+from bi_kernels.audit.report.markdown import MARK, folded, table
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"

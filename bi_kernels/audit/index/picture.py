@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.index.matrix import RELATION
 from bi_kernels.contract import DTYPES
 

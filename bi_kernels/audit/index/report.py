@@ -7,12 +7,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import headline
-from bi_kernels.audit.evidence.kinds import compares_bits
-from bi_kernels.audit.evidence.limits import promised
-from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows
+from bi_kernels.audit.axes import compares_bits
+from bi_kernels.audit.findings import needs_fix, read_rows
 from bi_kernels.audit.index import goals
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.limits import promised
+from bi_kernels.audit.report.sentences import headline
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bi_kernels.audit.evidence.drift import Drift
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.localiser.tracing.digest import Digest
 from bi_kernels.audit.localiser.tracing.events import At
 

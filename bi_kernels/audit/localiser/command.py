@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.localiser.locate import against as compare_with
 from bi_kernels.audit.localiser.locate import locate, record
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.problem.candidates import load
+from bi_kernels.audit.targets.candidates import load
 
 
 def built(spec: str) -> tuple:

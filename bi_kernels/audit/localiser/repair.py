@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bi_kernels.audit.evidence.drift import compare
+from bi_kernels.audit.compare import compare
 from bi_kernels.audit.localiser.cause import Cause, End
 from bi_kernels.audit.localiser.compare import Comparison
 from bi_kernels.audit.localiser.script import write

@@ -5,8 +5,8 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import PARAMETER, Cause
+from bi_kernels.audit.report import escape
 
 WIDTH = 100  # columns of a terminal
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from bi_kernels import checks
-from bi_kernels.audit.evidence import escape
 from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.tracing.tape import Descriptor, Op, Program, View
+from bi_kernels.audit.report import escape
 from bi_kernels.audit.reproduce.imports import beside, reach
 from bi_kernels.audit.reproduce.script import OWN, render
 

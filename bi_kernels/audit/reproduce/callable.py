@@ -12,14 +12,13 @@ import cloudpickle
 import torch
 
 from bi_kernels import checks
-from bi_kernels.audit.callables.relations import RANDOM, plan, samples_of
-from bi_kernels.audit.callables.sharper import SHARP, gradient_layouts, layouts
-from bi_kernels.audit.callables.target import SAMPLE, Layout, Target, tensors
+from bi_kernels.audit.checks.adversarial import SHARP, gradient_layouts, layouts
+from bi_kernels.audit.checks.any_callable import RANDOM, plan, samples_of
 from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
 from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
-from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row, sentence
 from bi_kernels.audit.executor import ForkServer
+from bi_kernels.audit.findings import DETERMINISM, INVARIANCE, Row, sentence
 from bi_kernels.audit.reproduce import script
 from bi_kernels.audit.reproduce.imports import import_of_spec, reach
 from bi_kernels.audit.reproduce.samples import with_strides
@@ -35,6 +34,7 @@ from bi_kernels.audit.reproduce.script import (
     unused,
     verify_scripts,
 )
+from bi_kernels.audit.targets.any_callable import SAMPLE, CallableTarget, Layout, tensors
 
 REQUESTS = {  # how the whole batch is asked for its gradients
     EXPANDED: ("upstream=in_memory", "upstream=one_number"),
@@ -47,7 +47,7 @@ SHARPER = ("resampled", *SHARP)  # kinds of inputs with more samples than the us
 class Writer:
     """Writes the scripts of one callable: how they import it, and the file that they load."""
 
-    def __init__(self, t: Target, candidate: str, imports: str, folder: Path):
+    def __init__(self, t: CallableTarget, candidate: str, imports: str, folder: Path):
         self.t, self.folder = t, folder
         self.stem = "".join(c if c.isalnum() else "_" for c in t.name)
         self.pickled, self.data = folder / f"{self.stem}.pkl", folder / f"{self.stem}.pt"
@@ -84,7 +84,7 @@ class Writer:
         weights = {"weights": t.module.state_dict()} if t.module else {}
         torch.save(given | {"names": names[: t.positional]} | weights, self.data)
 
-    def script(self, t: Target, r: Row, path: Path) -> Script:
+    def script(self, t: CallableTarget, r: Row, path: Path) -> Script:
         """Returns the script of a row of the callable, or of the target with more samples."""
         setup = [f"saved = torch.load(Path(__file__).with_name({self.data.name!r}), weights_only=False)"]
         if t.device.type == "cpu":
@@ -94,7 +94,7 @@ class Writer:
         interpreted = checks.INTERPRETED and self.t.launches is not False
         written = lambda calls, memory=(): text(t.name, r, self.imports, calls, t.device, interpreted, memory)
         calls, more = two_calls(t, r), f".resampled({t.count})" * (t.count != self.t.count)
-        target = f"target = Target({self.function}, **saved){more}  # {t.read()}"
+        target = f"target = CallableTarget({self.function}, **saved){more}  # {t.read()}"
         calls.setup[:0], calls.subject = [*setup, target], "target"
         texts = [written(calls, memory) for memory in MEMORIES]
         if plain := self.plain_calls(t, r):
@@ -113,7 +113,7 @@ class Writer:
             y = t.returned(t.function, t.take(t.every))
         return isinstance(y, torch.Tensor) and y.shape[:1] == (t.count,)
 
-    def plain_calls(self, t: Target, r: Row) -> Calls | None:
+    def plain_calls(self, t: CallableTarget, r: Row) -> Calls | None:
         """Returns two results in plain torch, of samples in their order; None where these do not show the row."""
         layout = r.tensor in t.output_names() and r.inputs == "given" and r.layout in plan(t.count, t.seed)
         if t is not self.t or not layout or not self.takes_rows:
@@ -129,7 +129,7 @@ class Writer:
         return Calls(setup, call("") + part(t, calls), f"torch.cat([{call('[rows]')} for rows in {listed(calls)}])")
 
 
-def two_calls(t: Target, r: Row) -> Calls:
+def two_calls(t: CallableTarget, r: Row) -> Calls:
     """Returns the two results that a row compares."""
     same = f", kind={r.inputs!r}" * (r.inputs != "given")
     if r.tensor not in t.output_names():
@@ -160,7 +160,7 @@ def two_calls(t: Target, r: Row) -> Calls:
     return Calls([], whole + part(t, calls), f"target.compute({listed(calls)}{filled}{same}){number}")
 
 
-def part(t: Target, calls: Layout) -> str:
+def part(t: CallableTarget, calls: Layout) -> str:
     """Returns Python that picks the samples of these calls from those of the whole batch."""
     samples = samples_of(calls)
     some = f"[:{len(samples)}]" if samples == t.every[: len(samples)] else f"[{samples}]"
@@ -181,7 +181,7 @@ def listed(calls: Layout) -> str:
     return f"[{', '.join(map(call, calls))}]"
 
 
-def calls_of(t: Target, r: Row) -> tuple[Layout, str]:
+def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
     """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
     every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
     if r.inputs in SHARPER:
@@ -196,7 +196,7 @@ def calls_of(t: Target, r: Row) -> tuple[Layout, str]:
     return calls, filler
 
 
-def reason(t: Target, r: Row) -> str:
+def reason(t: CallableTarget, r: Row) -> str:
     """Says why no script is written for a row, '' where one is."""
     if r.detail == RANDOM:
         return "it draws other random numbers in every process"
@@ -208,14 +208,14 @@ def reason(t: Target, r: Row) -> str:
 
 
 def export(
-    targets: Sequence[tuple[Target, list[Row]]], candidate: str, imports: str, folder: Path, server: ForkServer
+    targets: Sequence[tuple[CallableTarget, list[Row]]], candidate: str, imports: str, folder: Path, server: ForkServer
 ) -> Path | None:
     """Writes scripts of what drifts, and names each in the row that it shows; returns the first, if any.
 
     targets: each with its rows; the first has the samples that the user gave.
     """
     compared = "invariance", INVARIANCE, DETERMINISM
-    of_row: dict[int, Target] = {}
+    of_row: dict[int, CallableTarget] = {}
     drifting = [(t, r) for t, rows in targets for r in rows if r.mismatches and r.relation in compared]
     for t, r in drifting:
         if why := reason(t, r):

@@ -6,8 +6,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.registry import Op
+from bi_kernels.audit.registry import Op
+from bi_kernels.audit.targets.candidates import Candidate
 
 
 def import_of(candidate: Candidate, op: Op, folder: Path) -> tuple[str, str]:
@@ -26,7 +26,7 @@ def import_of_spec(spec: str, folder: Path) -> tuple[str, str]:
         return function, f"{reach(module, folder)}from {module} import {function}"
     if not importable(path):
         file = f"str({beside(module, folder)}) + {f':{function}'!r}"
-        return function, f"from bi_kernels.audit.problem.candidates import load\n\n{function} = load({file})"
+        return function, f"from bi_kernels.audit.targets.candidates import load\n\n{function} = load({file})"
     return function, f"{_path(path.resolve().parent, folder)}from {path.stem} import {function}"
 
 

@@ -5,18 +5,18 @@ from pathlib import Path
 import torch
 
 from bi_kernels import checks
+from bi_kernels.audit.axes import NO_GRAD_NEEDED
+from bi_kernels.audit.checks.gradient import LEFT
 from bi_kernels.audit.checks.limits import OVER_INT32
+from bi_kernels.audit.checks.long_sequences import LONG
 from bi_kernels.audit.checks.memory import ALIGNED
 from bi_kernels.audit.checks.single_call import SINGLE_CALL
-from bi_kernels.audit.evidence.kinds import NO_GRAD_NEEDED
-from bi_kernels.audit.evidence.verdicts import DETERMINISM, INVARIANCE, Row
-from bi_kernels.audit.problem.call_layouts import VIEWS
-from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import OpUnderTest
-from bi_kernels.audit.relations.gradient import LEFT
-from bi_kernels.audit.relations.long_sequences import LONG
+from bi_kernels.audit.findings import DETERMINISM, INVARIANCE, Row
+from bi_kernels.audit.layouts import VIEWS
 from bi_kernels.audit.reproduce.imports import import_of
 from bi_kernels.audit.reproduce.script import MEMORIES, Calls, Script, fn_name, text, unscripted, unused
+from bi_kernels.audit.targets.candidates import Candidate
+from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.contract import dtype_name
 
 RELATIONS = "invariance", "parity", DETERMINISM, INVARIANCE

@@ -6,15 +6,15 @@ from functools import partial
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
-from bi_kernels.audit.callables.target import Target
 from bi_kernels.audit.checks.memory import places, run_placed
 from bi_kernels.audit.checks.modes import modes
-from bi_kernels.audit.evidence.drift import Tensors
-from bi_kernels.audit.problem.call_layouts import VIEWS, layouts
-from bi_kernels.audit.problem.problem import OpConfig
-from bi_kernels.audit.problem.registry import OPS
-from bi_kernels.audit.problem.subject import OpUnderTest, each
-from bi_kernels.audit.relations.step import Step
+from bi_kernels.audit.compare import Tensors
+from bi_kernels.audit.layouts import VIEWS, layouts
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.any_callable import CallableTarget
+from bi_kernels.audit.targets.op import OpUnderTest, each
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import DTYPES
 
 
@@ -58,11 +58,11 @@ def trained_outputs(step: Step, layout: str) -> list[torch.Tensor]:
     return step.outputs
 
 
-def in_mode(target: Target, mode: str, samples: list[int]) -> list[torch.Tensor]:
+def in_mode(target: CallableTarget, mode: str, samples: list[int]) -> list[torch.Tensor]:
     """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
     return [y.detach().clone() for y in target.rows(modes(target)[mode](target, samples), len(samples))]
 
 
-def placed(target: Target, layout: str) -> list[torch.Tensor]:
+def placed(target: CallableTarget, layout: str) -> list[torch.Tensor]:
     """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
     return run_placed(target, places(target)[layout])

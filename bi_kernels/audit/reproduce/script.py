@@ -12,11 +12,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.kinds import by_kind
-from bi_kernels.audit.evidence.verdicts import Row, grouped
+from bi_kernels.audit.axes import by_kind
 from bi_kernels.audit.executor import ForkServer
+from bi_kernels.audit.findings import Row, grouped
 from bi_kernels.audit.memory import SHORT
+from bi_kernels.audit.report import escape
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -35,10 +35,10 @@ HELPERS = {  # what scripts import, and from where in the auditor
     "reproduce.replay": "registered training_step trained_outputs first_rows in_layout flat in_mode placed",
     "checks.single_call": "again",
     "checks.memory": "run_contiguous run_on_view",
-    "problem.call_layouts": "VIEWS",
-    "callables.step": "Step",
+    "layouts": "VIEWS",
+    "targets.callable_step": "Step",
     "checks.requests": "one_number in_memory strided",
-    "callables.target": "Target module_of",
+    "targets.any_callable": "CallableTarget module_of",
 }
 OWN = """torch Path os sys bi_kernels importlib spec replace len float int print range
 op target step saved rows whole other bits differ a b gap share far relative"""

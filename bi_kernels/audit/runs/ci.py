@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import answer
-from bi_kernels.audit.evidence.condensed import where, wrapped
-from bi_kernels.audit.evidence.distance import number, size, steps
-from bi_kernels.audit.evidence.kinds import BITS
-from bi_kernels.audit.evidence.verdicts import LOCALISER, grouped, needs_fix
+from bi_kernels.audit.axes import BITS
+from bi_kernels.audit.findings import LOCALISER, grouped, needs_fix
 from bi_kernels.audit.options import LEVELS
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.groups import where, wrapped
+from bi_kernels.audit.report.sentences import answer
+from bi_kernels.audit.report.sizes import number, size, steps
 
 # relations; "": it did not run to its end
 DRIFT = (*BITS, LOCALISER, "atomics-free", "")

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from bi_kernels.audit import executor
 from bi_kernels.audit.digests import file as digest_file
-from bi_kernels.audit.evidence.verdicts import needs_fix, read_rows, write_rows
 from bi_kernels.audit.faults import CannotJudge
+from bi_kernels.audit.findings import needs_fix, read_rows, write_rows
 from bi_kernels.audit.index import goals, page
 from bi_kernels.audit.parameters import accepted, choose, read
 from bi_kernels.audit.runs import ci, folder, quick, runner

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from bi_kernels.audit.evidence.verdicts import TITLE, checked_rows, read_rows, write_rows
+from bi_kernels.audit.findings import TITLE, checked_rows, read_rows, write_rows
 
 RUNS, PUBLISHED = "runs", "audits"  # where documents are written unless told, and where they are committed
 FINISHED = ".finished"  # in a document: what it was made of, and how long that took

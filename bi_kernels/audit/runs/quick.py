@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable
 from concurrent.futures import as_completed
 
-from bi_kernels.audit.evidence.verdicts import Row, needs_fix
 from bi_kernels.audit.executor import Died, Pool
+from bi_kernels.audit.findings import Row, needs_fix
 from bi_kernels.audit.parameters import OTHERS, command
 from bi_kernels.audit.runs.runner import stopped
 

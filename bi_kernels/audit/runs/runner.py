@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit import executor
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.faults import CannotJudge, UsageError
+from bi_kernels.audit.findings import NEEDS_FIX, Row, needs_fix, read_rows, write_rows
 from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import folder, notebooks
 

@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.evidence import escape
-from bi_kernels.audit.evidence.answer import answer, headline
-from bi_kernels.audit.evidence.condensed import where
-from bi_kernels.audit.evidence.distance import size
-from bi_kernels.audit.evidence.markdown import MARK, table
-from bi_kernels.audit.evidence.verdicts import grouped, needs_fix
+from bi_kernels.audit.findings import grouped, needs_fix
 from bi_kernels.audit.index.matrix import matrix
+from bi_kernels.audit.report import escape
+from bi_kernels.audit.report.groups import where
+from bi_kernels.audit.report.markdown import MARK, table
+from bi_kernels.audit.report.sentences import answer, headline
+from bi_kernels.audit.report.sizes import size
 from bi_kernels.audit.runs.ci import LAYOUTS, cases, counted, fails, first, reproducer
 
 LISTED, ANSWERS = 40, 8  # lines of a table, and sentences; GitHub cuts a summary off at 1 MiB

@@ -7,12 +7,13 @@ from itertools import product
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, UNSUPPORTED, Auditable, Row
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.static.binary import distinct, examined
 from bi_kernels.audit.static.finding import UNREADABLE
 from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.source import source
+from bi_kernels.audit.targets.base import Target
 from bi_kernels.contract import DTYPES
 
 STATIC, LEVELS = "atomics-free", "source, PTX, SASS"
@@ -22,7 +23,7 @@ EVERY = "every kernel"  # stands for the op in a whole run's row
 
 
 def atomics_free(
-    judged: Sequence[tuple[Auditable, Launches]], levels: Sequence[str] = ("",), required: bool = True
+    judged: Sequence[tuple[Target, Launches]], levels: Sequence[str] = ("",), required: bool = True
 ) -> tuple[list[Row], list[Variant]]:
     """Checks each candidate's source and every variant that it launched; returns a row a subject, and all variants.
 

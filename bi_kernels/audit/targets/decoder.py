@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import bi_kernels
-from bi_kernels.audit.evidence.drift import Drift, compare
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, step_layouts
-from bi_kernels.audit.problem.inputs import generator
-from bi_kernels.audit.relations.step import token_layout
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import Call, step_layouts
 from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows, rescored_row
+from bi_kernels.audit.targets.op_step import token_layout
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Cache, Decoder, Generated, Rows, generate, packed, padded, policy_loss, score

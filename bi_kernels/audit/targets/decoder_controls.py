@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 
 import bi_kernels
-from bi_kernels.audit.broken.attention import changed, padding_keys_seen
-from bi_kernels.audit.broken.forward import rope_by_row, row_count
-from bi_kernels.audit.broken.gradient import dw_separate
+from bi_kernels.audit.controls.attention import changed, padding_keys_seen
+from bi_kernels.audit.controls.forward import rope_by_row, row_count
+from bi_kernels.audit.controls.gradient import dw_separate
 from bi_kernels.audit.targets.decoder import DecoderTarget, generation_rows
 from bi_kernels.audit.targets.model import Control, Relation, layout_rows
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.evidence.drift import Drift, compare, joined
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, PRECONDITION, Row
-from bi_kernels.audit.problem.call_layouts import Call, shapes_launched
-from bi_kernels.audit.problem.inputs import on
-from bi_kernels.audit.problem.subject import Labelled
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import Drift, compare, joined
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, Row
+from bi_kernels.audit.inputs import on
+from bi_kernels.audit.layouts import Call, shapes_launched
+from bi_kernels.audit.targets.base import Target
 from bi_kernels.contract import CONTRACT
 
 THREADS = 12  # that hash
@@ -32,7 +32,7 @@ class Relation(StrEnum):
     CONTRACTED = "contract"
 
 
-class ModelTarget(Labelled):
+class ModelTarget(Target):
     """A model and one training step of uneven sequences; a subclass adapts a kind of model.
 
     layouts: the calls of the step by name; every layout is compared with `packed`. cached: by name of a layout, the

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.verdicts import Row, control_row, up_to_a_drift
+from bi_kernels.audit.compare import Drift
+from bi_kernels.audit.findings import Row, control_row, up_to_a_drift
 from bi_kernels.audit.parameters import choose, read
-from bi_kernels.audit.problem.candidates import Candidate
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.targets.candidates import Candidate
 
 LIBRARY = "transformers"  # that an audit of this name needs
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging
 
-from bi_kernels.audit.evidence.drift import Drift, compare, joined
-from bi_kernels.audit.evidence.verdicts import Row
-from bi_kernels.audit.problem.call_layouts import Call, step_layouts
-from bi_kernels.audit.problem.inputs import generator, on
+from bi_kernels.audit.compare import Drift, compare, joined
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.inputs import generator, on
+from bi_kernels.audit.layouts import Call, step_layouts
 from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
 from bi_kernels.contract import CONTRACT, DTYPES, evaluate, rounding
 from bi_kernels.integrations.transformers import apply, logprobs, restore

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bi_kernels
-from bi_kernels.audit.evidence.verdicts import Row
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.targets.model import Control, Relation, layout_rows, rescored_row
 from bi_kernels.audit.targets.transformers import TransformersTarget, build, case, generated
 from bi_kernels.integrations.transformers import apply, restore

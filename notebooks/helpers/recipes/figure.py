@@ -5,7 +5,7 @@ import textwrap
 
 from matplotlib.colors import LogNorm
 
-from bi_kernels.audit.evidence.verdicts import grouped
+from bi_kernels.audit.findings import grouped
 from helpers.figures import plt  # in the style of all that is drawn
 from helpers.recipes.products import DIRECTIONS, PLAIN
 from helpers.recipes.summary import finding, ratios, where

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import DeviceClock, OperatorCounter, time_in_turns
-from bi_kernels.audit.broken.forward import row_count, split_k_by_m
-from bi_kernels.audit.evidence.drift import compare
-from bi_kernels.audit.evidence.verdicts import sentence
-from bi_kernels.audit.problem.inputs import cancel
+from bi_kernels.audit.compare import compare
+from bi_kernels.audit.controls.forward import row_count, split_k_by_m
+from bi_kernels.audit.findings import sentence
+from bi_kernels.audit.inputs import cancel
 from bi_kernels.contract import CONTRACT, DTYPES, linears, rows
 
 STOCK = "torch.nn.functional:linear"

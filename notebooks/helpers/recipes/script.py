@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bi_kernels.audit.problem.inputs import cancel
+from bi_kernels.audit.inputs import cancel
 from bi_kernels.contract import DTYPES
 from helpers.recipes.products import DIRECTIONS, STARVED, Recipe, numbers
 

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 
-from bi_kernels.audit.evidence.drift import Drift
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.executor import Died, Process, begin
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
 from bi_kernels.audit.index import report
 from bi_kernels.audit.parameters import choose, read
-from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import CANCELLING, Labelled
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.targets.base import Target
+from bi_kernels.audit.targets.candidates import Candidate
+from bi_kernels.audit.targets.op import CANCELLING
 from bi_kernels.audit.timing import GPU
 from helpers.recipes import script, summary
 from helpers.recipes.products import BROKEN, DIRECTIONS, ON_A_CPU, OURS, PLAIN, THEIRS, Recipe, cells, settings
@@ -35,7 +36,7 @@ def start(audit: str, given: dict) -> "RecipesSession":
     return RecipesSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
 
 
-class Linear(Labelled):
+class Linear(Target):
     """A linear layer of one shape, whose rows are about `bi_kernels`, or about a control."""
 
     sides = {Side.INPUT: ("x",)}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.localiser.tracing.digest import whole
 from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote

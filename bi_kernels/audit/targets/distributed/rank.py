@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bi_kernels.audit.evidence.verdicts import sentence
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.parameters import choose
 from bi_kernels.parallel.tree import agree
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.evidence.drift import Drift, compare, raw
-from bi_kernels.audit.evidence.kinds import Side
-from bi_kernels.audit.evidence.verdicts import PRECONDITION, Row
+from bi_kernels.audit.axes import Side
+from bi_kernels.audit.compare import Drift, compare, raw
+from bi_kernels.audit.findings import PRECONDITION, Row
 from bi_kernels.audit.parameters import choose, read
-from bi_kernels.audit.problem.candidates import Candidate
-from bi_kernels.audit.problem.subject import Labelled
 from bi_kernels.audit.session import Session
+from bi_kernels.audit.targets.base import Target
+from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.distributed.controls import CONTROLS, HERE
 from bi_kernels.audit.targets.distributed.launch import launch
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, ParallelConfig, case
@@ -182,7 +182,7 @@ class DistributedSession(Session):
 
     def _row(self, relation: str, config: ParallelConfig, drift: Drift | None, tensor: str, detail: str = "") -> Row:
         """Returns a row; it needs a fix where nothing was compared."""
-        who, shapes = Labelled(), case(self.parameters["shapes"])
+        who, shapes = Target(), case(self.parameters["shapes"])
         layers, dtype = f"{shapes['layers']} layers", self.parameters["dtype"]
         who.whose = self.audit, "decoder", layers, "bi_kernels", dtype, self.device_label
         who.command = self.command

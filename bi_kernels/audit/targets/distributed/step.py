@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bi_kernels
-from bi_kernels.audit.problem.call_layouts import pack, spans
-from bi_kernels.audit.problem.inputs import generator
+from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import pack, spans
 from bi_kernels.audit.targets.decoder import cached_logprobs, logprobs
 from bi_kernels.audit.targets.distributed.trace_ops import trace
 from bi_kernels.audit.targets.model import hashes

@@ -1,0 +1,205 @@
+"""The four relations of a forward op, each judged on its own: invariance, determinism, accuracy, parity."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from bi_kernels import contract
+from bi_kernels.audit.accuracy import against_bound
+from bi_kernels.audit.axes import Kind
+from bi_kernels.audit.checks.memory import by_view
+from bi_kernels.audit.compare import Drift, Tensors, compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.inputs import INTEGERS, KINDS
+from bi_kernels.audit.layouts import Call, layouts, of_each_token, random_layout, shapes_launched
+from bi_kernels.audit.memory import patiently
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest, each, refusal
+from bi_kernels.contract import SWEEP
+
+PARITIES = (("decode", "chunked:16"), ("packed", "batch"), ("decode", "packed"))
+ACCURATE_ROWS = 512  # tokens that are held against fp64
+
+
+def supported(subject: OpUnderTest) -> Row | None:
+    """Returns None if the candidate computes at all; else the one row that says what it raised."""
+    _, raised = subject.computed(
+        "invariance", "packed", lambda: subject.layout("packed"), lambda error: refusal(subject, error)
+    )
+    return raised[0] if raised else None
+
+
+def invariance(subject: OpUnderTest, only: Sequence[str] = ()) -> list[Row]:
+    """Judges every layout, or those named in `only`; see `by_layout`."""
+    return list(by_layout(subject, only))
+
+
+def by_layout(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Compares every layout's bits with those of `packed`, and those of `packed` with each sample alone.
+
+    Every layout meets the sharpest inputs where there is a sum to reorder, else the finite families by turns; and
+    where a call holds more than one sample, one that is not finite beside the others.
+    """
+    finite = [CANCELLING] if subject.problem.reduction > 1 else [k for k in KINDS if k != "nonfinite"]
+    for number, (name, calls) in enumerate(layouts(subject.lengths, subject.problem.seed).items()):
+        if only and name not in only:
+            continue
+        against = "singles" if name == "packed" else "packed"
+        said = {"against": against, "rows": sum(subject.lengths), "detail": shapes_launched(calls)}
+        for kind in (finite[number % len(finite)], *["nonfinite"] * _has_company(calls, subject.lengths)):
+            yield from subject.attempt(
+                "invariance",
+                name,
+                lambda: compare(subject.layout(name, kind), subject.layout(against, kind)),
+                inputs=kind,
+                **said,
+            )
+
+
+def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
+    sample, _ = of_each_token(lengths)
+    return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
+
+
+def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
+    """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's
+    sweep.
+
+    The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one besides. With
+    `nonfinite` inputs the first M rows are finite and all others are not.
+    """
+    n = subject.largest
+    at = torch.arange(n, device=subject.problem.device)
+    always = {CANCELLING} if subject.problem.reduction > 1 else set()
+
+    def row(m: int, kind: str) -> Row:
+        leaky = kind == "nonfinite"
+        tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
+        apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
+        whole = lambda: each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
+        expected = subject.once(("all rows", kind, m if leaky else 0), whole)
+        part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
+        drift = compare(part, each(lambda t: t[:m], expected))
+        leaks = {"axes": [Kind.NEIGHBOURS]} if leaky and drift.max_abs == float("inf") else {}
+        return subject.row("invariance", "rows", drift, **said(m, kind) | leaks)
+
+    said = lambda m, kind: {"against": f"{n} rows", "inputs": kind, "rows": m}
+    for number, m in enumerate(contract.rows(n)):
+        for kind in sorted(always | {KINDS[number % len(KINDS)]}):
+            yield from subject.attempt("invariance", "rows", lambda: row(m, kind), **said(m, kind))
+
+
+class _Drifted(Exception):
+    """Raised by a random layout; an error of the candidate's own is something else."""
+
+
+def random_layouts(subject: OpUnderTest, examples: int = 10, kind: str = CANCELLING) -> Row:
+    """Judges layouts that hypothesis draws, in inference mode; on a drift, the smallest that it finds is the
+    evidence."""
+    worst: dict = {}
+    seen: list[int] = []
+    said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
+
+    @hypothesis_seed(subject.problem.seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(random_layout(subject.lengths))
+    def same_bits(calls):
+        packed = subject.layout("packed", kind)
+        with torch.inference_mode():
+            drift = patiently(lambda: compare(subject.compute(calls, kind), packed))
+        seen.append(drift.elements)
+        if drift.mismatches:
+            worst.update(drift=drift, calls=calls)
+            raise _Drifted
+
+    def drawn() -> Row:
+        seen.clear()  # what a try before it left
+        worst.clear()
+        try:
+            same_bits()
+        except _Drifted:
+            detail = shapes_launched(worst["calls"])
+            return subject.row("invariance", "random", worst["drift"], **said, detail=detail)
+        return subject.row("invariance", "random", Drift(0, sum(seen)), **said, detail=f"{len(seen)} layouts")
+
+    return subject.attempt("invariance", "random", drawn, **said)[0]
+
+
+def determinism(subject: OpUnderTest, kind: str = CANCELLING) -> Row:
+    """Repeats a call ten times, over memory filled with ones and with zeros by turns: an unwritten element differs."""
+
+    def drift() -> Drift:
+        calls = layouts(subject.lengths)["packed"]
+        first = subject.compute(calls, kind)
+        for _ in range(SWEEP["runs"] - 1):
+            found = compare(subject.compute(calls, kind), first)
+            if found.mismatches:
+                break
+        return found
+
+    said = {"inputs": kind, "rows": sum(subject.lengths), "detail": f"{SWEEP['runs']} runs"}
+    return subject.attempt("determinism", "packed", drift, against="itself", **said)[0]
+
+
+def accuracy(subject: OpUnderTest, kind: str = "normal", tokens: int = 0) -> Row:
+    """Measures the error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a
+    fix. Of several outputs, the one with the larger share."""
+    p = subject.problem
+    n = tokens or min(subject.largest, ACCURATE_ROWS)
+    at = torch.arange(n, device=p.device)
+    lengths = [n - n // 3, n // 3] if p.op.cache else [n]
+    inputs, shared = p.inputs(kind, n, at >= lengths[0] if p.op.cache else at % 5 == 3)
+    y = subject.call(inputs, shared, (n,), at, (0, lengths[0], n) if p.op.cache else None)
+    return against_fp64(subject, y, inputs, shared, at, lengths, kind)
+
+
+def against_fp64(
+    subject: OpUnderTest, y: Tensors, inputs: dict, shared: dict, at: torch.Tensor, lengths: list[int], kind: str
+) -> Row:
+    """Measures the error of y, the outputs of one packed call; at: the position of each of its tokens."""
+    p, n = subject.problem, len(at)
+    exact, magnitude = p.reference(inputs, shared, dict(subject.constants()), at, lengths)
+    parts = ((t,) if isinstance(t, torch.Tensor) else t for t in (y, exact, magnitude))
+    rows = []
+    for (name, dtype), found, exact, magnitude in zip(p.returned.items(), *parts):
+        magnitude = torch.zeros_like(magnitude) if kind == INTEGERS else magnitude  # no sum rounds
+        limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
+        detail = f"reduction length {p.reduction}"
+        rows.append(against_bound(subject, "accuracy", found, exact, limit, dtype, kind, n, detail, name))
+    return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
+
+
+def parity(subject: OpUnderTest) -> list[Row]:
+    """Compares layout with layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
+    said = {"inputs": CANCELLING, "rows": sum(subject.lengths)}
+    return [
+        row
+        for a, b in PARITIES
+        for row in subject.attempt(
+            "parity", f"{a}={b}", lambda: compare(subject.layout(a), subject.layout(b)), against=b, **said
+        )
+    ]
+
+
+def judge(subject: OpUnderTest, examples: int = 5) -> list[Row]:
+    """Judges every relation that a forward op is held to."""
+    if refused := supported(subject):
+        return [refused]
+    rows = invariance(subject) + parity(subject)
+    rows += [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
+    subject.forget()
+    rows += by_row_count(subject)
+    subject.forget()
+    for kind in subject.problem.accurate_on:
+        rows += subject.attempt("accuracy", "rows", lambda: accuracy(subject, kind), against="fp64", inputs=kind)
+    subject.forget()
+    return rows

@@ -1,0 +1,64 @@
+"""Judges a session's subjects by every relation: forward, gradients, and the static audit of all that was launched."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from bi_kernels.audit import parallel
+from bi_kernels.audit.checks import forward, gradient, limits, long_sequences
+from bi_kernels.audit.findings import UNSUPPORTED, Row
+from bi_kernels.audit.reproduce.operator import scripts
+from bi_kernels.audit.reproduce.script import verify_scripts
+from bi_kernels.audit.static.binary import examined
+from bi_kernels.audit.static.launches import Launches, recorded
+from bi_kernels.audit.static.verdict import atomics_free
+
+
+def judge_subject(
+    session, number: int, examples: int, wants_forward: bool, wants_backward: bool
+) -> tuple[list[Row], Launches | None]:
+    """Judges one of the session's subjects: its rows, and, where gradients were judged, what was launched, of which the
+    static audit is left to who has seen all subjects."""
+    subject = session.make()[number]
+    refused = lambda rows: any(r.verdict == UNSUPPORTED for r in rows)
+    if wants_backward:
+        importlib.import_module("torch._dynamo")  # one use is compiled: what records must know before
+    with recorded() if wants_backward else nullcontext() as launches:
+        rows = forward.judge(subject, examples) if wants_forward else []
+        subject.forget()
+        if wants_backward and not refused(rows):
+            rows += gradient.judge_gradients(subject)
+    if refused(rows):
+        return rows, None
+    if wants_forward:
+        subject.forget()
+        rows += limits.judge(subject, wants_backward)
+    if not wants_backward:
+        return rows, None
+    rows += gradient.judge_gradient_accuracy(subject) + long_sequences.judge(subject)
+    launches.variants = launches.variants | examined(launches, only_compiled=True)
+    return rows, launches
+
+
+def judge(
+    session, examples: int, wants_forward: bool, wants_backward: bool, meanwhile: Callable = lambda session: None
+) -> list[Row]:
+    """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
+    the variants that were launched become the session's."""
+    subjects, added, launched, made = session.make(), [], [], []
+    judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
+    meanwhile(session)
+    for subject, (rows, launches) in zip(subjects, judged):
+        if launches is not None:
+            launched.append((subject, launches))
+        if session.out:
+            made += scripts(subject, session.candidate, rows, session.out / "repro")
+        subject.forget()
+        session.add(rows)
+        added += rows
+    verify_scripts(made)
+    rest: list[Row] = []
+    if wants_backward:
+        rest, session.variants = atomics_free(launched)
+    session.add(rest)
+    return added + rest

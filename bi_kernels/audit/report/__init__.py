@@ -1,0 +1,1 @@
+"""Reports: sentences, tables and provenance, made of findings alone."""

@@ -1,0 +1,20 @@
+"""Markdown that documents are made of: tables, and what is folded away."""
+
+from tabulate import tabulate
+
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED
+
+MARK = {PASS: "✅", NEEDS_FIX: "❌", UNSUPPORTED: "⬜", "": "–"}
+
+
+def table(lines) -> str:
+    """Returns a Markdown table, a column a key; lines: dicts, or a pandas.DataFrame."""
+    lines = lines.to_dict("records") if hasattr(lines, "to_dict") else lines
+    inside = lambda cell: cell.replace("|", r"\|") if isinstance(cell, str) else cell  # it would end the cell
+    lines = [{inside(k): inside(v) for k, v in line.items()} for line in lines]
+    return tabulate(lines, headers="keys", tablefmt="pipe", disable_numparse=True)
+
+
+def folded(title: str, body: str) -> str:
+    """Returns a body that stands under its title once a reader unfolds it."""
+    return f"<details><summary>{title}</summary>\n\n{body.strip()}\n\n</details>\n"
