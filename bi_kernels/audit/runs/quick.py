@@ -62,19 +62,17 @@ def _judge(part: Part) -> list[Row]:
     audit, parameters, op, number = part
     session = _load(audit, parameters)
     # only now, for they import triton
-    modules = ("broken.judge", "drawn.cases", "drawn.questions", "relations.forward")
-    controls, cases, questions, forward = (importlib.import_module(f"bi_kernels.audit.{name}") for name in modules)
+    modules = ("controls.run", "checks.quick", "checks.forward")
+    controls, quick, forward = (importlib.import_module(f"bi_kernels.audit.{name}") for name in modules)
     if not op:
         one = next(c for c in controls.groups(session) if controls.EVERY[c[0]].relation == "invariance")
         rows = controls.judge_control(session, one)
     else:
         s = session.make()[number]
-        p = s.problem
         refused = forward.supported(s)
-        rows = [refused] if refused else [*forward.by_layout(s, OF_ATTENTION if p.op.cache else LAYOUTS)]
+        rows = [refused] if refused else [*forward.by_layout(s, OF_ATTENTION if s.problem.op.cache else LAYOUTS)]
         if not refused:
-            said = s.candidate, s.device, command("random", parameters | {"op": op, "first": 0, "cases": 1})
-            rows += questions.judge(cases.draw(p.op, s.function, 0, p.dtype, p.device, p.seed, *said))
+            rows += quick.drawn(s, command("random", parameters | {"op": op, "first": 0, "cases": 1}))
     for row in rows:
         row.audit = audit
     return rows
