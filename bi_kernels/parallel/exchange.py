@@ -18,11 +18,6 @@ def _bytes(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.uint8)
 
 
-def _wide(t: Tensor, columns: int) -> Tensor:
-    """Views rows of a multiple of `columns` numbers as int64 if it fits: a strided copy costs time per number."""
-    return t.view(torch.int64) if columns * t.element_size() % 8 == 0 else t
-
-
 def exchange_async(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
     """Begins moves; returns a function that waits for them and returns a tensor a move.
 
@@ -46,7 +41,7 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     if move.all or columns == move.x.shape[1]:  # already contiguous
         x = move.x.contiguous()
     else:
-        x = torch.cat([_wide(part, columns).flatten() for part in move.x.split(columns, 1)]).view(move.x.dtype)
+        x = torch.cat([part.flatten() for part in move.x.split(columns, 1)])
     found, work = x.new_empty(ranks, rows, columns), None
     if x.numel() and move.all:
         work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
@@ -59,8 +54,7 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
             work.wait()
         if not move.beside or not found.numel():
             return found.view(move.shape(rank))
-        wide = _wide(found, columns).transpose(0, 1).contiguous()
-        return wide.view(x.dtype).view(rows, ranks * columns)
+        return found.transpose(0, 1).reshape(rows, ranks * columns)
 
     return wait
 

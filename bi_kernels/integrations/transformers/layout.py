@@ -14,7 +14,7 @@ from bi_kernels.checks import can_wait, integers
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
 from bi_kernels.ops.rope import packed_positions
-from bi_kernels.tokens import TokenLayout
+from bi_kernels.tokens import TokenLayout, dense
 
 _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None)
 
@@ -22,12 +22,6 @@ _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None
 def current() -> "Call | None":
     """Returns the model call that is running."""
     return _current.get()
-
-
-@lru_cache(maxsize=64)
-def dense(sequences: int, length: int) -> TokenLayout:
-    """Returns the layout of rows without padding."""
-    return TokenLayout.padded([length] * sequences, length)
 
 
 @dataclass(eq=False)

@@ -168,8 +168,6 @@ def _gemm(
     w: Tensor,
     bias: Tensor | None,
     across: bool,
-    op: str = "linear",
-    name: str = "weight",
     layout: Tensor | None = None,
     weight_buffer: Tensor | None = None,
     bias_buffer: Tensor | None = None,
@@ -192,7 +190,7 @@ def _fake(x, w, bias, across, *_):
 
 
 def _save(ctx, inputs, y):
-    x, weight, bias, ctx.across, ctx.op, ctx.label, ctx.layout, *ctx.buffers = inputs
+    x, weight, bias, ctx.across, ctx.layout, *ctx.buffers = inputs
     ctx.parameters = weight, bias  # a saved tensor may come back without main_grad, as under checkpointing
     ctx.save_for_backward(x, weight)
 
@@ -203,10 +201,10 @@ def _backward(ctx, dy):
     dx = _linear.raw(dy, weight, None, not across) if needs_x else None
     dy, x = (t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in (dy, x))
     of_weight, of_bias = ctx.buffers
-    pair = (x, dy) if across else (dy, x)
-    dw = fold_weight(ctx.op, *pair, parameter, ctx.layout, ctx.label, of_weight) if needs_weight else None
-    db = fold_bias(ctx.op, dy, bias, ctx.layout, "bias", of_bias) if needs_bias else None
-    return dx, dw, db, *[None] * 6
+    op, name, *pair = ("matmul", "b", x, dy) if across else ("linear", "weight", dy, x)
+    dw = fold_weight(op, *pair, parameter, ctx.layout, name, of_weight) if needs_weight else None
+    db = fold_bias(op, dy, bias, ctx.layout, "bias", of_bias) if needs_bias else None
+    return dx, dw, db, *[None] * 4
 
 
 _linear = Op("gemm", _gemm, _fake, _save, _backward)
@@ -218,7 +216,7 @@ def _apply(op: str, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, a
         for label, parameter in ((name, weight), ("bias", bias)):
             if parameter is not None and parameter.requires_grad and not torch.compiler.is_compiling():
                 warn_unlaid_micro_batch(op, layout, main_grad(op, parameter, label))
-        return op, name, layout, *buffers
+        return layout, *buffers
 
     return _linear(x, weight, bias, across, training=training)
 

@@ -122,10 +122,6 @@ def _gemm_kernel(
             _store_tile(y, acc_extra, m, n + BLOCK_N, BLOCK_M, EXTRA_N, PART_N)
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
     """Returns a descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
     shape, stride, block = t.shape, t.stride(), [rows, cols]
@@ -142,7 +138,7 @@ def tma_ready(t: torch.Tensor) -> torch.Tensor:
         fast == 1 and slow % unit == 0 and slow >= cols or slow == 1 and fast % unit == 0 and fast >= rows
     ):
         return t
-    return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
+    return t.new_empty(rows, -(-cols // unit) * unit)[:, :cols].copy_(t)
 
 
 def check_out(out: torch.Tensor | None, M: int, N: int) -> None:
@@ -162,7 +158,7 @@ def prepared(
     if out is not None and out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0:
         y = out
     else:
-        y = x.new_empty((M, _ceil(N, unit) * unit), dtype=out_dtype)
+        y = x.new_empty((M, -(-N // unit) * unit), dtype=out_dtype)
     return tma_ready(x), tma_ready(w), y
 
 
@@ -191,7 +187,7 @@ def _launch_for(
     pipeline = tile.stages * (tile.m + tile.n + tile.extra_n) * tile.k * dtype.itemsize
     while pipeline + tile.m * part_n * out_dtype.itemsize > SHARED and part_n > 16:
         part_n //= 2  # fp32 leaves through shared memory twice as wide
-    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
+    grid = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n + tile.extra_n)
     persistent = 0 if continues else tile.persistent  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
         grid = min(grid, tile.persistent * multiprocessors(device))

@@ -259,7 +259,6 @@ def prefill(
     many: bool,
     tiles: int,
     room: int,
-    stages: int = STAGES,
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
@@ -272,5 +271,5 @@ def prefill(
     grid = (min(multiprocessors(q.device), tiles * heads),)
     given = q, descriptor(k), descriptor(v), out, lse, table, *where, len(where[0]), scale
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "SPLIT": split, "WORDS": WORDS}
-    how = {"CAUSAL": causal, "MANY": many, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    how = {"CAUSAL": causal, "MANY": many, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_prefill_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -238,7 +238,6 @@ def queries_backward(
     factor: float,
     tiles: int,
     room: int,
-    stages: int = STAGES,
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
@@ -250,5 +249,5 @@ def queries_backward(
     grid = (min(multiprocessors(q.device), tiles * heads),)
     given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, factor
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "WORDS": WORDS}
-    how = {"CAUSAL": causal, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_queries_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)
