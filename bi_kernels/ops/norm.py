@@ -132,14 +132,7 @@ def _launch_for(rows: int, width: int, device: int, residual: bool) -> Launch:
 
 
 def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    trains: bool = False,
-    heads: int = 1,
-    layout: Tensor | None = None,
-    buffer: Tensor | None = None,
+    x, residual, weight, eps: float, trains: bool = False, heads: int = 1, layout=None, buffer=None
 ) -> list[Tensor]:
     """Returns y, h = x + residual where a residual is given, both like x, and with `trains` rstd of every row; what
     follows is for the backward."""
@@ -194,18 +187,7 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
 
 
 @writes("dx", "dw")
-def norm_gradient(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dy: Tensor,
-    dh: Tensor | None,
-    layout: Tensor | None,
-    heads: int,
-    dx: Tensor | None,
-    dw: Tensor | None,
-    continues: bool,
-) -> None:
+def norm_gradient(x, weight, rstd, dy, dh, layout, heads: int, dx, dw, continues: bool) -> None:
     """Writes dx and dweight, each where it is given; dweight goes on from what is there if it `continues`."""
     layout = layout_of(layout)
     if dx is not None and layout.padding:

@@ -16,14 +16,14 @@ from bi_kernels.tokens import TokenLayout, current_layout, inferred_any
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first_q: Tensor,
-    length_q: Tensor,
-    first_k: Tensor,
-    length_k: Tensor,
-    pages: Tensor | None,
+    q,
+    k,
+    v,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    pages,
     page: int,
     longest: int,
     full_q: bool,
@@ -47,14 +47,14 @@ def _save(ctx, inputs, outputs):
 
 
 def _backward(ctx, d_out, d_lse):
-    q, k, v, out, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *where = ctx.saved_tensors
     (needs_q, needs_k, needs_v), (full_q, full_k) = ctx.needs_input_grad[:3], ctx.full
     needs = (q, needs_q, full_q), (k, needs_k or needs_v, full_k), (v, needs_k or needs_v, full_k)
     new = lambda full: torch.empty_like if full else torch.zeros_like
     grads = [new(full)(t, memory_format=torch.contiguous_format) if needed else None for t, needed, full in needs]
     d_out = torch.zeros_like(out) if d_out is None else d_out
     with using(ctx.schedule):
-        attention_backward(d_out, d_lse, q, k, v, out, *rest, *ctx.constants, *grads)
+        attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, *grads)
     return *grads, *[None] * 12
 
 

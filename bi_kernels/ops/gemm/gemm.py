@@ -132,7 +132,7 @@ def product(
 
 
 @writes("out")
-def _fold(dy: Tensor, x: Tensor, layout: Tensor | None, out: Tensor, continues: bool) -> None:
+def _fold(dy, x, layout, out, continues: bool) -> None:
     """out (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order, on from what is there
     if it `continues`."""
     layout = layout_of(layout)
@@ -163,15 +163,7 @@ def fold_bias(
     return fold_weight(op, dy.new_ones(len(dy), 1), dy, bias, layout, name, buffer)
 
 
-def _gemm(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    across: bool,
-    layout: Tensor | None = None,
-    weight_buffer: Tensor | None = None,
-    bias_buffer: Tensor | None = None,
-) -> Tensor:
+def _gemm(x, w, bias, across: bool, layout=None, weight_buffer=None, bias_buffer=None) -> Tensor:
     """Returns x (…, K) times w, which is (N, K), or (K, N) `across`, as matmul is given it; what follows is for the
     backward."""
     if across:
