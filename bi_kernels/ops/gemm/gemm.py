@@ -24,7 +24,6 @@ from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.launch_cache import cached_launch
 from bi_kernels.tokens import (
-    TokenLayout,
     consume_zero_flag,
     gradient_of,
     layout_of,
@@ -66,14 +65,7 @@ def cheapest(
     return tile_for(M, N, K, use, transposed), 0
 
 
-def _launch(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None = None,
-    start: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def _launch(x, w, bias, out_dtype: torch.dtype | None = None, start=None, out=None) -> Tensor:
     """Launches the program that is the cheapest for a product; see kernel.launch. x (…, K): of more than two
     dimensions only where it is contiguous, without `start` and `out`."""
     if start is None and out is None and not is_recorded() and (y := cached_launch(x, w, bias, out_dtype)) is not None:
@@ -104,7 +96,7 @@ def _launch(
     return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
 
-def _in_two(x, w, bias, out_dtype, start: Tensor | None, out: Tensor | None, cut: int) -> Tensor:
+def _in_two(x, w, bias, out_dtype, start, out, cut: int) -> Tensor:
     """Computes the columns of y below and from `cut` on, one after the other."""
     y = x.new_empty(len(x), len(w), dtype=out_dtype) if out is None else out
     for part in (slice(0, cut), slice(cut, None)):
@@ -140,15 +132,7 @@ def _fold(dy, x, layout, out, continues: bool) -> None:
     product(dy.t(), x.t(), into if continues and not consume_zero_flag(out) else None, into, out.dtype)
 
 
-def fold_weight(
-    op: str,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    layout: TokenLayout | Tensor,
-    name: str = "weight",
-    buffer: Tensor | None = None,
-) -> Tensor | None:
+def fold_weight(op: str, dy, x, weight, layout, name: str = "weight", buffer=None) -> Tensor | None:
     """dW (columns of dy, columns of x) = Σ_t dy[t]ᵀ x[t], tokens folded in the layout's order: into weight.main_grad,
     or returned in weight's dtype where there is none."""
     out, continues = gradient_of(op, weight, name, buffer)
@@ -156,9 +140,7 @@ def fold_weight(
     return None if continues else out
 
 
-def fold_bias(
-    op: str, dy: Tensor, bias: Tensor, layout: TokenLayout | Tensor, name: str = "bias", buffer: Tensor | None = None
-) -> Tensor | None:
+def fold_bias(op: str, dy, bias, layout, name: str = "bias", buffer=None) -> Tensor | None:
     """dbias (N,) = Σ_t dy[t], likewise: the product of dy with a column of ones."""
     return fold_weight(op, dy.new_ones(len(dy), 1), dy, bias, layout, name, buffer)
 

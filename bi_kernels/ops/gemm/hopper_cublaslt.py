@@ -150,7 +150,7 @@ class _Plan:
         for what, made in self.made:
             getattr(self.library, f"cublasLt{what}Destroy")(made)
 
-    def run(self, x: torch.Tensor, w: torch.Tensor, bias: int, y: torch.Tensor, stream: int) -> bool:
+    def run(self, x, w, bias: int, y, stream: int) -> bool:
         """Launches the product; bias: an address. Tells whether the library did."""
         if bias != self.bias.value:
             self.bias.value = bias
@@ -224,13 +224,7 @@ def _straight(plan: _Plan, device: int, N: int, out_dtype: torch.dtype, x, w, bi
     return None if at is None or not plan.run(x, w, at, y, stream) else y
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+def launch(x, w, bias=None, out_dtype: torch.dtype | None = None, out=None) -> torch.Tensor | None:
     """y (…, N) = x (…, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index

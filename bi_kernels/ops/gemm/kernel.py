@@ -147,9 +147,7 @@ def check_out(out: torch.Tensor | None, M: int, N: int) -> None:
         raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
 
 
-def prepared(
-    x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def prepared(x, w, out_dtype: torch.dtype, out) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns x and w such that blocks of them can be copied, and where y goes: `out`, or rows that begin at multiples
     of 16 bytes."""
     M, N = len(x), len(w)
@@ -162,7 +160,7 @@ def prepared(
     return tma_ready(x), tma_ready(w), y
 
 
-def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
+def finished(y, N: int, out) -> torch.Tensor:
     """Returns the N columns of what `prepared` gave for y, in `out` where there is one."""
     if out is not None:
         return out if y is out else out.copy_(y[:, :N])
@@ -198,15 +196,7 @@ def _launch_for(
     return Launch(_gemm_kernel, device.index, (grid,), M, N, K, **blocks, **how), part_n
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: Tile,
-    out_dtype: torch.dtype | None = None,
-    start: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch(x, w, bias, tile: Tile, out_dtype: torch.dtype | None = None, start=None, out=None) -> torch.Tensor:
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
     out_dtype is given, or in `out`. start: fp32; may be `out`."""
     (M, K), N = x.shape, w.shape[0]

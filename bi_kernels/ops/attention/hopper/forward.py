@@ -7,7 +7,6 @@ one. The bits are those of `attention_kernel`: the same operations in the same o
 1, and the row sums of the same layout.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -247,18 +246,7 @@ def _hopper_prefill_kernel(
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    where: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-    split: int,
-    many: bool,
-    tiles: int,
-    room: int,
+    q, k, v, out, lse, where, causal: bool, scale: float, split: int, many: bool, tiles: int, room: int
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 

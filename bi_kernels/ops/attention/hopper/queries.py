@@ -6,7 +6,6 @@ groups of four have 64 query rows each. The bits are those of `queries_backward_
 order for each row.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -225,19 +224,7 @@ def _hopper_queries_kernel(
 
 
 def queries_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    where: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-    factor: float,
-    tiles: int,
-    room: int,
+    q, k, v, d_out, lse, delta, dq, where, causal: bool, scale: float, factor: float, tiles: int, room: int
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
