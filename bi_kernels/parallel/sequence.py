@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
 from bi_kernels.ops.fold import fold_partials
-from bi_kernels.parallel.exchange import Gathered, gather_tokens, rank_and_world_size, shard_tokens
+from bi_kernels.parallel.exchange import Mapped, gather_tokens, rank_and_world_size, shard_tokens
 from bi_kernels.tokens import SLAB, TokenLayout, gradient_of, layout_for, main_grad
 
 
@@ -106,5 +106,5 @@ def local_shard(x: Tensor, group: dist.ProcessGroup) -> LocalShard:
 def all_tokens(x: LocalShard, group: dist.ProcessGroup) -> Tensor:
     """Returns the tokens of all ranks, (…, hidden)."""
     cuts = x.plan.tokens
-    gather = lambda mine: gather_tokens(mine, cuts, group)
-    return Gathered.apply(x.mine, cuts[rank_and_world_size(group)[0]], gather).view(*x.lead, -1)
+    own = cuts[rank_and_world_size(group)[0]]
+    return Mapped.apply(x.mine, lambda mine: gather_tokens(mine, cuts, group), lambda dy: dy[own]).view(*x.lead, -1)

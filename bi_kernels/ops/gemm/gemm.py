@@ -82,18 +82,13 @@ def _launch(x, w, bias, out_dtype: torch.dtype | None = None, start=None, out=No
         return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
     if cut:
         return _in_two(x, w, bias, dtypes[1], start, out, cut)
-    given = x, w, bias
     if way is LIBRARY:
-        y = launch_library(*given, out_dtype, out)
-        if y is not None and not is_recorded():  # the static audit reads no library, but ours
+        if not is_recorded() and (y := launch_library(x, w, bias, out_dtype, out)) is not None:
             return y
-        way = tile_for(M, N, K, "rows")
-        if y is not None:
-            launch(*given, way, out_dtype)
-            return y
+        way = tile_for(M, N, K, "rows")  # as whoever records launches sees only Triton's
     if isinstance(way, PipelineConfig) and (start is None or out is None or out.stride() == start.stride()):
-        return _ring()(*given, way, out_dtype, start, out)
-    return launch(*given, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
+        return _ring()(x, w, bias, way, out_dtype, start, out)
+    return launch(x, w, bias, way if isinstance(way, Tile) else tile_for(M, N, K, "fold"), out_dtype, start, out)
 
 
 def _in_two(x, w, bias, out_dtype, start, out, cut: int) -> Tensor:
