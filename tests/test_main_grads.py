@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resumed import STEPS, Run
 
-from bi_kernels import MainGrads
+from bi_kernels import MainGrads, linear
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 
 SCRIPT = Path(__file__).with_name("resumed.py")
@@ -22,6 +22,30 @@ SCRIPT = Path(__file__).with_name("resumed.py")
 def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Parameter]:
     g = torch.Generator().manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in shapes]
+
+
+# A step
+
+
+def test_masters_get_every_gradient_whatever_the_loop_looks_like():
+    x, dy = (torch.randn(8, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 12))
+    for zeroed in (
+        lambda optimizer: None,
+        lambda optimizer: optimizer.zero_grad(),
+        lambda optimizer: optimizer.zero_grad(False),
+    ):
+        (weight,) = weights((24, 40))
+        before, grads = weight.detach().clone(), MainGrads([weight])
+        optimizer = torch.optim.SGD(grads.masters, lr=1.0)
+        for _ in range(2):
+            zeroed(optimizer)
+            linear(x, weight[:12]).backward(dy)  # a view: its gradient is in .grad
+            linear(x, weight)[:, 12:].backward(dy)
+            grads.join()
+            assert weight.grad is None and grads.masters[0].grad is weight.main_grad and weight.main_grad.all()
+            optimizer.step()
+            grads.finish()
+        assert (weight != before).float().mean() > 0.9
 
 
 # Saved and resumed

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_remembered import BF16
 
 from bi_kernels.audit import start
 from bi_kernels.audit.findings import NEEDS_FIX
@@ -13,6 +12,7 @@ from bi_kernels.ops.gemm import gemm, launch_cache
 from helpers import gemm as experiments
 from helpers import products
 
+BF16 = torch.bfloat16
 ASKED = products.asked(products.SIZES["cpu"][0], BF16, torch.device("cpu"))
 LOOKED_UP = [k for k in ASKED if not any(word in k for word in ("start", "out", "unaligned", "8 bytes", "strided"))]
 
