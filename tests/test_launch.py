@@ -142,10 +142,11 @@ def test_ops_import_torch_and_triton_and_nothing_else():
     """numpy, where it is installed, comes with torch; numba with the interpreter alone."""
     code = """if True:
         import sys, torch, triton
-        before = {*sys.modules}
+        packages = lambda: {name.partition(".")[0] for name in sys.modules}
+        before = packages()
         import bi_kernels as bi
         [getattr(bi, name) for name in bi.__all__]
-        print(*{name.partition(".")[0] for name in {*sys.modules} - before} - sys.stdlib_module_names)
+        print(*packages() - before - sys.stdlib_module_names)
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
