@@ -1,5 +1,5 @@
-"""What no audit asks of attention: splits and steps, tilings, pages, shapes that no layout has, what its bounds catch, and
-lengths that change behind a call."""
+"""What no audit asks of attention: splits and steps, tilings, pages, shapes that no layout has, what its bounds catch,
+and lengths that change behind a call."""
 
 import warnings
 from dataclasses import replace
