@@ -1,5 +1,5 @@
-"""Transformers' models after `apply`: the same bits in every layout, split, cache and order of calls, and none after
-`restore`."""
+"""Transformers' models after `apply`, where notebook `transformers` does not ask: Qwen2, what a training loop does to
+gradients, copies, other modules in a model, and what is refused."""
 
 import copy
 import hashlib
@@ -47,19 +47,11 @@ SIZES = {
     "bos_token_id": None,
 }
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "small": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | MIXED)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
 }
 LENGTHS = [5, 1, 17, 9]
@@ -102,12 +94,6 @@ def packed(sequences) -> tuple[dict, torch.Tensor]:
     return {"input_ids": IDS[at], "cu_seqlens": ends}, at
 
 
-def restarting(sequences) -> tuple[dict, torch.Tensor]:
-    at = tokens_of(sequences)[None]
-    positions = torch.cat([torch.arange(LENGTHS[i]) for i in sequences])[None]
-    return {"input_ids": IDS[at], "position_ids": positions}, at
-
-
 def single(i: int) -> tuple[dict, torch.Tensor]:
     return {"input_ids": IDS[tokens_of([i])[None]]}, tokens_of([i])[None]
 
@@ -118,8 +104,6 @@ STEPS = {  # the calls of a step, in its order
     "singles": [single(i) for i in EVERY],
     "batch": [padded(EVERY)],
     "left padded": [padded(EVERY, left=True)],
-    "positions that restart": [restarting(EVERY)],
-    "micro-batches": [packed([0, 1]), padded([2, 3], left=True)],
 }
 
 
@@ -143,31 +127,14 @@ def assert_same(found: dict, expected: dict) -> None:
         assert_same_bits(found[name], value, name)
 
 
-def differing(found: dict, expected: dict) -> set[str]:
-    return {name for name, value in expected.items() if (found[name] != value).any()}
-
-
 @pytest.fixture(scope="module")
-def whole() -> dict[str, dict]:
-    return {name: step(applied(name), STEPS["packed"]) for name in MODELS if name != "small"}
+def whole() -> dict[str, torch.Tensor]:
+    return step(applied(), STEPS["packed"])
 
 
-@pytest.mark.parametrize("name", [*STEPS][1:])
-def test_logprobs_and_gradients_are_the_same_in_every_layout(name, whole):
-    assert_same(step(applied(), STEPS[name]), whole["qwen3"])
-
-
-@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral"])
-def test_the_other_architectures_too(name, whole):
-    assert_same(step(applied(name), STEPS["micro-batches"]), whole[name])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_no_bit(reentrant, whole):
-    model = applied().train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_same(step(model, STEPS["left padded"]), whole["qwen3"])
+def test_layers_with_and_without_a_window_have_the_same_bits_in_micro_batches():
+    cut = [packed([0, 1]), padded([2, 3], left=True)]
+    assert_same(step(applied("qwen2"), cut), step(applied("qwen2"), STEPS["packed"]))
 
 
 def rescored(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,29 +150,16 @@ PROMPTS = [SEQUENCES[i] for i in (0, 2, 1)]
 LONG = torch.randint(1, 160, (61,), generator=torch.Generator().manual_seed(7))  # a window slides over a block of keys
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(
-    "name, prompts",
-    slow_but([*((n, PROMPTS) for n in ("qwen3", "qwen2", "llama", "mistral")), ("mistral", [LONG, LONG[5:]])], "qwen3"),
-)
+@pytest.mark.parametrize("cache", slow_but([None, "static"], None))
+@pytest.mark.parametrize("name, prompts", slow_but([("qwen2", PROMPTS), ("mistral", [LONG, LONG[5:]])], "qwen2"))
 def test_what_is_generated_is_rescored_to_the_bit(name, prompts, cache):
-    what_is_generated(applied(name).eval(), cache, prompts)
-
-
-def test_the_stock_models_generation_is_not():
-    with pytest.raises(AssertionError, match="elements differ"):
-        what_is_generated(built().eval(), "dynamic", PROMPTS)
-
-
-def what_is_generated(model, cache: str, prompts: list[torch.Tensor]) -> None:
-    """Asserts that the logits of tokens generated behind left-padded prompts are those of one packed call."""
-    width = max(map(len, prompts)) + 2
+    """The logits of tokens generated behind left-padded prompts are those of one packed call."""
+    model, width = applied(name).eval(), max(map(len, prompts)) + 2
     ids, mask = torch.zeros(2, len(prompts), width).long()
     for row, real, prompt in zip(ids, mask, prompts):
         row[-len(prompt) :], real[-len(prompt) :] = prompt, 1
-    arguments = {"max_new_tokens": 12, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
-    kind = None if cache == "dynamic" else cache
-    out = model.generate(input_ids=ids, attention_mask=mask, **arguments, cache_implementation=kind)
+    told = {"max_new_tokens": 12, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(input_ids=ids, attention_mask=mask, **told, cache_implementation=cache)
     rows = [row[width - len(prompt) :] for prompt, row in zip(prompts, out.sequences)]
     for row, (prompt, logits) in enumerate(zip(prompts, rescored(model, rows))):
         generated = torch.stack([step[row] for step in out.logits])
@@ -213,9 +167,8 @@ def what_is_generated(model, cache: str, prompts: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_continuous_batching_is_rescored_to_the_bit(name):
-    model = applied(name).eval()
+def test_a_window_s_continuous_batching_is_rescored_to_the_bit():
+    model = applied("mistral").eval()
     prompts = [[*s.tolist()] for s in SEQUENCES] + [SEQUENCES[2].tolist()[:7]]
     told = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
@@ -223,13 +176,11 @@ def test_continuous_batching_is_rescored_to_the_bit(name):
     out = model.generate_batch(prompts, told, batching, progress_bar=False)
     found = sorted(out.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[1]))
     rows = [torch.tensor(o.prompt_ids + o.generated_tokens) for o in found]
-    assert [o.prompt_ids for o in found] == prompts and all(len(o.generated_tokens) == 8 for o in found)
-    for o, row, logits in zip(found, rows, rescored(model, rows)):
-        there = logits[len(o.prompt_ids) - 1 : -1].float()
-        assert_same_bits(there.argmax(-1), row[len(o.prompt_ids) :])
-        logprob = there.softmax(-1).gather(1, row[len(o.prompt_ids) :, None])[:, 0].log()
-        assert_same_bits(torch.tensor(o.logprobs), logprob)
-    what_is_generated(model, "static", PROMPTS[:2])  # what it has set is no trap for another call
+    for o, prompt, row, logits in zip(found, prompts, rows, rescored(model, rows), strict=True):
+        there, new = logits[len(prompt) - 1 : -1].float(), row[len(prompt) :]
+        assert o.prompt_ids == prompt and len(new) == 8
+        assert_same_bits(there.argmax(-1), new)
+        assert_same_bits(torch.tensor(o.logprobs), there.softmax(-1).gather(1, new[:, None])[:, 0].log())
 
 
 def test_a_paged_cache_is_cleared_once_before_it_is_read():
@@ -310,12 +261,9 @@ def trained(model: torch.nn.Module, folder, size: int, collator=collate, **chang
     return digest.hexdigest()
 
 
-def test_trainer_gives_one_hash_for_every_split(tmp_path):
+def test_trainer_gives_one_hash_for_padded_and_flat_batches(tmp_path):
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    ours = {trained(applied("small"), tmp_path, size) for size in (1, 2, 4, 8)}
-    assert len(ours | {trained(applied("small"), tmp_path, 4, flat)}) == 1
-    stock = {trained(built("small"), tmp_path, size) for size in (1, 2, 4, 8)}
-    assert len(stock) == 4
+    assert trained(applied("small"), tmp_path, 2) == trained(applied("small"), tmp_path, 4, flat)
 
 
 @pytest.mark.slow
@@ -407,15 +355,6 @@ def test_frozen_parameters_and_several_forwards(halves):
     assert_same(grads(model), {n: halves[n] for n in found})
 
 
-def test_without_the_fold_the_split_is_seen(monkeypatch, whole):
-    from bi_kernels.integrations.transformers.gradients import Folds
-
-    monkeypatch.setattr(Folds, "attach", lambda folds, out: None)
-    packed, cut = step(applied(), STEPS["packed"]), step(applied(), STEPS["singles"])
-    assert_same_bits(cut["logprob"], whole["qwen3"]["logprob"])
-    assert len(differing(cut, packed)) > len(packed) // 2
-
-
 def test_checkpointing_without_the_call_is_refused(monkeypatch):
     from bi_kernels.integrations.transformers.layout import Call
 
@@ -456,7 +395,7 @@ def test_a_checkpoint_is_saved_and_loaded(tmp_path, whole):
     again = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert again.config._attn_implementation == "sdpa" and [*again.state_dict()] == names == [*built().state_dict()]
     apply(again)
-    assert_same(step(again, STEPS["batch"]), whole["qwen3"])
+    assert_same(step(again, STEPS["batch"]), whole)
     again.load_state_dict(model.state_dict())
 
 
@@ -465,7 +404,7 @@ def test_copies_and_pickles_stay_applied(whole):
     step(model, STEPS["singles"])
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(other, Qwen3ForCausalLM) and type(other) is type(model)
-        assert_same(step(other, STEPS["batch"]), whole["qwen3"])
+        assert_same(step(other, STEPS["batch"]), whole)
         restore(other)
         assert type(other) is Qwen3ForCausalLM
     assert isinstance(model.lm_head, torch.nn.Linear)
@@ -507,7 +446,7 @@ def test_restore_gives_the_original_back(tmp_path, whole):
     expected = outcome(stock)
     report = apply(model)
     assert report.batch_invariant and report.split_invariant
-    assert_same(step(model, STEPS["batch"]), whole["qwen3"])
+    assert_same(step(model, STEPS["batch"]), whole)
     model.eval().generate(SEQUENCES[0][None], max_new_tokens=2)
     restore(model)
     assert [type(m) for m in model.modules()] == kinds and model.config._attn_implementation == "sdpa"
@@ -515,7 +454,7 @@ def test_restore_gives_the_original_back(tmp_path, whole):
     assert not any("bi_kernels" in name for m in model.modules() for name in vars(m))
     assert_same(outcome(model), expected)
     apply(model)
-    assert_same(step(model.train(), STEPS["batch"]), whole["qwen3"])
+    assert_same(step(model.train(), STEPS["batch"]), whole)
 
 
 class Mixed(torch.nn.Module):
@@ -636,7 +575,7 @@ def test_other_parameters_and_a_module_beside_are_no_refusal(whole):
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
     model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()}, assign=True)
     model.tie_weights()
-    assert_same(step(model, STEPS["batch"]), whole["qwen3"])
+    assert_same(step(model, STEPS["batch"]), whole)
 
 
 def test_a_dropped_model_is_freed_at_once():
