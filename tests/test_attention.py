@@ -92,24 +92,15 @@ def paged(*spans, page, pack=False):
     return at_q, pages, told | {"lengths_k": torch.tensor([len(keys) for _, keys in spans]), "block_table": table}
 
 
-def whole_layouts(spans: list) -> dict[str, list]:
-    backwards, some = spans[::-1], len(spans) // 2
-    return {
-        "each alone": [packed(s) for s in spans],
-        "right-padded": [padded(*spans)],
-        "left-padded, with room": [padded(*spans, room=9, left=True)],
-        "permuted": [packed(*spans[1:], spans[0])],
-        "micro-batches": [padded(*backwards[:some], room=1), packed(*backwards[some:])],
-    }
-
-
-def layouts_in_parts(every: list[list[int]], size: int = 100) -> dict[str, list]:
+def layouts(every: list[list[int]], size: int = 100) -> dict[str, list]:
     """As a server calls it: some of the queries against all keys so far."""
     chunks = [[span(s, begin, begin + size) for s in every] for begin in range(0, max(map(len, every)), size)]
     steps = [
         [span(s, len(s) - back, len(s) - back + 1) for s in every if len(s) >= back] for back in range(LAST, 0, -1)
     ]
     return {
+        "packed": [packed(*map(span, every))],
+        "left-padded, with room": [padded(*map(span, every), room=9, left=True)],
         "chunks against a cache": [padded(*c) for c in chunks],
         "chunks, left-padded": [padded(*c, left=True) for c in chunks],
         "last tokens together": [packed(*(span(s, len(s) - LAST) for s in every))],
@@ -163,55 +154,20 @@ def assert_same(found: dict, expected: dict, what: str, rows: slice | list | tor
 
 PLACES = {  # dtype, heads, width, lengths, options, schedules
     "GQA": (BF16, (4, 2), 32, LENGTHS, {}, [SPLITS, WHOLE]),
-    "window": (BF16, (2, 1), 32, SHORT, {"window": 70}, [SPLITS, WHOLE, APART]),
-    "three splits": (BF16, (1, 1), 20, (*EDGES, 270), {"scale": 0.5}, [SPLITS, WHOLE, APART]),
-    "fp16, wide": (FP16, (1, 1), 130, (3, 150), {}, [SPLITS, WHOLE, APART]),
-    "fp32": (FP32, (1, 1), 32, SHORT, {}, [WHOLE]),
+    "three splits": (FP16, (1, 1), 20, (*EDGES, 270), {"scale": 0.5, "window": 200}, [SPLITS, WHOLE, APART]),
 }
 
 
-@pytest.mark.parametrize(
-    "dtype, heads, width, lengths, options, schedules",
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "GQA")) for name, case in PLACES.items()],
-)
+@pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
 def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
     spans = [span(s) for s in every]
     expected = results(given, [packed(*spans)], **options)
     assert all(t.isfinite().all() for t in expected.values())
     for schedule in schedules:
-        for layout, calls in ({"packed": [packed(*spans)]} | whole_layouts(spans) | layouts_in_parts(every)).items():
+        for layout, calls in layouts(every).items():
             found, what = results(given, calls, schedule=schedule, **options), f"{layout}, {schedule}"
             assert_same(found, expected, what, queries(calls))
-
-
-TRAINED = {  # dtype, heads, width, lengths, which queries, options
-    "not causal": (BF16, (2, 2), 32, SHORT, 0, {"causal": False}),
-    "edges": (BF16, (1, 1), 16, EDGES, 0, {}),
-    "last 70, window": (FP16, (3, 1), 20, SHORT, 70, {"window": 40}),
-}
-
-
-@pytest.mark.parametrize("dtype, heads, width, lengths, last, options", TRAINED.values(), ids=TRAINED)
-def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(dtype, heads, width, lengths, last, options):
-    given = arguments(sum(lengths), dtype, heads, width)
-    spans = [span(s, len(s) - last if last else 0) for s in sequences(lengths)]
-    expected = results(given, [packed(*spans)], "qkv", **options)
-    assert all(t.isfinite().all() and t.any() for t in expected.values())
-    for layout, calls in whole_layouts(spans).items():
-        assert_same(results(given, calls, "qkv", schedule=WHOLE, **options), expected, layout)
-
-
-@pytest.mark.parametrize("schedule", [SPLITS, APART], ids=["splits", "apart"])
-def test_nan_in_another_sequence_is_nobodys_business(schedule):
-    given, every = arguments(205, heads=(2, 1)), sequences((70, 130, 5))
-    spans, rest = [span(s) for s in every], every[0] + every[2]
-    spoiled = {name: t.index_fill(0, torch.tensor(every[1]), torch.nan) for name, t in given.items()}
-    expected = results(given, [packed(*spans)], "qkv", schedule=schedule)
-    for calls in ([packed(*spans)], [padded(*spans, left=True)]):
-        assert_same(results(spoiled, calls, "qkv", schedule=schedule), expected, "beside NaN", rest)
-    found = results(spoiled, [paged(*spans, page=80)], schedule=schedule)
-    assert_same(found, {name: expected[name] for name in found}, "among pages of NaN", rest)
 
 
 @EITHER_SCHEDULE
@@ -364,13 +320,9 @@ def share(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
 
 ACCURACY = {  # dtype, heads, width, (queries, keys) of each sequence, options
     "not causal": (BF16, (2, 2), 32, [(20, 150), (100, 7)], {"causal": False}),
-    "window": (BF16, (2, 1), 32, [(150, 150), (40, 140)], {"window": 33}),
     "window, fp32": (FP32, (2, 1), 16, [(30, 60), (60, 30)], {"window": 5}),
     "scale, width 20": (FP16, (2, 2), 20, [(70, 70)], {"scale": 1.5}),
-    "more queries than keys": (BF16, (6, 2), 32, [(140, 9), (30, 29), (4, 0)], {}),
-    "more keys than queries, width 96": (BF16, (6, 2), 96, [(1, 200), (17, 129)], {}),
-    "width 1": (BF16, (2, 1), 1, [(20, 20)], {}),
-    "width 256": (BF16, (2, 1), 256, [(20, 40)], {}),
+    "width 1": (BF16, (2, 1), 1, [(20, 20), (4, 0)], {}),
 }
 
 
@@ -385,17 +337,6 @@ def test_results_and_gradients_are_within_the_contract_s_bounds(dtype, heads, wi
         for name, limit in bounds(given, spans, **options).items()
     }
     assert max(shares.values()) <= 1, shares
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("size", [1e12, 1e30])
-def test_scores_may_be_large(size, dtype):
-    given, spans = arguments(150, dtype, (2, 1), 16), [span(*sequences((150,)))]
-    given["q"] *= size
-    found = results(given, [packed(*spans)], "qkv")
-    for name, limit in bounds(given, spans).items():
-        assert found[name].isfinite().all() and share(found[name], *limit) <= 1, name
-        assert name[0] == "d" or share(torch.zeros_like(found[name]), *limit) > 1, "blind"
 
 
 def test_where_the_gradient_of_a_score_is_beyond_fp16_what_follows_is_infinite_and_nothing_else():
@@ -486,16 +427,6 @@ def test_a_window_wider_than_a_sequence_is_none(window):
     given, every = arguments(180, heads=(2, 1)), sequences((140, 40))
     calls = [packed((every[0], every[0][:70]), span(every[1]))]
     assert_same(results(given, calls, "qkv", window=window), results(given, calls, "qkv"), f"window of {window}")
-
-
-def test_a_query_without_keys_gives_zero_and_minus_infinity_and_no_gradient():
-    given, every = arguments(40), sequences((10, 30))
-    for spans, blind in (([(every[0], []), span(every[1])], 10), ([(every[0], every[0][:4]), span(every[1])], 6)):
-        for calls in ([packed(*spans)], [padded(*spans)], [padded(*spans, left=True)]):
-            found = results(given, calls, "qkv")
-            assert not found["out"][:blind].any() and not found["dq"][:blind].any()
-            assert bool((found["lse"][:blind] == -torch.inf).all()) and found["lse"][blind:].isfinite().all()
-            assert all(t.isfinite().all() for name, t in found.items() if name != "lse")
 
 
 @pytest.mark.parametrize("batch, queries, keys", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)])
