@@ -158,7 +158,10 @@ PLACES = {  # dtype, heads, width, lengths, options, schedules
 }
 
 
-@pytest.mark.parametrize("dtype, heads, width, lengths, options, schedules", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    "dtype, heads, width, lengths, options, schedules",
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "GQA")) for name, case in PLACES.items()],
+)
 def test_a_result_does_not_depend_on_where_and_when_it_is_computed(dtype, heads, width, lengths, options, schedules):
     given, every = arguments(sum(lengths), dtype, heads, width), sequences(lengths)
     spans = [span(s) for s in every]

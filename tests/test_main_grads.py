@@ -1,22 +1,18 @@
 """MainGrads between steps: saved and resumed, clipped, and what it cannot hold."""
 
 import copy
+import hashlib
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from resumed import STEPS, Run
 
 from bi_kernels import MainGrads, linear
+from bi_kernels.model import CONFIGS, Decoder, packed
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
-
-SCRIPT = Path(__file__).with_name("resumed.py")
 
 
 def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Parameter]:
@@ -50,6 +46,45 @@ def test_masters_get_every_gradient_whatever_the_loop_looks_like():
 
 # Saved and resumed
 
+STEPS, LENGTHS = 3, (5, 9)
+
+
+class Run:
+    """A training run. seed: of the weights that it begins with; given: what MainGrads is told besides."""
+
+    def __init__(self, seed: int = 0, **given):
+        self.model = Decoder(CONFIGS["world"], seed=seed)
+        self.grads = MainGrads(self.model.named_parameters(), self.model.tied, **given)
+        self.optimizer = torch.optim.AdamW(self.grads.masters, lr=2.0**-6)
+        self.done = 0
+
+    def backward(self) -> None:
+        for group in self.grads.mine:
+            g = torch.Generator().manual_seed(100 * self.done + group)
+            ids, targets = torch.randint(0, self.model.config.vocab, (2, sum(LENGTHS)), generator=g)
+            self.model.logprobs(ids, targets, packed(LENGTHS, "cpu"))[0].sum().neg().backward()
+            self.grads.close(group)
+
+    def step(self) -> None:
+        self.backward()
+        self.grads.join()
+        self.grads.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.grads.finish()
+        self.done += 1
+
+    def state(self) -> dict:
+        return {"done": self.done, "grads": self.grads.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict) -> None:
+        self.grads.load_state_dict(state["grads"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+
+    def digest(self) -> str:
+        every = [*self.model.parameters(), *self.grads.masters]
+        return hashlib.sha256(b"".join(t.detach().view(torch.uint8).numpy().tobytes() for t in every)).hexdigest()
+
 
 @pytest.mark.parametrize("given", slow_but([{}, {"groups": 3}], {}))
 def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
@@ -65,18 +100,6 @@ def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
         while resumed.done < STEPS:
             resumed.step()
         assert resumed.digest() == whole.digest(), state["done"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_within_a_step_goes_on_from_the_one_before(tmp_path):
-    def run(name: str, kill: int = -1) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(SCRIPT), str(tmp_path / name), str(kill)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-    killed = run("killed", kill=2)
-    assert killed.returncode == -9 and not killed.stdout
-    whole, resumed = run("whole"), run("killed")
-    assert len(whole.stdout) == 65 and resumed.stdout == whole.stdout, resumed.stderr[-2000:]
 
 
 def test_weights_that_are_loaded_are_not_undone_by_the_masters():
