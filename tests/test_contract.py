@@ -353,6 +353,18 @@ def test_gradients_accumulated_in_bf16_exceed_the_bound(op, name, out, tokens=30
     assert worst(folded_in_bf16(terms).to(out), expected.exact, limit) > 1
 
 
+def test_attention_whose_values_are_summed_in_bf16_exceeds_the_bound(tokens=300):
+    g = generator("cpu", "attention")
+    q, k, v = (torch.randn(tokens, 1, HEAD_DIM, generator=g).bfloat16() for _ in range(3))
+    exact, magnitude = reference.attention(q, k, v, lengths=[tokens])[0]
+    limit = contract.bound("attention", torch.bfloat16, exact, magnitude, inputs=torch.bfloat16)
+    s = (q[:, 0].float() @ k[:, 0].float().T * HEAD_DIM**-0.5).masked_fill(
+        ~torch.ones(tokens, tokens).tril().bool(), -torch.inf
+    )
+    terms = rounded(s.softmax(-1), torch.bfloat16).T[:, :, None, None] * v[:, None].float()
+    assert worst(terms.sum(0).bfloat16(), exact, limit) <= 1 < worst(folded_in_bf16(terms).bfloat16(), exact, limit)
+
+
 @pytest.mark.parametrize("wrong", ["no", "logits accumulated in bf16", "logsumexp in bf16"])
 def test_logprobs_that_accumulate_in_bf16_exceed_the_bound(wrong, hidden=512):
     g = generator("cpu", "logprob")
