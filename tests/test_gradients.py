@@ -398,11 +398,8 @@ def silent(call) -> None:
 def test_a_forgotten_layout_is_named():
     """Attention is told of two sequences, and the linear before it folds its weight's gradient over one; told both, or
     without gradients, nobody is warned."""
-    x, w, ends = (
-        torch.randn(5, 16, requires_grad=True),
-        torch.nn.Parameter(torch.randn(16, 16)),
-        torch.tensor([0, 2, 5]),
-    )
+    x, w = torch.randn(5, 16, requires_grad=True), torch.nn.Parameter(torch.randn(16, 16))
+    ends = torch.tensor([0, 2, 5])
 
     def forward():
         q = bi_kernels.linear(x, w).unflatten(-1, (2, 8))
