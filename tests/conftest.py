@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit import cli
 from bi_kernels.audit.compare import compare
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.contract import DTYPES
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 gc.set_threshold(50_000)  # as in audits
@@ -115,11 +120,12 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object 
     assert not drift.mismatches, f"{what}: {drift}"
 
 
-def assert_within(row: str, y: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor], n: int = 1) -> None:
-    """Asserts that `y` is within the contract's bound of (y64, S); what fp64 puts beyond the dtype must be infinite."""
-    exact, magnitude = reference
+def assert_within(row: str, y: torch.Tensor, expected: Sequence, n: int = 1, **more) -> None:
+    """Asserts that `y` is within the contract's bound of (y64, S), or of a gradient's (y64, S, n); more: what else the
+    bound is told. What fp64 puts beyond the dtype must be infinite."""
+    exact, magnitude, *own = expected
     assert y.shape == exact.shape
-    limit = contract.bound(row, y.dtype, exact, magnitude, n)
+    limit = contract.bound(row, y.dtype, exact, magnitude, *(own or [n]), **more)
     close = (y.double() - exact).abs() <= limit
     overflow = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y == exact.sign() * torch.inf)
     wrong = (~(close | overflow)).nonzero()
@@ -127,6 +133,15 @@ def assert_within(row: str, y: torch.Tensor, reference: tuple[torch.Tensor, torc
         at = tuple(wrong[0].tolist())
         share = (y[at].double() - exact[at]).abs() / limit[at]
         raise AssertionError(
-            f"{row} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} "
+            f"{row} {more} {y.dtype}: {len(wrong)} of {y.numel()} exceed the bound, first at {at}: {y[at]} "
             f"instead of {exact[at]}, {share:.3g} × the bound"
         )
+
+
+def under_test(
+    name: str, dtype: str = "bf16", case: str = "", function: Callable | None = None, **sizes
+) -> OpUnderTest:
+    """Returns an op of the registry as an audit on the interpreter has it; sizes: dimensions in place of `tiny`'s."""
+    op = OPS[name]
+    problem = OpConfig(op, case or next(iter(op.cases("tiny"))), DTYPES[dtype], "tiny", torch.device("cpu"), 0, sizes)
+    return OpUnderTest(problem, function or getattr(bi_kernels, op.function or name), "bi_kernels", "interpreter")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_within, committed
+from conftest import assert_within, committed, under_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,8 @@ from bi_kernels import contract, reference
 from bi_kernels.audit.controls.forward import bf16_accumulation
 from bi_kernels.audit.inputs import KINDS, draw, draw_integers, generator
 from bi_kernels.audit.layouts import layouts
-from bi_kernels.audit.registry import OPS, YARN
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op_config import joined
 from bi_kernels.contract import CONTRACT, DTYPES, SHAPES, SWEEP
 from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.reference_attention import changes
@@ -163,9 +164,7 @@ def test_a_product_rounded_to_16_bits_exceeds_the_bound_of_fp32(m, n, k, seed, s
 
 # Every op and its gradients, computed plainly in fp32 with the contract's roundings
 
-TOKENS, HIDDEN, MLP, VOCAB, HEADS, HEAD_DIM = 37, 64, 96, 300, 4, 16
-TABLE, NARROW = bi_kernels.rope_table(TOKENS, HEAD_DIM), bi_kernels.rope_table(TOKENS, HEAD_DIM // 2)
-SCALED = bi_kernels.rope_table(TOKENS, HEAD_DIM, scaling=YARN)
+TOKENS, LENGTHS, HEAD_DIM = 37, [5, 32], SHAPES["tiny"]["head_dim"]
 
 
 def rotated(x, table, positions, interleaved=False):
@@ -192,9 +191,9 @@ def rounded(x, dtype):
     return x.to(dtype).float()
 
 
-def sum_and_norm(x, residual, weight, dtype):
+def sum_and_norm(x, residual, weight, dtype, eps):
     h = rounded(x + residual, dtype)
-    return normed(h, weight), h
+    return normed(h, weight, eps), h
 
 
 def attended(q, k, v, lengths, dtype, window=None):
@@ -225,142 +224,38 @@ def capped(x, cap):
     return cap * x.sign() * torch.where(t < 1, -torch.expm1(-2 * near) / (1 + torch.exp(-2 * near)), (1 - e) / (1 + e))
 
 
-_GATED = {"gate": "tokens, mlp", "up": "tokens, mlp"}
-_QKV = {"q": "tokens, heads, head_dim", "k": "tokens, kv_heads, head_dim", "v": "tokens, kv_heads, head_dim"}
-
-# op: (function of the reference, n of the forward, {input: its dimensions}, constants, the op in plain fp32 torch)
-PLAIN = {
-    "silu": ("silu", 1, {"x": "tokens, mlp"}, {}, lambda x: x * torch.sigmoid(x)),
-    "gelu": ("gelu", 1, {"x": "tokens, mlp"}, {}, lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))),
-    "gelu_tanh": (
-        "gelu",
-        1,
-        {"x": "tokens, mlp"},
-        {"approximate": "tanh"},
-        lambda x, approximate: F.gelu(x, approximate=approximate),
-    ),
-    "swiglu": ("swiglu", 1, {"gate": "tokens, mlp", "up": "tokens, mlp"}, {}, lambda gate, up: F.silu(gate) * up),
-    "geglu": ("geglu", 1, _GATED, {}, lambda gate, up: F.gelu(gate) * up),
-    "geglu_tanh": (
-        "geglu",
-        1,
-        _GATED,
-        {"approximate": "tanh"},
-        lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up,
-    ),
-    "clamped_swiglu": ("clamped_swiglu", 1, _GATED, {}, clamped),
-    "soft_cap": ("soft_cap", 1, {"x": "tokens, mlp"}, {"cap": 30.0}, capped),
-    "add": ("add", 1, {"x": "tokens, hidden", "residual": "tokens, hidden"}, {}, torch.add),
-    "scale": ("scale", 1, {"x": "tokens, hidden"}, {"factor": 0.3}, lambda x, factor: x * torch.tensor(factor)),
-    "bias_add": ("bias_add", 1, {"x": "tokens, hidden", "bias": "hidden"}, {}, lambda x, bias: x + bias),
-    "mask_fill": (
-        "mask_fill",
-        1,
-        {"x": "tokens, hidden", "mask": "tokens, hidden:bool"},
-        {"value": -1e4},
-        lambda x, mask, value: x.masked_fill(mask, value),
-    ),
-    "cast": ("cast", 1, {"x": "tokens, hidden"}, {}, lambda x: x),
-    "rope": ("rope", 1, {"x": "tokens, heads, head_dim"}, {"table": TABLE, "positions": torch.arange(TOKENS)}, rotated),
-    "rope_interleaved": (
-        "rope",
-        1,
-        {"x": "tokens, heads, head_dim"},
-        {"table": TABLE, "positions": torch.arange(TOKENS), "interleaved": True},
-        rotated,
-    ),
-    "rope_partial": (
-        "rope",
-        1,
-        {"x": "tokens, heads, head_dim"},
-        {"table": NARROW, "positions": torch.arange(TOKENS)},
-        lambda x, table, positions: torch.cat((rotated(x[..., :8], table, positions), x[..., 8:]), -1),
-    ),
-    "rope_scaled": (
-        "rope",
-        1,
-        {"x": "tokens, heads, head_dim"},
-        {"table": SCALED, "positions": torch.arange(TOKENS), "scaling": YARN},
-        lambda x, table, positions, scaling: rotated(x, table, positions),
-    ),
-    "linear": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden"}, {}, F.linear),
-    "linear_bias": ("linear", HIDDEN, {"x": "tokens, hidden", "weight": "mlp, hidden", "bias": "mlp"}, {}, F.linear),
-    "matmul": ("matmul", HIDDEN, {"a": "tokens, hidden", "b": "hidden, mlp"}, {}, torch.matmul),
-    "rms_norm": ("rms_norm", HIDDEN, {"x": "tokens, hidden", "weight": "hidden"}, {}, normed),
-    "qk_norm": ("qk_norm", HEAD_DIM, {"x": "tokens, heads, head_dim", "weight": "head_dim"}, {}, normed),
-    "add_rms_norm": (
-        "add_rms_norm",
-        HIDDEN,
-        {"x": "tokens, hidden", "residual": "tokens, hidden", "weight": "hidden"},
-        {},
-        sum_and_norm,
-    ),
-    "embedding": (
-        "embedding",
-        1,
-        {"ids": "tokens:9", "weight": "vocab, hidden"},
-        {"padding_id": 3},
-        lambda ids, weight, padding_id: F.embedding(ids, weight, padding_id),
-    ),
-    "token_logprob": (
-        "token_logprob",
-        1,
-        {"logits": "tokens, vocab", "targets": "tokens:300"},
-        {"temperature": 0.7, "ignore_index": 3},
-        selected,
-    ),
-    "log_softmax": ("log_softmax", 1, {"logits": "tokens, vocab"}, {}, lambda logits: logits.log_softmax(-1)),
-    "lm_head_logprob": (
-        "lm_head_logprob",
-        1,
-        {"hidden": "tokens, hidden", "weight": "vocab, hidden", "targets": "tokens:300"},
-        {"temperature": 0.7, "ignore_index": 3},
-        lambda hidden, weight, targets, dtype, **constants: selected(
-            rounded(F.linear(hidden, weight), dtype), targets, **constants
-        ),
-    ),
-    "attention": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5]}, attended),
-    "attention_window": ("attention", 1, _QKV, {"lengths": [5, TOKENS - 5], "window": 9}, attended),
+PLAIN = {  # op: the op in plain fp32 torch
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))),
+    "gelu_tanh": F.gelu,
+    "swiglu": lambda gate, up: gate * torch.sigmoid(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up,
+    "clamped_swiglu": clamped,
+    "soft_cap": capped,
+    "add": lambda x, residual: x + residual,
+    "scale": lambda x, factor: x * torch.tensor(factor),
+    "bias_add": lambda x, bias: x + bias,
+    "mask_fill": lambda x, mask, value: x.masked_fill(mask, value),
+    "cast": lambda x, dtype: x,
+    "rope": rotated,
+    "rope_interleaved": rotated,
+    "rope_partial": lambda x, **told: torch.cat((rotated(x[..., :8], **told), x[..., 8:]), -1),
+    "rope_scaled": lambda x, scaling, **told: rotated(x, **told),
+    "linear": lambda x, weight: F.linear(x, weight),
+    "linear_bias": lambda x, weight, bias: F.linear(x, weight, bias),
+    "matmul": lambda a, b: a @ b,
+    "rms_norm": normed,
+    "qk_norm": normed,
+    "add_rms_norm": sum_and_norm,
+    "embedding": lambda ids, weight, padding_id: F.embedding(ids, weight, padding_id),
+    "token_logprob": selected,
+    "log_softmax": lambda logits: logits.log_softmax(-1),
+    "lm_head_logprob": lambda hidden, weight, dtype, **told: selected(rounded(F.linear(hidden, weight), dtype), **told),
+    "attention": attended,
+    "attention_window": attended,
 }
-DIMENSIONS = dict(tokens=TOKENS, hidden=HIDDEN, mlp=MLP, vocab=VOCAB, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM)
-OF_STORAGE_DTYPE = (
-    "add_rms_norm",
-    "lm_head_logprob",
-    "attention",
-    "attention_window",
-)  # what is plain rounds in between
-FP32_OUT = ("token_logprob", "log_softmax", "lm_head_logprob")
-
-
-def plain_inputs(op: str, dtype: torch.dtype, kind: str) -> dict[str, torch.Tensor]:
-    given = {}
-    for name, dims in PLAIN[op][2].items():
-        dims, _, what = dims.partition(":")
-        shape, g = tuple(DIMENSIONS[d] for d in dims.split(", ")), generator("cpu", op, name, dtype, kind)
-        if what == "bool":
-            given[name] = torch.rand(shape, generator=g) < 0.3
-        elif what:
-            given[name] = torch.randint(0, int(what), shape, generator=g)
-        else:
-            given[name] = draw(kind, shape, dtype, g, shared="tokens" not in dims)
-    return given
-
-
-def computed(op: str, given: dict, dtype: torch.dtype, kind: str):
-    """(outputs, upstream, gradients) of the plain version, rounded once at the end."""
-    constants = PLAIN[op][3] | ({"dtype": dtype} if op in OF_STORAGE_DTYPE else {})
-    leaves = {k: t.float().clone().requires_grad_() if t.is_floating_point() else t for k, t in given.items()}
-    outputs = PLAIN[op][4](*leaves.values(), **constants)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    out = [torch.float32 if op in FP32_OUT or op == "cast" else dtype] * len(outputs)
-    kinds = ["normal" if op in FP32_OUT else kind] * len(outputs)
-    if PLAIN[op][0] == "attention":
-        out[1], kinds[1] = torch.float32, "normal"
-    g = generator("cpu", op, "dy", dtype, kind)
-    upstream = [draw(kinds[i], y.shape, out[i], g) for i, y in enumerate(outputs)]
-    torch.autograd.backward(outputs, [t.float() for t in upstream])
-    found = {k: t.grad for k, t in leaves.items() if t.is_floating_point()}
-    return [y.detach().to(d) for y, d in zip(outputs, out)], upstream, found
+ROUNDS_BETWEEN = ("add_rms_norm", "lm_head_logprob", "attention", "attention_window")  # to the storage dtype
 
 
 def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
@@ -371,31 +266,31 @@ def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:
     return float(torch.where(right, 0.0, (y.double() - exact).abs() / limit).nan_to_num(torch.inf).max())
 
 
-def reference_of(op: str, given: dict) -> list:
-    found = getattr(reference, PLAIN[op][0])(
-        **given, **PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {})
-    )
-    return [found] if isinstance(found[0], torch.Tensor) else list(found)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "wide"])
-@pytest.mark.parametrize("op", PLAIN)
+@pytest.mark.parametrize("op", OPS)
 def test_plain_fp32_is_within_every_bound(op, kind, dtype):
-    given = plain_inputs(op, dtype, kind)
-    outputs, upstream, gradients = computed(op, given, dtype, kind)
-    for y, (exact, magnitude) in zip(outputs, reference_of(op, given), strict=True):
-        limit = contract.bound(ROWS[op], y.dtype, exact, magnitude, PLAIN[op][1], inputs=dtype)
+    p, at = under_test(op, dtype).problem, torch.arange(TOKENS)
+    tokens, shared = p.inputs(kind, TOKENS)
+    given, constants, lengths = tokens | shared, p.constants(TOKENS), LENGTHS if p.op.cache else [TOKENS]
+    leaves = {k: t.float().clone().requires_grad_() if t.is_floating_point() else t for k, t in given.items()}
+    told = constants | p.where(at) | ({"lengths": lengths} if p.op.cache else {})
+    plain = PLAIN[op](**leaves, **told | ({"dtype": p.dtype} if op in ROUNDS_BETWEEN else {}))
+    plain, dtypes = plain if isinstance(plain, tuple) else (plain,), [*p.returned.values()]
+    outputs = [y.detach().to(dtypes[min(i, len(dtypes) - 1)]) for i, y in enumerate(plain)]
+    every = joined(outputs[0] if len(outputs) == 1 else outputs)
+    found = (every, *p.reference(tokens, shared, constants, at, lengths))
+    for y, exact, magnitude in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in found), strict=True):
+        limit = contract.bound(p.contract_row, y.dtype, exact, magnitude, p.reduction, inputs=p.dtype)
         assert worst(y, exact, limit) <= 1
-    constants = PLAIN[op][3] | ({"dtype": torch.float32} if op == "cast" else {})
-    for name, expected in gradient(PLAIN[op][0], given, constants, upstream).items():
-        for out in {dtype} if "tokens" in PLAIN[op][2][name] else {dtype, torch.float32}:  # .grad, and main_grad
-            limit = contract.bound(ROWS[op], out, *expected, gradient=name, inputs=dtype)
-            assert worst(gradients[name].to(out), expected.exact, limit) <= 1, name
-
-
-def test_every_op_of_the_registry_has_a_plain_version():
-    assert set(PLAIN) == set(OPS)
+    g = generator("cpu", op, "dy", dtype, kind)
+    upstream = [draw(kind if y.dtype == p.dtype else "normal", y.shape, y.dtype, g) for y in outputs]
+    torch.autograd.backward(plain, [t.float() for t in upstream])
+    wanted = gradient(p.op.function or op, given, constants | p.where(at), upstream, lengths)
+    for name, expected in wanted.items():
+        for out in {given[name].dtype} | ({torch.float32} if name in shared else set()):  # .grad, and main_grad
+            limit = contract.bound(p.contract_row, out, *expected, gradient=name, inputs=p.dtype)
+            assert worst(leaves[name].grad.to(out), expected.exact, limit) <= 1, name
 
 
 # What accumulates in bf16 exceeds the bound
@@ -456,6 +351,18 @@ def test_gradients_accumulated_in_bf16_exceed_the_bound(op, name, out, tokens=30
     limit = contract.bound(op.replace("qk", "rms"), out, *expected, gradient=name, inputs=dtype)
     assert worst(terms.double().sum(0).float().to(out), expected.exact, limit) <= 1, "the sum itself is within"
     assert worst(folded_in_bf16(terms).to(out), expected.exact, limit) > 1
+
+
+def test_attention_whose_values_are_summed_in_bf16_exceeds_the_bound(tokens=300):
+    g = generator("cpu", "attention")
+    q, k, v = (torch.randn(tokens, 1, HEAD_DIM, generator=g).bfloat16() for _ in range(3))
+    exact, magnitude = reference.attention(q, k, v, lengths=[tokens])[0]
+    limit = contract.bound("attention", torch.bfloat16, exact, magnitude, inputs=torch.bfloat16)
+    s = (q[:, 0].float() @ k[:, 0].float().T * HEAD_DIM**-0.5).masked_fill(
+        ~torch.ones(tokens, tokens).tril().bool(), -torch.inf
+    )
+    terms = rounded(s.softmax(-1), torch.bfloat16).T[:, :, None, None] * v[:, None].float()
+    assert worst(terms.sum(0).bfloat16(), exact, limit) <= 1 < worst(folded_in_bf16(terms).bfloat16(), exact, limit)
 
 
 @pytest.mark.parametrize("wrong", ["no", "logits accumulated in bf16", "logsumexp in bf16"])

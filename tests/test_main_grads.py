@@ -1,22 +1,22 @@
 """MainGrads between steps: saved and resumed, clipped, and what it cannot hold."""
 
 import copy
+import hashlib
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_but
+from conftest import assert_same_bits, slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from resumed import STEPS, Run
 
-from bi_kernels import MainGrads
+import bi_kernels
+from bi_kernels import MainGrads, linear
+from bi_kernels.audit.compare import compare
+from bi_kernels.model import CONFIGS, Decoder, packed
+from bi_kernels.ops import lm_head
+from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
-
-SCRIPT = Path(__file__).with_name("resumed.py")
 
 
 def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Parameter]:
@@ -24,7 +24,157 @@ def weights(*shapes: tuple[int, ...], dtype=torch.bfloat16) -> list[torch.nn.Par
     return [torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in shapes]
 
 
+# Buffers and masters
+
+
+@pytest.mark.parametrize("op", ["linear", "lm_head_logprob"])
+def test_a_steps_first_fold_does_not_read_the_zeros_it_begins_with(op, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    x, targets = torch.randn(20, 32, generator=g).bfloat16(), torch.randint(0, 48, (20,), generator=g)
+    weight = torch.nn.Parameter(torch.randn(48, 32, generator=g).bfloat16())
+    grads, continued = MainGrads([weight]), []
+    for module in (gemm, lm_head):
+        flag = module.consume_zero_flag
+        noted = lambda *a, flag=flag: continued.append(not flag(*a)) or not continued[-1]
+        monkeypatch.setattr(module, "consume_zero_flag", noted)
+
+    def backward() -> torch.Tensor:
+        y = linear(x, weight) if op == "linear" else bi_kernels.lm_head_logprob(x, weight, targets)[0]
+        y.float().square().sum().backward()
+        return weight.main_grad.clone()
+
+    first, second = backward(), backward()
+    grads.finish()
+    weight.main_grad += 0.0  # whoever writes there, it is read again
+    assert_same_bits(backward(), first)
+    assert_same_bits(backward(), second)
+    grads.finish()
+    assert_same_bits(backward(), first)
+    grads.finish()
+    weight.main_grad = torch.ones_like(weight.main_grad)
+    assert (backward() != first).all(), "another buffer goes on from what it holds"
+    assert continued == [False, True, True, True, False, True]
+
+
+def test_the_masters_are_fp32_copies_whose_grad_is_main_grad():
+    first, second, frozen = weights((6, 4), (6, 4), (6, 4))
+    frozen.requires_grad_(False)
+    grads = MainGrads([first, second, first, frozen])
+    assert len(grads.masters) == 2 and not hasattr(frozen, "main_grad")
+    for p, master in zip((first, second), grads.masters):
+        assert_same_bits(master.detach(), p.detach().float())
+        assert master.grad is p.main_grad and p.grad is None
+        assert_same_bits(p.main_grad, torch.zeros(6, 4))
+
+
+def test_a_step_rounds_the_masters_into_the_parameters_and_zeroes_the_buffers():
+    (p,) = weights((6, 4))
+    before = p.detach().clone()
+    grads = MainGrads([p])
+    optimizer = torch.optim.SGD(grads.masters, lr=2.0**-12)  # below half a unit of bf16, until steps add up
+    for step in range(1, 41):
+        linear(torch.ones(3, 4, dtype=torch.bfloat16), p).sum().backward()
+        grads.join()
+        assert grads.masters[0].grad is p.main_grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        grads.finish()
+        assert_same_bits(grads.masters[0].detach(), before.float() - step * 3 * 2.0**-12, f"step {step}")
+        assert_same_bits(p.detach(), grads.masters[0].detach().bfloat16(), f"step {step}, rounded once")
+        assert_same_bits(p.main_grad, torch.zeros(6, 4), f"step {step}, zeroed")
+    assert compare(p.detach(), before).mismatches
+
+
+def test_a_tied_parameter_has_two_folds_that_are_joined_once():
+    table, other = weights((6, 4), (6, 4))
+    grads = MainGrads([table, other], tied=[table])
+    assert not hasattr(other, "embedding_main_grad")
+    ids = torch.tensor([1, 5, 1])
+    for _ in range(2):
+        hidden = bi_kernels.embedding(ids, table)
+        logprob, _ = bi_kernels.lm_head_logprob(hidden, table, ids)
+        logprob.sum().backward()
+    embedding, head = table.embedding_main_grad.clone(), table.main_grad.clone()
+    assert embedding[[1, 5]].any() and not embedding[[0, 2, 3, 4]].any() and head.all(-1).all()
+    grads.join()
+    assert_same_bits(table.main_grad, head + embedding)
+    grads.join()
+    assert_same_bits(table.main_grad, head + embedding, "joined again")
+    assert_same_bits(table.embedding_main_grad, torch.zeros(6, 4))
+    assert grads.masters[0].grad is table.main_grad
+
+
+@pytest.mark.parametrize("which", ["another", "frozen", "equal"])
+def test_a_tied_parameter_that_is_not_given_is_refused(which):
+    table, other, frozen = weights((6, 4), (6, 4), (6, 4))
+    frozen.requires_grad_(False)
+    tied = {"another": other, "frozen": frozen, "equal": torch.nn.Parameter(table.detach().clone())}[which]
+    why = {"frozen": "requires no gradient, expected one that does"}.get(which, "is not among the parameters given")
+    with pytest.raises(ValueError, match=f"^MainGrads: tied holds a parameter that {why}$"):
+        MainGrads([table, frozen], tied=[tied])
+
+
+def test_masters_get_every_gradient_whatever_the_loop_looks_like():
+    x, dy = (torch.randn(8, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 12))
+    for zeroed in (
+        lambda optimizer: None,
+        lambda optimizer: optimizer.zero_grad(),
+        lambda optimizer: optimizer.zero_grad(False),
+    ):
+        (weight,) = weights((24, 40))
+        before, grads = weight.detach().clone(), MainGrads([weight])
+        optimizer = torch.optim.SGD(grads.masters, lr=1.0)
+        for _ in range(2):
+            zeroed(optimizer)
+            linear(x, weight[:12]).backward(dy)  # a view: its gradient is in .grad
+            linear(x, weight)[:, 12:].backward(dy)
+            grads.join()
+            assert weight.grad is None and grads.masters[0].grad is weight.main_grad and weight.main_grad.all()
+            optimizer.step()
+            grads.finish()
+        assert (weight != before).float().mean() > 0.9
+
+
 # Saved and resumed
+
+STEPS, LENGTHS = 3, (5, 9)
+
+
+class Run:
+    """A training run. seed: of the weights that it begins with; given: what MainGrads is told besides."""
+
+    def __init__(self, seed: int = 0, **given):
+        self.model = Decoder(CONFIGS["world"], seed=seed)
+        self.grads = MainGrads(self.model.named_parameters(), self.model.tied, **given)
+        self.optimizer = torch.optim.AdamW(self.grads.masters, lr=2.0**-6)
+        self.done = 0
+
+    def backward(self) -> None:
+        for group in self.grads.mine:
+            g = torch.Generator().manual_seed(100 * self.done + group)
+            ids, targets = torch.randint(0, self.model.config.vocab, (2, sum(LENGTHS)), generator=g)
+            self.model.logprobs(ids, targets, packed(LENGTHS, "cpu"))[0].sum().neg().backward()
+            self.grads.close(group)
+
+    def step(self) -> None:
+        self.backward()
+        self.grads.join()
+        self.grads.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.grads.finish()
+        self.done += 1
+
+    def state(self) -> dict:
+        return {"done": self.done, "grads": self.grads.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict) -> None:
+        self.grads.load_state_dict(state["grads"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+
+    def digest(self) -> str:
+        every = [*self.model.parameters(), *self.grads.masters]
+        return hashlib.sha256(b"".join(t.detach().view(torch.uint8).numpy().tobytes() for t in every)).hexdigest()
 
 
 @pytest.mark.parametrize("given", slow_but([{}, {"groups": 3}], {}))
@@ -41,18 +191,6 @@ def test_a_run_resumed_after_any_step_ends_in_the_same_bits(given):
         while resumed.done < STEPS:
             resumed.step()
         assert resumed.digest() == whole.digest(), state["done"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_within_a_step_goes_on_from_the_one_before(tmp_path):
-    def run(name: str, kill: int = -1) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(SCRIPT), str(tmp_path / name), str(kill)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-    killed = run("killed", kill=2)
-    assert killed.returncode == -9 and not killed.stdout
-    whole, resumed = run("whole"), run("killed")
-    assert len(whole.stdout) == 65 and resumed.stdout == whole.stdout, resumed.stderr[-2000:]
 
 
 def test_weights_that_are_loaded_are_not_undone_by_the_masters():

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_remembered import BF16
 
 from bi_kernels.audit import start
 from bi_kernels.audit.findings import NEEDS_FIX
@@ -13,6 +12,7 @@ from bi_kernels.ops.gemm import gemm, launch_cache
 from helpers import gemm as experiments
 from helpers import products
 
+BF16 = torch.bfloat16
 ASKED = products.asked(products.SIZES["cpu"][0], BF16, torch.device("cpu"))
 LOOKED_UP = [k for k in ASKED if not any(word in k for word in ("start", "out", "unaligned", "8 bytes", "strided"))]
 
@@ -28,40 +28,10 @@ def differing(names: Sequence[str], alone: dict[str, torch.Tensor]) -> set[str]:
     return {name for name, ys in zip(names, found) if products.differing(ys, alone[name]).mismatches}
 
 
-@pytest.mark.parametrize("kinds", [1, 3])
-@pytest.mark.parametrize("names", [[*ASKED], [*ASKED][::-1]], ids=["in order", "backwards"])
-def test_a_product_after_others_has_the_bits_that_it_has_alone_where_few_are_remembered(
-    names, kinds, alone, monkeypatch
-):
-    monkeypatch.setattr(launch_cache, "KINDS", kinds)
-    assert differing(names * 2, alone) == set()
-
-
 def test_what_is_remembered_is_looked_up():
     found = dict(zip(ASKED, products.in_a_thread(ASKED.values())))
     assert [name for name, ys in found.items() if len(ys) == 3] == LOOKED_UP
     assert products.names() == [*ASKED]
-
-
-# what a key makes of operands whose difference it forgets
-FORGETFUL = {
-    "the dtype of y": lambda x, w, bias, _: (x, w, bias, None),
-    "the bias": lambda x, w, bias, out: (x, w, None, out),
-    "the dtype of bias": lambda x, w, bias, out: (x, w, bias.bfloat16(), out),
-    "the strides of x": lambda x, w, bias, out: (x.contiguous(), w, bias, out),
-    "the strides of w": lambda x, w, bias, out: (x, w.contiguous(), bias, out),
-    "the rows": lambda x, w, bias, out: (x[:1], w, bias, out),
-    "the columns": lambda x, w, bias, out: (x, w[:1], bias, out),
-    "the dtype of x": lambda x, w, bias, out: (x.bfloat16(), w, bias, BF16),
-}
-
-
-@pytest.mark.parametrize("what", products.TOLD_APART)
-def test_a_key_that_forgets_is_found(what, alone, monkeypatch):
-    whole, names = launch_cache.kind_of, products.TOLD_APART[what]
-    assert differing(names, alone) == set()
-    monkeypatch.setattr(launch_cache, "kind_of", lambda *given: whole(*FORGETFUL[what](*given)))
-    assert differing(names, alone) == {names[1]}
 
 
 @pytest.mark.parametrize("name", ["x unaligned", "w unaligned", "bias, unaligned", "bias, strided"])
