@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
     *("Tile", "tiles", "multiprocessors", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
