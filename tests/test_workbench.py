@@ -26,7 +26,7 @@ from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import NEEDS_FIX
 from bi_kernels.audit.parameters import read
 from bi_kernels.audit.static import binary
-from bi_kernels.audit.static.compile_text import copied
+from bi_kernels.audit.static.binary import copied
 from bi_kernels.audit.static.verdict import STATIC
 from bi_kernels.contract import SWEEP
 from bi_kernels.workbench.run import Run, launched
