@@ -17,7 +17,6 @@ from benchmarks import attention, cases, linear, measure, profiler, rows, tables
 from benchmarks import clock as clock_module
 from benchmarks.session import MEASURES
 from bi_kernels.audit import parameters, start
-from bi_kernels.audit.index import goals
 from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
@@ -226,14 +225,6 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
     if values:
         worst = min(values) if "least" in goal else max(values)
         assert line["the worst of them"] == f"linear, case {worst}, M 1"
-
-
-def test_the_sentence_counts_goals_of_each_outcome():
-    made = lambda *mets: [{"met": met} for met in mets]
-    assert goals.summary(made(True, True)) == "✔ 2 of 2 goals met, none missed."
-    assert goals.summary(made(True, False)) == "✔ 1 of 2 goals met, ✘ 1 missed."
-    assert goals.summary(made(True, False, None)).endswith("✘ 1 missed, 1 not measured in this run.")
-    assert "needs a CUDA GPU" in goals.summary(made(None, None))
 
 
 def test_tiny_cells_are_held_against_no_goal():

@@ -281,34 +281,6 @@ def waits_for(done, seconds: float) -> bool:
     return bool(done())
 
 
-def test_the_report_says_which_files_it_left_alone(every):
-    some = plan.of_audits(every, ["rms_norm"])
-    assert 0 < len(some) < len(every)
-    said = lambda found, mutants, names=(): document.left_alone(found, document.population(mutants, names))
-    assert said([], every).startswith(f"There are {len(every):,} mutants of all audits. ")
-    named = f"There are {len(some):,} mutants of the audits named (rms_norm, gemm). "
-    assert said([], some, ["rms_norm", "gemm"]).startswith(named)
-    files = {m.file for m in some}
-    assert f"In {len(files) - 1} of {len(files)} files, which hold " in said([verdict(some[0], "killed")], some)
-    whole = said([verdict(m, "killed") for m in some], some)
-    assert f"In each of the {len(files)} files something was broken." in whole
-
-
-def judged_as(operator: str, **counts: int) -> list[dict]:
-    return [{"operator": operator, "verdict": verdict} for verdict, n in counts.items() for _ in range(n)]
-
-
-def test_rates_of_mutants_made_by_hand_and_generated_stand_apart_each_with_its_interval():
-    found = judged_as(f"{plan.HAND_MADE}x", killed=70, explained=2)
-    found += judged_as("sign", killed=23, survived=1, explained=4)
-    there = {"hand-made": 72, "generated": 4571}
-    by_hand, generated = (document.of_kind(found, kind, there) for kind in ("hand-made", "generated"))
-    assert "70 of 70 killed (100.0%, 95% interval 94.8% to 100.0%; 72 of 72 judged, 2 of them explained)" in by_hand
-    assert "23 of 24 killed (95.8%, 95% interval 79.8% to 99.3%; 28 of 4,571 judged, 4 of them" in generated
-    assert f"{by_hand} {generated} 1 survived." in document.summary(found, there)
-    assert document.of_kind(found[:70], "generated", there).startswith("Generated mutants: no rate (0 of 4,571")
-
-
 @pytest.mark.parametrize("killed, judged, low, high", [(0, 1, 0, 0.7935), (1, 1, 0.2065, 1), (81, 263, 0.2553, 0.3662)])
 def test_the_interval_is_wilsons(killed, judged, low, high):
     """The last as in R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I."""
