@@ -37,7 +37,7 @@ def run(given, out: Path) -> tuple[list[str], bool]:
 
         found = judged(mutants, where.type, given.jobs, out / ".mutants.jsonl", tell)
     of = {m.id: m for m in mutants}
-    wrong = document.settle(found, entries, of, where.type)
+    wrong = document.check_equivalents(found, entries, of, where.type)
     parameters = {"audits": " ".join(given.names) or "all", "sample": given.sample or "all", "seed": given.seed}
     device = given.device if given.device != "auto" else None
     told = {"--sample": given.sample, "--seed": given.seed or None, "--device": device}

@@ -112,7 +112,9 @@ def figure(found: Sequence[dict]) -> plt.Figure:
     return fig
 
 
-def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[str, Mutant], device: str) -> list[str]:
+def check_equivalents(
+    found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[str, Mutant], device: str
+) -> list[str]:
     """Sets the verdict of survivors that an entry of the file of equivalents explains, with its reason; returns what is
     wrong: other survivors, and entries that do not hold. of: the mutants by id."""
     wrong = []

@@ -134,7 +134,9 @@ def test_no_entry_of_the_file_of_equivalents_is_killed_in_a_committed_report(fol
     of = {m.id: m for m in every}
     found = [f for f in json.loads((folder / "mutants.json").read_text()) if f["id"] in of]
     device = "cpu" if folder.parent.name.startswith("interpreter") else "cuda"
-    assert not [line for line in document.settle(found, plan.equivalents(), of, device) if document.BUT in line]
+    assert not [
+        line for line in document.check_equivalents(found, plan.equivalents(), of, device) if document.BUT in line
+    ]
 
 
 def verdict(m: operators.Mutant, verdict: str, **more) -> dict:
@@ -151,7 +153,7 @@ def test_what_the_file_of_equivalents_explains_follows_it(every):
         verdict(three, "killed", op="silu"),
         verdict(four, "survived", detail="killed with seed 0, but by nothing with seed 1"),
     ]
-    wrong = document.settle(found, [entry(m) for m in (one, three, four)], of, "cpu")
+    wrong = document.check_equivalents(found, [entry(m) for m in (one, three, four)], of, "cpu")
     assert [(f["verdict"], f.get("reason", "")) for f in found] == [
         ("explained", "planted"),
         ("survived", ""),

@@ -206,7 +206,7 @@ def _tree(lost: np.ndarray) -> Tree:
     return tree
 
 
-def first_parting(
+def first_divergence(
     a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
 ) -> pd.DataFrame:
     """Replays both trees in fp32 on the same terms: a table of where they first differ, and by how many ULP they end.
