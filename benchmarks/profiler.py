@@ -37,6 +37,10 @@ def _normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def _ids(vocab: int) -> torch.Tensor:
+    return (torch.rand(16384, device="cuda") ** 6 * vocab).long()
+
+
 def _prompts(sequences: int, queries: int, keys: int) -> tuple[torch.Tensor, ...]:
     return _normal(sequences, queries, 32, 128), *(_normal(sequences, keys, 8, 128) for _ in range(2))
 
@@ -50,10 +54,7 @@ CASES: dict[str, Callable[[], tuple]] = {  # an op and its inputs
     "rms_norm, forward, width 1024": lambda: (bi_kernels.rms_norm, _normal(16384, 1024), _normal(1024)),
     "rms_norm, forward, width 8192": lambda: (bi_kernels.rms_norm, _normal(16384, 8192), _normal(8192)),
     "rms_norm, backward, width 1024": lambda: (bi_kernels.rms_norm, _normal(16384, 1024), _normal(1024)),
-    "embedding, backward, ids drawn unevenly": lambda: (
-        *(bi_kernels.embedding, (torch.rand(16384, device="cuda") ** 6 * 151936).long()),
-        _normal(151936, 4096),
-    ),
+    "embedding, backward, ids drawn unevenly": lambda: (bi_kernels.embedding, _ids(151936), _normal(151936, 4096)),
 }
 
 
