@@ -10,7 +10,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,17 +21,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import bi_kernels as bi
+from bi_kernels.audit.checks.modes import deterministic
 from bi_kernels.tokens import SLAB
-
-
-@contextmanager
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
 
 CONTEXTS: dict[str, Callable] = {
     "": nullcontext,
@@ -40,7 +31,7 @@ CONTEXTS: dict[str, Callable] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "another layout": lambda: bi.TokenLayout.packed([0, 2, 7]),
     "default device meta": lambda: torch.device("meta"),
-    "deterministic": _deterministic,
+    "deterministic": deterministic,
 }
 WITHOUT_OP = ("audit", "locate")  # whose sentences name what they were given, and no op
 READS = "alloc", "Storage size calculation", "numel: integer multiplication overflow"  # PyTorch's, of what is huge
