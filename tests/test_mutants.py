@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
 from bi_kernels.audit.registry import OPS
 from mutation import document, operators, plan, questions, run
-from mutation.reach import on_hopper, ops_for
+from mutation.reach import on_hopper, ops_for, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
 TOY = '''
@@ -85,6 +86,11 @@ def test_what_is_free_or_only_checks_is_left_alone():
         b for b in every if "raise" in b or "num_warps" in b or "BLOCK = 32" in b or "Adds" in b or "n < 0" in b
     ]
     assert not [b for b in every if "stride > 8" in b or "n // 2" in b or "part_n" in b]
+
+
+def test_what_is_free_is_there():
+    text = "\n".join(path.read_text() for path in sources())
+    assert not [name for name in operators.FREE if not re.search(rf"\b(def|class) {name}\b|\b{name}\b.* = ", text)]
 
 
 def test_what_an_operator_makes_of_results_stands_in_the_last_return():
