@@ -16,6 +16,7 @@ does not pay the dispatcher's 25 µs. Its gradient is one of custom ops too, so 
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -46,6 +47,7 @@ def writes(*outputs: str) -> Callable:
         name = f"{function.__module__.rpartition('.')[2]}_{function.__name__.strip('_')}"
         opaque = _custom_op(name, function, lambda *args: None, outputs)
 
+        @wraps(function)
         def call(*args) -> None:
             (opaque if torch.compiler.is_compiling() else function)(*args)
 
