@@ -12,6 +12,9 @@ from bi_kernels.audit.localiser.tracing.events import At
 FORWARD, BACKWARD, PARAMETER, UNSEEN = "forward", "backward", "parameter gradient", "(not seen)"
 
 
+Key = tuple[int, str, int]  # a tensor of an op: the canonical event, in or out, which of them
+
+
 @dataclass
 class Pair:
     """One tensor of an op in both runs: which tokens differ; digests: those that were compared, by run and call; moved:
@@ -25,35 +28,24 @@ class Pair:
 
 
 @dataclass
-class End:
-    """A tensor that two runs are compared by: its event and its digests, by run, then by call; io: in or out."""
-
-    io: str
-    slot: int
-    events: tuple[dict[int, At], dict[int, At]]
-    digests: tuple[dict[int, Digest], dict[int, Digest]]
-
-
-@dataclass
 class Cause:
     """An op that drifts by itself. path: the module; op: an aten or custom operator or a Triton kernel, or several
     joined by arrows where only the last leaves something that can be compared; direction: forward, backward or
-    parameter gradient; node: of the autograd graph; tokens: how many differ, of the compared; token: one of them;
-    chain: the ops of each run, in order; ends: the tensors that are compared, those that differ first; again: whether
-    it drifted when the others were repaired, None if unknown; script: reproduces the drift."""
+    parameter gradient; tokens: how many differ, of the compared; token: one of them; chain: the ops of each run, in
+    order; ends: the tensors that are compared, those that differ first; again: whether it drifted when the others were
+    repaired, None if unknown; script: reproduces the drift."""
 
     path: str
     op: str
     source: str
     direction: str
-    node: str
     parameter: str
     layouts: tuple[str, str]
     tokens: int
     compared: int
     token: int
-    chain: tuple[tuple[At, ...], tuple[At, ...]]
-    ends: tuple[End, ...]
+    chain: list[tuple[At, ...]]
+    ends: list[Key]
     drift: Drift | None = None
     again: bool | None = None
     script: Path | None = None

@@ -1,12 +1,12 @@
 """Compares two runs: which op's inputs agree while its outputs do not."""
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 
 import numpy as np
 
-from bi_kernels.audit.localiser.cause import BACKWARD, FORWARD, PARAMETER, UNSEEN, Cause, End, Pair
+from bi_kernels.audit.localiser.cause import BACKWARD, FORWARD, PARAMETER, UNSEEN, Cause, Key, Pair
 from bi_kernels.audit.localiser.tracing.digest import Digest
 from bi_kernels.audit.localiser.tracing.events import OUTPUT, At, Event, Slot, Wrote
 from bi_kernels.audit.localiser.tracing.run import Run
@@ -30,28 +30,14 @@ def matches(first: list[Event], other: list[Event]) -> dict[int, int]:
                 found.update(zip(others, mine))
 
     pair_up(range(len(a)), range(len(b)))
-    found = _in_order(found)  # what two runs do in another order is not matched
+    here, there = sorted(found.values()), sorted(found)
+    blocks = SequenceMatcher(None, here, [found[i] for i in there], autojunk=False).get_matching_blocks()
+    found = {there[j + n]: here[i + n] for i, j, count in blocks for n in range(count)}  # what keeps its order
     known = [(-1, -1), *sorted(found.items())]
     for (i, c), (j, d) in zip(known, [*known[1:], (len(b), len(a))]):
         if j - i > 1 and d - c > 1:
             pair_up(range(c + 1, d), range(i + 1, j))
     return found
-
-
-def _in_order(found: dict[int, int]) -> dict[int, int]:
-    """Returns the most pairs that ascend in both numbers."""
-    ends: list[int] = []
-    last: list[int] = []  # of the best run of each length
-    before: dict[int, int | None] = {}
-    for i in sorted(found):
-        at = bisect_left(ends, found[i])
-        ends[at:] = [found[i], *ends[at + 1 :]]
-        last[at:] = [i, *last[at + 1 :]]
-        before[i] = last[at - 1] if at else None
-    kept, i = {}, last[-1] if last else None
-    while i is not None:
-        kept[i], i = found[i], before[i]
-    return kept
 
 
 class Comparison:
@@ -77,7 +63,7 @@ class Comparison:
         self.single = len(a.events) == len(b.events) == 1
         self.unaligned: Counter[str] = Counter()  # outputs without tokens that could be found, by op
         tensors = [(c, io, k) for c, e in enumerate(self.canonical) for io in ("in", "out") for k in _range(e, io)]
-        self.pairs: dict[tuple[int, str, int], Pair | None] = {tensor: self._pair(*tensor) for tensor in tensors}
+        self.pairs: dict[Key, Pair | None] = {tensor: self._pair(*tensor) for tensor in tensors}
         self.read, self.wrote = zip(*(self._dirt(run) for run in (0, 1)))
 
     def everywhere(self, c: int) -> list[tuple[int, int, At]]:
@@ -213,7 +199,7 @@ class Comparison:
         if not mine or self._masked(readers):
             return
         chain = [self.chain(run, [*self.places[run][c].values()]) for run in (0, 1)]
-        ends = [self._end("out", k, c, p) for k, p in sorted(pairs.items(), key=lambda kp: kp[0] not in mine)]
+        ends = [(c, "out", k) for k in sorted(pairs, key=lambda k: k not in mine)]
         yield self._cause(e, chain, [*mine.values()], clean, ends)
 
     def _before(self, c: int, e: Event) -> Iterator[Cause]:
@@ -236,7 +222,7 @@ class Comparison:
             chain = [self.chain(run, unjudged[run]) for run in (0, 1)]
             last = next((self.runs[run].at(unjudged[run][-1]) for run in (0, 1) if unjudged[run]), None)
             last = last or Event(e.phase, e.path, UNSEEN, e.source, e.node, [])
-            yield self._cause(last, chain, [pair], ~dirty, [self._end("in", k, c, pair)])
+            yield self._cause(last, chain, [pair], ~dirty, [(c, "in", k)])
 
     def _judged(self, run: int, w: Wrote) -> bool:
         """Tells whether what an event wrote was compared."""
@@ -260,10 +246,7 @@ class Comparison:
                     todo += self.unjudged(run, s)
         return tuple(sorted(found))
 
-    def _end(self, io: str, k: int, c: int, pair: Pair) -> End:
-        return End(io, k, tuple(dict(self.places[run][c]) for run in (0, 1)), pair.digests)
-
-    def _cause(self, e: Event, chain: list, pairs: list[Pair], clean: np.ndarray, ends: list[End]) -> Cause:
+    def _cause(self, e: Event, chain: list, pairs: list[Pair], clean: np.ndarray, ends: list[Key]) -> Cause:
         ops = [list(dict.fromkeys(run.at(at).op for at in of)) for run, of in zip(self.runs, chain)]
         short = [" → ".join(o[:5] + ["…"] * (len(o) > 5)) or UNSEEN for o in ops]
         both = [f"{o} in {run.layout}" for o, run in zip(short, self.runs) if o != UNSEEN]
@@ -272,7 +255,7 @@ class Comparison:
         compared = max((p.compared for p in pairs), default=len(differs))
         first = pairs[0].differs & clean[self.samples] if pairs else differs
         layouts, counts = tuple(run.layout for run in self.runs), (int(differs.sum()), compared, int(first.argmax()))
-        return Cause(e.path, name, e.source, e.phase, e.node, "", layouts, *counts, tuple(chain), tuple(ends))
+        return Cause(e.path, name, e.source, e.phase, "", layouts, *counts, chain, ends)
 
     def _of_parameters(self) -> Iterator[Cause]:
         """Yields parameters whose gradients differ though nothing that wrote them follows a drift."""

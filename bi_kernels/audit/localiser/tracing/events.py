@@ -65,9 +65,8 @@ class Store:
     found: dict = field(default_factory=dict)
 
 
-@dataclass
-class Edit:
-    """A change or a copy of a tensor of an event. io: in, before the op; keep and out, after it, in this order."""
+class Edit(NamedTuple):
+    """A change or a copy of a tensor of an event, before the op (io: in) or after it (out)."""
 
     io: str
     slot: int

@@ -1,6 +1,5 @@
 """The calls of a layout: what a model is given, and where the logical tokens lie in it."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from bi_kernels.audit.layouts import spans
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens
-from bi_kernels.grads import MainGrads
 from bi_kernels.model import Cache, Decoder, packed, padded
 
 LAYOUTS = ("batch", "singles", "left_padded", "packed", "permuted", "micro_batches", "chunked", "decode")
@@ -32,14 +31,13 @@ class Call:
 
 @dataclass
 class Plan:
-    """A layout of a batch. calls() yields its calls, each to be run before the next is asked for; around: yields what
-    ends a step, if any; other_padding: calls with other numbers in the padding; masks: names of masks in the batch."""
+    """A layout of a batch. calls() yields its calls, each to be run before the next is asked for; other_padding: calls
+    with other numbers in the padding; masks: names of masks in the batch."""
 
     layout: str
     tokens: Tokens
     calls: Callable[[], Iterator[Call]]
     trains: bool = True
-    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     other_padding: Callable[[], Iterator[Call]] | None = None
     masks: tuple[str, ...] = ()
 
@@ -65,20 +63,20 @@ def grids(layout: str, tokens: Tokens, width: int = 0) -> Iterator[tuple[list[in
     """Yields for each call its samples, the grid of its tokens and, in a layout with a cache, the tokens in that, this
     call's included. width: to which samples are padded; 0 packs them in one row."""
     name, _, size = layout.partition(":")
-    every = list(range(len(tokens.lengths)))
-    third = max(1, len(every) // 3)
+    own = spans(tokens.lengths)
+    every, third = [*range(len(own))], max(1, len(own) // 3)
+    if name in CACHED:
+        size = int(size or 7) if name == "chunked" else 1
+        for i, s in enumerate(own):
+            yield from (([i], s[None, at : at + size], s[None, : at + size]) for at in range(0, len(s), size))
+        return
     split = {"permuted": [every[1::2][::-1] + every[::2]], "singles": [[i] for i in every]}
     split["micro_batches"] = [every[:third], every[third:]]
-    size = int(size or 7) if name == "chunked" else 1
-    for samples in filter(None, split["singles"] if name in CACHED else split.get(name, [every])):
-        own = [tokens.of(i) for i in samples]
-        if name in CACHED:
-            starts = range(0, len(own[0]), size)
-            yield from ((samples, own[0][None, at : at + size], own[0][None, : at + size]) for at in starts)
-            continue
-        grid = np.full((len(own), width), -1) if width else np.concatenate(own)[None]
-        for row, of_row in zip(grid, own if width else ()):
-            row[slice(width - len(of_row), width) if name == "left_padded" else slice(len(of_row))] = of_row
+    for samples in filter(None, split.get(name, [every])):
+        grid = np.full((len(samples), width), -1) if width else np.concatenate([own[i] for i in samples])[None]
+        for row, i in zip(grid, samples if width else ()):
+            n = tokens.lengths[i]
+            row[slice(width - n, width) if name == "left_padded" else slice(n)] = own[i]
         yield samples, grid, None
 
 
@@ -135,20 +133,7 @@ def _of_decoder(model: Decoder, batch, layout: str) -> Plan:
                 rows = packed(lengths, device, samples)
             yield Call(Geometry(grid, tokens, cached), partial(model.logprobs, ids, targets, rows, *cache))
 
-    @contextlib.contextmanager
-    def around():
-        names = ("main_grad", "embedding_main_grad")
-        before = [(p, {k: p.__dict__.pop(k, None) for k in names}) for p in model.parameters()]
-        try:
-            yield MainGrads(model.parameters(), model.tied).join
-        finally:
-            for p, attributes in before:
-                for k, v in attributes.items():
-                    p.__dict__.pop(k, None)
-                    if v is not None:
-                        setattr(p, k, v)
-
-    return Plan(layout, tokens, calls, trains=name not in CACHED, around=around)
+    return Plan(layout, tokens, calls, trains=name not in CACHED)
 
 
 def _of_transformers(model, batch, layout: str) -> Plan:

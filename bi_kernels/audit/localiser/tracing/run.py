@@ -1,7 +1,7 @@
 """Runs the calls of a layout, forward and backward, traced or not."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -18,14 +18,17 @@ from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, by_rows
 from bi_kernels.audit.localiser.tracing.layouts import Plan
 from bi_kernels.audit.localiser.tracing.source import raised_at
-from bi_kernels.audit.localiser.tracing.tape import Tape
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import Decoder
+
+FOLDED = "main_grad", "embedding_main_grad"  # attributes of parameters
 
 
 @dataclass
 class Run:
     """What one layout did: for each call its geometry and events; digests of parameters, and of their gradients with
-    the events that wrote them."""
+    the events that wrote them; kept: the gradients that were asked for."""
 
     layout: str
     tokens: Tokens
@@ -33,6 +36,7 @@ class Run:
     events: list[list[Event]]
     weights: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, tuple[int, tuple[Wrote, ...]]] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     digest_bytes: int = 0
     activation_bytes: int = 0
@@ -92,14 +96,18 @@ def _restored(module: nn.Module | None) -> Iterator[None]:
     """Restores gradients, buffers and random generators on exit."""
     parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
     before, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    folded = [{k: p.__dict__.pop(k) for k in FOLDED if k in p.__dict__} for p in parameters]
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             for p in parameters:
                 p.grad = None
             yield
         finally:
-            for p, grad in zip(parameters, before):
+            for p, grad, attributes in zip(parameters, before, folded):
                 p.grad = grad
+                for k in FOLDED:
+                    p.__dict__.pop(k, None)
+                p.__dict__.update(attributes)
             with torch.no_grad():
                 for b, value in zip(buffers, values):
                     b.copy_(value)
@@ -112,59 +120,51 @@ def step(
     backward: bool,
     seed: int,
     edits: dict | None = None,
-    tape: Tape | None = None,
+    programs: Sequence = (),
     traced: bool = True,
-    ended: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    keep: Collection[str] = (),
 ) -> Run:
-    """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; ended: is given
-    the parameters' gradients."""
+    """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; keep: the
+    parameters whose gradients the run holds."""
     module = model if isinstance(model, nn.Module) else None
     parameters = dict(module.named_parameters()) if module else {}
     own = parameters | (dict(module.named_buffers()) if module else {})
     modules = module.named_modules() if module else ()
     names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in modules}
-    trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, tape)
+    trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, programs)
     backward = backward and plan.trains
     device = next((t.device for t in own.values()), torch.device("cpu"))
     run = Run(plan.layout, plan.tokens, [], trace.events)
     started = perf_counter()
-    with _restored(module), contextlib.ExitStack() as stack:
+    with _restored(module), torch.set_grad_enabled(backward), tracing(trace) if traced else contextlib.nullcontext():
         torch.manual_seed(seed)
-        if traced:
-            stack.enter_context(tracing(trace))
-        trace.paused = True
-        stack.enter_context(torch.set_grad_enabled(backward))
-        with plan.around() if backward else contextlib.nullcontext() as finish:
-            for call in plan.calls():
-                run.geometries.append(call.geometry)
-                trace.begin(call.geometry)
-                trace.paused = not traced
+        grads = MainGrads(model.parameters(), model.tied) if backward and isinstance(model, Decoder) else None
+        for call in plan.calls():
+            run.geometries.append(call.geometry)
+            trace.begin(call.geometry)
+            with trace.recording():
                 out = _called(call.run, "the model", plan.layout)
                 if loss is not None:
                     out = _of_loss(loss, out, call.geometry, device, plan.layout)
                 found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-                trace.paused = True
-                if traced:
-                    trace.output(found)
-                ends = [t for t in found if t.requires_grad]
-                if backward and ends:
-                    given = [upstream(t, call.geometry, seed + 1 + i) for i, t in enumerate(ends)]
-                    trace.paused = not traced
+            if traced:
+                trace.output(found)
+            ends = [t for t in found if t.requires_grad]
+            if backward and ends:
+                given = [upstream(t, call.geometry, seed + 1 + i) for i, t in enumerate(ends)]
+                with trace.recording():
                     _run_the_model(partial(torch.autograd.backward, ends, given))
-                trace.paused = True
-                if traced and any(t.grad is not None for t in call.leaves):
-                    trace.output([t.grad for t in call.leaves if t.grad is not None], "backward")
-                del out, found, ends
-            if finish is not None:
-                trace.paused = not traced
-                finish()
-                trace.paused = True
-            if traced and backward:
-                held = {n: getattr(p, "main_grad", p.grad) for n, p in parameters.items()}
-                held = {n: g for n, g in held.items() if g is not None}
-                run.gradients = {n: (whole(g), tuple(trace.store(g).writers)) for n, g in held.items()}
-                if ended is not None:
-                    ended(held)
+            if traced and any(t.grad is not None for t in call.leaves):
+                trace.output([t.grad for t in call.leaves if t.grad is not None], "backward")
+            del out, found, ends
+        if grads:
+            with trace.recording():
+                grads.join()
+        if traced and backward:
+            held = {n: getattr(p, "main_grad", p.grad) for n, p in parameters.items()}
+            held = {n: g for n, g in held.items() if g is not None}
+            run.gradients = {n: (whole(g), tuple(trace.store(g).writers)) for n, g in held.items()}
+            run.kept = {n: held[n] for n in keep}
     run.activation_bytes = trace.activations
     if device.type == "cuda":
         torch.cuda.synchronize(device)
