@@ -111,7 +111,7 @@ class Comparison:
 
     def _miss(self, c: int, io: str, k: int) -> None:
         """Counts an output without tokens, unless a launch only read it in every call."""
-        if io == "out" and not all(_only_read(self.runs[run].at(at), k) for run, _, at in self.everywhere(c)):
+        if io == "out" and not all(self.runs[run].at(at).left(k) for run, _, at in self.everywhere(c)):
             self.unaligned[self.canonical[c].op] += 1
 
     def _compared(self, chosen: tuple[dict[int, Digest], dict[int, Digest]], kind: str) -> Pair:
@@ -134,10 +134,6 @@ class Comparison:
         """Returns which samples differ."""
         return np.bincount(self.samples[pair.differs], minlength=self.count) > 0
 
-    def _writers(self, run: int, slot: Slot) -> list[Wrote]:
-        """Returns what wrote a tensor; a launch did not write what it left as it was."""
-        return [w for w in slot.writers if not _only_read(self.runs[run].at(w[:2]), w[2])]
-
     def _dirt(self, run: int) -> tuple[dict[At, np.ndarray], dict[Wrote, np.ndarray]]:
         """Returns for each event of a run the samples in which what it read follows a drift; and what it wrote."""
         read: dict[At, np.ndarray] = {}
@@ -150,7 +146,7 @@ class Comparison:
                     if pair is not None:
                         dirty |= self.by_sample(pair)
                     elif not s.parameter:
-                        for w in self._writers(run, s):
+                        for w in s.writers:
                             dirty |= wrote[w]
                 read[call, i] = dirty
                 for k in _range(e, "out"):
@@ -211,7 +207,7 @@ class Comparison:
             dirty, unjudged, judged = np.zeros(self.count, bool), [[], []], [False, False]
             for run, call, at in self.everywhere(c):
                 held = self.runs[run].geometries[call].held
-                for w in self._writers(run, self.runs[run].at(at).inputs[k]):
+                for w in self.runs[run].at(at).inputs[k].writers:
                     dirty[held] |= self.wrote[run][w][held]
                     if self._judged(run, w):
                         judged[run] = True
@@ -230,7 +226,7 @@ class Comparison:
 
     def unjudged(self, run: int, slot: Slot) -> list[At]:
         """Returns the events that wrote a tensor and were not compared by that."""
-        return [w[:2] for w in self._writers(run, slot) if not self._judged(run, w)]
+        return [w[:2] for w in slot.writers if not self._judged(run, w)]
 
     def chain(self, run: int, ends: list[At]) -> tuple[At, ...]:
         """Returns the events that made something, back to what was compared."""
@@ -278,10 +274,3 @@ def _slots(e: Event, io: str) -> list[Slot]:
 
 def _range(e: Event, io: str) -> range:
     return range(len(_slots(e, io)))
-
-
-def _only_read(e: Event, k: int) -> bool:
-    """Tells whether a launch left a tensor as it was."""
-    if not e.launch or not e.inputs[k].digests or not e.outputs[k].digests:
-        return False
-    return all(np.array_equal(a.rows, b.rows) for a, b in zip(e.inputs[k].digests, e.outputs[k].digests))

@@ -119,7 +119,7 @@ def look_into(
             for at, mends in repairs.items():  # after all that looks at what they write over
                 edits[at] += mends
         parameters = [cause.parameter for cause in causes if cause.parameter]
-        result = go(plans[run](), edits=edits, programs=programs[run], keep=parameters)
+        result = go(plans[run], edits=edits, programs=programs[run], keep=parameters)
         gradients.append(result.kept)
         for cause, program in zip(causes, programs[run]):
             if cause.parameter:

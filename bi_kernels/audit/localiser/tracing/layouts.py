@@ -229,7 +229,7 @@ def _of_calls(model, batch, layout: str, calls: Callable) -> Plan:
     starts = torch.tensor([0, *tokens.lengths]).cumsum(0)
 
     def run() -> Iterator[Call]:
-        for args, kwargs, at in made:
+        for args, kwargs, at in calls(batch, layout):
             sample, position = at.cpu().unbind(-1)
             number = torch.where(sample >= 0, starts[sample.clamp(min=0)] + position, -1).numpy()
             grid = number.reshape(-1, number.shape[-1] if number.ndim else 1)

@@ -173,7 +173,8 @@ def step(
 
 
 def freeze(run: Run, weights: dict[str, torch.Tensor] | None = None) -> Run:
-    """Brings every digest to the host, in one transfer; weights: tensors of the model to digest, too."""
+    """Brings every digest to the host, in one transfer, and forgets the writers of a tensor that left it as it was.
+    weights: tensors of the model to digest, too."""
     slots = [s for events in run.events for e in events for s in (*e.inputs, *e.outputs) if s.digests]
     held = {id(d.rows): d.rows for s in slots for d in s.digests}
     every = [*held.values(), *(g for g, _ in run.gradients.values()), *map(whole, (weights or {}).values())]
@@ -183,7 +184,11 @@ def freeze(run: Run, weights: dict[str, torch.Tensor] | None = None) -> Run:
     run.digest_bytes = 8 * sum(map(len, held.values()))
     for s in slots:
         s.digests = tuple(d._replace(rows=on_host[id(d.rows)]) for d in s.digests)
+    changed = lambda writers: tuple(w for w in writers if not run.at(w[:2]).left(w[2]))
+    for events in run.events:
+        for s in (s for e in events for s in (*e.inputs, *e.outputs)):
+            s.writers = changed(s.writers)
     tail = [int(p[0]) for p in parts[len(held) :]] if every else []
-    run.gradients = {k: (d, w) for d, (k, (_, w)) in zip(tail, run.gradients.items())}
+    run.gradients = {k: (d, changed(w)) for d, (k, (_, w)) in zip(tail, run.gradients.items())}
     run.weights = dict(zip(weights or {}, tail[len(run.gradients) :]))
     return run
