@@ -14,7 +14,7 @@ import torch
 from locator.faults import FAULTS, Fault
 
 from bi_kernels.audit.findings import sentence
-from bi_kernels.audit.localiser.cause import Cause
+from bi_kernels.audit.localiser.compare import Cause
 from bi_kernels.audit.localiser.locate import locate
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser import recording
-from bi_kernels.audit.localiser.cause import BACKWARD, PARAMETER, Cause
-from bi_kernels.audit.localiser.compare import Comparison
+from bi_kernels.audit.localiser.compare import BACKWARD, PARAMETER, Cause, Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.localiser.tracing.layouts import MASK, Plan, plan

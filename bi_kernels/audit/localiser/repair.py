@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.compare import compare
-from bi_kernels.audit.localiser.cause import Cause, Key
-from bi_kernels.audit.localiser.compare import Comparison
+from bi_kernels.audit.localiser.compare import Cause, Comparison, Key
 from bi_kernels.audit.localiser.script import Program, Script, write
-from bi_kernels.audit.localiser.tracing.digest import Digest
 from bi_kernels.audit.localiser.tracing.events import At, Edit
-from bi_kernels.audit.localiser.tracing.geometry import by_rows
+from bi_kernels.audit.localiser.tracing.geometry import flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.run import Run, freeze
 
 MOST = 12  # causes of one round that get a script
@@ -28,13 +26,10 @@ class Rows:
         self.rows: torch.Tensor | None = None
         self.known = np.zeros(len(comparison.samples), bool)
 
-    def _places(self, call: int, device: torch.device) -> list[torch.Tensor]:
-        places = self.geometries[call].places(self.digests[call].form)
-        return [torch.from_numpy(at).to(device) for at in places]
-
     def keep(self, call: int, t: torch.Tensor) -> None:
-        tokens, row = self._places(call, t.device)
-        flat = _flat(t, self.digests[call])
+        digest = self.digests[call]
+        tokens, row = self.geometries[call].places_on(digest.form, t.device)
+        flat = flat_rows(t, digest.reading)
         if self.rows is None:
             self.rows = flat.new_zeros(len(self.known), flat.shape[1])
         if self.rows.shape[1] == flat.shape[1]:
@@ -44,22 +39,9 @@ class Rows:
     def overwrite(self, other: "Rows", call: int, t: torch.Tensor) -> None:
         """Writes the rows of the other run over those of a tensor of this one."""
         digest = self.digests[call]
-        if digest.keys:  # of as many keys as the call has
-            return
-        tokens, row = self._places(call, t.device)
-        view, flat = by_rows(t, digest.reading), _flat(t, digest).clone()
-        flat[row] = other.rows[tokens].to(t.dtype)
-        flat = flat.view(view.shape)
-        for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
-            if not stride:
-                view, flat = view.narrow(d, 0, 1), flat.narrow(d, 0, 1)
-        view.copy_(flat)
-
-
-def _flat(t: torch.Tensor, digest: Digest) -> torch.Tensor:
-    """Returns (rows, features) of a tensor."""
-    view = by_rows(t, digest.reading)
-    return view.reshape(view.shape[: len(digest.reading.dims)].numel(), -1)
+        if not digest.keys:  # of as many keys as the call has
+            tokens, row = self.geometries[call].places_on(digest.form, t.device)
+            write_rows(t, digest.reading, row, other.rows[tokens])
 
 
 def _program(comparison: Comparison, cause: Cause, run: int, script: Script) -> tuple[Program, At | None]:

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from bi_kernels import checks
-from bi_kernels.audit.localiser.cause import Cause
+from bi_kernels.audit.localiser.compare import Cause
 from bi_kernels.audit.localiser.tracing.events import At, tensors_in
 from bi_kernels.audit.localiser.tracing.geometry import Reading
 from bi_kernels.audit.report import escape

@@ -91,6 +91,10 @@ class Geometry:
         row = {"bl": there, "l": there % self.width, "b": there // self.width, "n": there * 0}[form]
         return self.grid.reshape(-1)[there], row
 
+    def places_on(self, form: str, device: torch.device) -> list[torch.Tensor]:
+        """Returns the same as tensors."""
+        return [torch.from_numpy(at).to(device) for at in self.places(form)]
+
     @cached_property
     def _known(self) -> dict[tuple[int, ...], list[Reading]]:
         return {}
@@ -149,3 +153,20 @@ def by_rows(t: torch.Tensor, reading: Reading) -> torch.Tensor:
         t = t.unflatten(dims[0], (-1, reading.split))
         dims = tuple(d + (d > dims[0]) for d in dims)
     return t.movedim(dims, tuple(range(len(dims))))
+
+
+def flat_rows(t: torch.Tensor, reading: Reading) -> torch.Tensor:
+    """Returns (rows, features) of a tensor."""
+    view = by_rows(t, reading)
+    return view.reshape(view.shape[: len(reading.dims)].numel(), -1)
+
+
+def write_rows(t: torch.Tensor, reading: Reading, row: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrites some rows of a tensor."""
+    view, flat = by_rows(t, reading), flat_rows(t, reading).clone()
+    flat[row] = values.to(t.dtype)
+    flat = flat.view(view.shape)
+    for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
+        if not stride:
+            view, flat = view.narrow(d, 0, 1), flat.narrow(d, 0, 1)
+    view.copy_(flat)

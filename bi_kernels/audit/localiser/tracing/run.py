@@ -15,7 +15,7 @@ from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.localiser.tracing.digest import whole
 from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote
-from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, by_rows
+from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.layouts import Plan
 from bi_kernels.audit.localiser.tracing.source import raised_at
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
@@ -65,16 +65,15 @@ def upstream(t: torch.Tensor, geometry: Geometry, seed: int) -> torch.Tensor:
     kinds = geometry.kinds(reading.form)
     if not {"t", "s"} & {*kinds}:
         return torch.full_like(t, 1.0)
-    at, row = geometry.places(reading.form)
+    at, row = geometry.places_on(reading.form, t.device)
     if "t" not in kinds:
-        at = np.cumsum([0, *tokens.lengths])[tokens.samples()[at]]  # the first token of each sample
+        starts = np.cumsum([0, *tokens.lengths])[tokens.samples()]  # the first token of each sample
+        at = torch.from_numpy(starts).to(t.device)[at]
     out = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-    view = by_rows(out, reading)
-    rows = out.new_zeros(view.shape[: len(reading.dims)].numel(), view.shape[len(reading.dims) :].numel())
     g = torch.Generator(t.device).manual_seed(seed)
-    drawn = torch.randn(tokens.count, rows.shape[1], generator=g, device=t.device) / tokens.count
-    rows[torch.from_numpy(row).to(t.device)] = drawn[torch.from_numpy(at).to(t.device)].to(t.dtype)
-    view.copy_(rows.view(view.shape))
+    features = flat_rows(out, reading).shape[1]
+    drawn = torch.randn(tokens.count, features, generator=g, device=t.device) / tokens.count
+    write_rows(out, reading, row, drawn[at])
     return out
 
 
