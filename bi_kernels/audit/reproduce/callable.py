@@ -154,7 +154,7 @@ def two_calls(t: CallableTarget, r: Row) -> Calls:
         mode = lambda samples: f"in_mode(target, {r.against!r}, {samples}){number}"
         return Calls([], f"{mode('target.every')}[:{r.rows}]", mode(f"target.every[:{r.rows}]"))
     if r.layout in places(t):
-        return Calls([], whole, f"placed(target, {r.layout!r}){number}")
+        return Calls([], whole, f"run_placed(target, places(target)[{r.layout!r}]){number}")
     calls, filler = calls_of(t, r)
     filled = f", filler={filler!r}" * (filler != "stale")
     return Calls([], whole + part(t, calls), f"target.compute({listed(calls)}{filled}{same}){number}")
@@ -181,12 +181,17 @@ def listed(calls: Layout) -> str:
     return f"[{', '.join(map(call, calls))}]"
 
 
-def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
-    """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
+def planned(t: CallableTarget, r: Row) -> dict[str, tuple[Layout, str]]:
+    """Returns the calls of each layout in which a tensor of a row may be judged, and what fills a place without one."""
     every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
     if r.inputs in SHARPER:
         every |= layouts(t, r.inputs) if r.tensor in t.output_names() else gradient_layouts(t)
-    calls, filler = every[r.layout]
+    return every
+
+
+def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
+    """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
+    calls, filler = planned(t, r)[r.layout]
     empty = [call for call in calls if min(call) < 0]
     if empty and filler == "stale":
         try:
@@ -202,8 +207,7 @@ def reason(t: CallableTarget, r: Row) -> str:
         return "it draws other random numbers in every process"
     if r.layout == "at the end":
         return "the same call drifts after others only"
-    known = {"whole batch", "backward", "micro_batches:each", *modes(t), *places(t), *REQUESTS, *plan(t.count, t.seed)}
-    known |= {*layouts(t, r.inputs)} if r.inputs in SHARPER else set()
+    known = {"whole batch", "backward", *modes(t), *places(t), *REQUESTS, *planned(t, r)}
     return "" if r.layout in known or r.layout.endswith(FEW) else "no script has this layout"
 
 

@@ -172,12 +172,13 @@ class Trace:
         given = tensors_in(args) + tensors_in(kwargs)
         self.edit(self.next(), "in", given)
         event, at = self.event(kernel.fn.__name__, [self.slot(t, True) for t in given], launch=True)
-        numbers = [t.clone() for t, slot in zip(given, event.inputs) if not (slot.floating or slot.fresh)]
+        integers = {
+            k: given[k].clone() for k, s in enumerate(event.inputs) if not (s.floating or s.fresh or s.parameter)
+        }
         result = self._run(at, kernel, args, kwargs, run)
         self.edit(at, "out", given)
         for k, (t, before) in enumerate(zip(given, event.inputs)):
-            kept = not (before.floating or before.fresh) and numbers.pop(0).equal(t)
-            if before.parameter or kept:
+            if before.parameter or k in integers and integers[k].equal(t):
                 event.outputs.append(replace(before))
                 continue
             self.wrote(t, (*at, k), False)
