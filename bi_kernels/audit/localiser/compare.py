@@ -92,10 +92,8 @@ class Comparison:
 
     def __init__(self, a: Run, b: Run):
         if a.tokens != b.tokens:
-            raise ValueError(
-                f"the two runs hold samples of {list(a.tokens.lengths)[:8]} and {list(b.tokens.lengths)[:8]} tokens, "
-                "expected the same batch"
-            )
+            lengths = " and ".join(str(list(run.tokens.lengths)[:8]) for run in (a, b))
+            raise ValueError(f"the two runs hold samples of {lengths} tokens, expected the same batch")
         self.runs, self.count = (a, b), len(a.tokens.lengths)
         self.samples = a.tokens.samples()
         self.canonical = (a if len(a.events) <= len(b.events) else b).events[0]

@@ -15,7 +15,7 @@ from bi_kernels.audit.localiser import recording
 from bi_kernels.audit.localiser.compare import BACKWARD, PARAMETER, Cause, Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.localiser.tracing.layouts import MASK, Plan, plan
+from bi_kernels.audit.localiser.tracing.layouts import MASK, Plan, name_of, plan
 from bi_kernels.audit.localiser.tracing.run import Run, freeze, step
 from bi_kernels.checks import check_numbers
 from bi_kernels.scalars import check_flag, check_type, integer_of, strings_of, truncated_repr
@@ -67,10 +67,8 @@ def locate(
         check_type("locate", label, given, (Callable, NoneType), "a callable")
     plans = {name: plan(model, batch, name, calls) for name in layouts}
     backward = backward and all(p.trains for p in plans.values())
-    own = type(model).__name__
-    name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
     first, *others = layouts
-    report = Report(name, tuple(layouts), tokens=plans[first].tokens.count)
+    report = Report(name_of(model), tuple(layouts), tokens=plans[first].tokens.count)
     go = partial(step, model, loss=loss, backward=backward, seed=seed)
     plain = {}
     for layout, one in plans.items():
@@ -81,7 +79,7 @@ def locate(
     report.digest_share = max(r.digest_bytes / r.activation_bytes if r.activation_bytes else 0.0 for r in runs.values())
     for other in others:
         _pair(report, go, (plans[first], plans[other]), runs[first], runs[other], rounds, folder)
-    if report.causes and (said := _padding(model, name, [*plans.values()], seed)):
+    if report.causes and (said := _padding(model, [*plans.values()], seed)):
         report.warnings.append(said)
     return report
 
@@ -102,7 +100,7 @@ def check_one_device(model) -> None:
         raise ValueError(f"model is on {' and '.join(devices)}, expected all of it on one device")
 
 
-def _padding(model: nn.Module | Callable, name: str, plans: Sequence[Plan], seed: int) -> str:
+def _padding(model: nn.Module | Callable, plans: Sequence[Plan], seed: int) -> str:
     """Returns the sentence on a model that is given no mask, whose results of real tokens change with the numbers in
     the padding; "" for any other."""
     padded = [one for one in plans if one.other_padding]
@@ -116,9 +114,9 @@ def _padding(model: nn.Module | Callable, name: str, plans: Sequence[Plan], seed
     with contextlib.suppress(TypeError, ValueError):  # not a Python function
         takes = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
     mask = next((k for k in takes if "mask" in k), "")
-    why = f"the batch holds no {mask}, which {name} takes" if mask else f"it takes no argument such as {MASK}"
+    why = f"the batch holds no {mask}, which {name_of(model)} takes" if mask else f"it takes no argument such as {MASK}"
     layouts = f"layout{'s' * (len(padded) > 1)} {' and '.join(one.layout for one in padded)}"
-    return f"{name} reads padding because {why}: drift in {layouts} is the caller's."
+    return f"{name_of(model)} reads padding because {why}: drift in {layouts} is the caller's."
 
 
 def _noted(report: Report, a: Run, b: Run) -> Comparison:
@@ -151,9 +149,8 @@ def _pair(report: Report, go: Callable, plans: tuple, a: Run, b: Run, rounds: in
             break
         comparison = Comparison(a, b)
     for c in [c for c in known.values() if c.again is False]:
-        report.notes.append(
-            f"Agreed when run again, the other ops repaired: {c.op} in {c.path or 'the model'}, {c.direction}."
-        )
+        where = f"{c.op} in {c.path or 'the model'}, {c.direction}"
+        report.notes.append(f"Agreed when run again, the other ops repaired: {where}.")
         if any(other.again for other in known.values()):
             del known[c.key]
     report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == BACKWARD))
@@ -188,15 +185,7 @@ def against(model: nn.Module | Callable, batch, layout: str, folder: str | Path,
     return report
 
 
-def _run(
-    model,
-    batch,
-    layout: str,
-    loss: Callable | None = None,
-    backward: bool = True,
-    calls: Callable | None = None,
-    seed: int = 0,
-) -> Run:
+def _run(model, batch, layout: str, loss=None, backward: bool = True, calls=None, seed: int = 0) -> Run:
     check_one_device(model)
     made = plan(model, batch, layout, calls)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if isinstance(model, nn.Module) else {}

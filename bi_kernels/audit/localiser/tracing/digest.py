@@ -1,6 +1,6 @@
 """64-bit digests of a tensor's bits, one a token: integer arithmetic on the device, without waiting for it."""
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -114,43 +114,25 @@ def _of_keys(t: torch.Tensor, reading: Reading, geometry: Geometry) -> torch.Ten
     return torch.cat(rows)
 
 
-def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Returns (size, stride) of the fewest dimensions that hold the same elements in the same order."""
-    found: list[tuple[int, int]] = []
-    for size, step in zip(shape, stride):
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * step:
-            found[-1] = found[-1][0] * size, step
-        else:
-            found.append((size, step))
-    return tuple(found)
-
-
-@lru_cache(4096)
-def _memory(shape: tuple[int, ...], stride: tuple[int, ...], reading: Reading) -> tuple:
-    """Returns how many rows one way to read a tensor has, and where they and their features lie."""
-    view, dims = by_rows(torch.empty_strided(shape, stride, device="meta"), reading), len(reading.dims)
-    places = [_merged(view.shape[part], view.stride()[part]) for part in (slice(dims), slice(dims, None))]
-    return view.shape[:dims].numel(), tuple(places)
-
-
 def digests(t: torch.Tensor, geometry: Geometry, known: dict) -> tuple[Digest, ...]:
     """Returns the digests of every way to read a tensor; none for a large one without tokens. known: gets the rows of
-    views of the same memory."""
+    contiguous views of the same memory."""
     if t.is_complex() or t.is_neg():
         t, known = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, {}
     found, numel, size = [], t.numel(), t.element_size()
     for reading in geometry.readings(t.shape) if numel else ():
         if reading.form == "n" and reading.keys is None and numel * size > LARGEST and geometry.width > 1:
             continue
-        count, places = _memory(t.shape, t.stride(), reading)
+        view = by_rows(t, reading)
+        count = view.shape[: len(reading.dims)].numel()
         if reading.keys is not None:
             features = numel // count // t.shape[reading.keys]
             found.append(Digest(reading.form, features, True, _of_keys(t, reading, geometry), reading))
             continue
-        key = t.storage_offset() * size, size, places
+        key = t.storage_offset() * size, size, count, numel
+        if not view.is_contiguous():
+            key += view.shape, view.stride()
         if key not in known:
-            known[key] = rows(by_rows(t, reading), count)
+            known[key] = rows(view, count)
         found.append(Digest(reading.form, numel // count, False, known[key], reading))
     return tuple(found)

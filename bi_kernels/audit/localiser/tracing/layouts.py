@@ -42,6 +42,11 @@ class Plan:
     masks: tuple[str, ...] = ()
 
 
+def name_of(model: nn.Module | Callable) -> str:
+    kind = type(model).__name__
+    return kind if isinstance(model, nn.Module) else getattr(model, "__name__", kind)
+
+
 def plan(model, batch, layout: str, calls: Callable | None = None) -> Plan:
     """Returns the calls of a layout. Raises ValueError: a layout that the model does not support, a batch that is not
     what the model takes."""
@@ -84,9 +89,8 @@ def width_of(model, tokens: Tokens) -> int:
     """Returns a width to pad to that no size of the model equals, and by whose places none can be divided."""
     held = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     config = getattr(model, "config", None)
-    sizes = {n for t in held for n in t.shape} | {
-        v for v in (vars(config).values() if config else ()) if type(v) is int
-    }
+    sizes = {n for t in held for n in t.shape}
+    sizes |= {v for v in (vars(config).values() if config else ()) if type(v) is int}
     width, count = max(tokens.lengths) + 1, len(tokens.lengths)
     while width in sizes or width == count or any(n % (width * count) == 0 for n in sizes if n > 0):
         width += 1
@@ -170,12 +174,9 @@ def _of_transformers(model, batch, layout: str) -> Plan:
 
 
 def _of_any(model, batch, layout: str) -> Plan:
-    own = type(model).__name__
-    kind = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
     if layout not in OF_ANY:
-        raise ValueError(
-            f"layouts holds {layout!r}, which {kind} does not support; without calls= there are {', '.join(OF_ANY)}"
-        )
+        said = f"layouts holds {layout!r}, which {name_of(model)} does not support"
+        raise ValueError(f"{said}; without calls= there are {', '.join(OF_ANY)}")
     given = batch if isinstance(batch, dict) else {"": batch}
     first = next((v for v in given.values() if isinstance(v, list | torch.Tensor)), None)
     if first is None or len(first) < 1 or not all(isinstance(v, torch.Tensor) for v in first):
@@ -196,8 +197,9 @@ def _of_any(model, batch, layout: str) -> Plan:
                 for i in samples:
                     t, n = values[i], tokens.lengths[i]
                     if ragged and t.dim() and len(t) == n:
-                        hole = t.new_full((grid.shape[1] - n, *t.shape[1:]), fill)
-                        t = torch.cat((hole, t) if layout == "left_padded" else (t, hole))
+                        hole = grid.shape[1] - n
+                        ends = [hole, 0] if layout == "left_padded" else [0, hole]
+                        t = nn.functional.pad(t, [0, 0] * (t.dim() - 1) + ends, value=fill)
                     rows.append(t)
                 return torch.stack(rows)
 
