@@ -10,7 +10,7 @@ import torch
 
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.localiser.compare import Cause, Comparison, Key
-from bi_kernels.audit.localiser.script import Program, Script, write
+from bi_kernels.audit.localiser.script import Program, ScriptContext, write
 from bi_kernels.audit.localiser.tracing.events import At, Edit
 from bi_kernels.audit.localiser.tracing.geometry import flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.run import Run, freeze
@@ -44,7 +44,7 @@ class Rows:
             write_rows(t, digest.reading, row, other.rows[tokens])
 
 
-def _program(comparison: Comparison, cause: Cause, run: int, script: Script) -> tuple[Program, At | None]:
+def _program(comparison: Comparison, cause: Cause, run: int, script: ScriptContext) -> tuple[Program, At | None]:
     """Returns what records the ops, and the event whose tensor, the first of the cause's ends, is their result."""
     letter = "ab"[run]
     if not cause.ends:
@@ -77,7 +77,7 @@ def look_into(
 ) -> Run:
     """Runs both layouts again and returns the second, in which the causes, and those of `repairs`, are repaired; the
     causes get their drift, and a script in `folder`."""
-    scripts = [Script() for _ in causes[:MOST]]
+    scripts = [ScriptContext() for _ in causes[:MOST]]
     kept: list[dict[Key, Rows]] = []
     programs: list[list[Program]] = []
     gradients: list[dict[str, torch.Tensor]] = []

@@ -40,7 +40,7 @@ class View(NamedTuple):
 
 
 @dataclass
-class Script:
+class ScriptContext:
     """What both programs of a script share. held: the values that it loads as t; kernels: each one's name in it, by
     module and name; modules: the file of each that defines a kernel or custom op."""
 
@@ -79,7 +79,7 @@ class Program:
     """Python of some ops of one run. result: the tensor that is compared; rows: those of it that are, None for all;
     keys: of scores, those that both runs have, and seen: by which rows."""
 
-    def __init__(self, events: Iterable[At], script: Script, letter: str):
+    def __init__(self, events: Iterable[At], script: ScriptContext, letter: str):
         self.events, self.script, self.letter = set(events), script, letter
         self.lines: list[str] = []
         self.count = 0
@@ -194,7 +194,7 @@ class Program:
         return f"{y}.reshape({len(rows)}, -1)"
 
 
-def write(cause: Cause, script: Script, programs: Sequence[Program], folder: Path, number: int) -> None:
+def write(cause: Cause, script: ScriptContext, programs: Sequence[Program], folder: Path, number: int) -> None:
     """Writes the script and what it loads, and names it in the cause if it shows the drift here."""
     if any(p.result is None for p in programs) or not any(p.lines for p in programs):
         return
