@@ -1,6 +1,6 @@
 """Faults planted in models, each in one op: the localiser must name that op, and nothing else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,6 @@ class Fault:
     module: str
     op: str
     direction: str
-    layouts: Sequence[str] = ("batch", "singles")
 
 
 def planted(name: str, direction: str, op: str = SUM, module: str = LAYER, loss=None, **made) -> Fault:

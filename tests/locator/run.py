@@ -22,7 +22,7 @@ def run_fault(fault: Fault, device: torch.device | str, folder: Path | None = No
     line = {"fault": fault.name, "expected": f"{fault.direction}: {fault.module or '(the model)'}, {fault.op}"}
     try:
         model, batch, *loss = fault.build(device)
-        report = locate(model, batch, fault.layouts, *loss, folder=folder)
+        report = locate(model, batch, ("batch", "singles"), *loss, folder=folder)
     except Exception as error:
         return line | {"right": False, "named": f"raised {sentence(error)}", "causes": 0}
     first = report.first

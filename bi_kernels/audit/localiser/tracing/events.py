@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser.tracing.digest import Digest
 
@@ -16,7 +17,6 @@ CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "o
 CONSTANT += ("new_ones", "new_full", "zero_", "fill_", "eye", "linspace")
 SILENT = ("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "lift_fresh", "equal", "is_same_size", "set_")
 OUTPUT = "(output)"
-PLAIN = (int, float, bool, str)
 At = tuple[int, int]  # the call and the number of an event in it
 Wrote = tuple[int, int, int]  # and of its output
 
@@ -81,20 +81,9 @@ class Edit(NamedTuple):
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """Lists the tensors of an op's arguments, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        found = []
-        for v in value:
-            if isinstance(v, torch.Tensor):
-                found.append(v)
-            elif v is not None and type(v) not in PLAIN:
-                found += tensors_in(v)
-        return found
-    if isinstance(value, dict):
-        return tensors_in([*value.values()]) if value else []
-    return [value.base] if hasattr(value, "block_shape") else []  # a TMA descriptor, of Triton or of Gluon
+    """Lists the tensors of an op's arguments, in order; of a TMA descriptor, of Triton or of Gluon, its base."""
+    leaves = (v.base if hasattr(v, "block_shape") else v for v in tree_leaves(value))
+    return [v for v in leaves if isinstance(v, torch.Tensor)]
 
 
 class Kind(NamedTuple):
