@@ -98,8 +98,13 @@ def spread(weight: Tensor, lead: torch.Size, fold=accumulate) -> Tensor:
     return custom(lambda w: w.expand(*lead, *w.shape).contiguous(), gradient, weight)
 
 
+def terms(x: Tensor, weight: Tensor, fold=accumulate) -> Tensor:
+    """Returns (…, out, in), whose total over `in` is a linear layer's output."""
+    return along(x, -2, len(weight)) * spread(weight, x.shape[:-1], fold)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fold=accumulate) -> Tensor:
-    y = total(along(x, -2, len(weight)) * spread(weight, x.shape[:-1], fold), -1)
+    y = total(terms(x, weight, fold), -1)
     return y if bias is None else y + spread(bias, x.shape[:-1])
 
 

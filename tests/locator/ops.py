@@ -29,17 +29,12 @@ def in_halves(product: Tensor, dim: int) -> Tensor:
     return in_parts(product, dim, (product.shape[dim] + 1) // 2)
 
 
-def products(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns (…, out, in), whose total over `in` is a linear layer's output."""
-    return exact.along(x, -2, len(weight)) * exact.spread(weight, x.shape[:-1])
-
-
 def few_rows_in_halves(x, weight, bias=None):
-    return exact.linear(x, weight) if many(x) else in_halves(products(x, weight), -1)
+    return exact.linear(x, weight) if many(x) else in_halves(exact.terms(x, weight), -1)
 
 
 def many_rows_in_halves(x, weight, bias=None):
-    return in_halves(products(x, weight), -1) if many(x) else exact.linear(x, weight)
+    return in_halves(exact.terms(x, weight), -1) if many(x) else exact.linear(x, weight)
 
 
 def fold_in_parts(weight: Tensor, slabs: Tensor) -> Tensor | None:
