@@ -6,7 +6,6 @@ from functools import partial
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
-from bi_kernels.audit.checks.memory import places, run_placed
 from bi_kernels.audit.checks.modes import modes
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.layouts import VIEWS, layouts
@@ -61,8 +60,3 @@ def trained_outputs(step: Step, layout: str) -> list[torch.Tensor]:
 def in_mode(target: CallableTarget, mode: str, samples: list[int]) -> list[torch.Tensor]:
     """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
     return [y.detach().clone() for y in target.rows(modes(target)[mode](target, samples), len(samples))]
-
-
-def placed(target: CallableTarget, layout: str) -> list[torch.Tensor]:
-    """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
-    return run_placed(target, places(target)[layout])
