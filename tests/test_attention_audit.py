@@ -68,7 +68,7 @@ def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
         found = (
             list(judge.by_row_count(s))
             if "multiprocessors" in control.name
-            else judge.invariance(s, only=("singles", "decode"))
+            else [*judge.by_layout(s, only=("singles", "decode"))]
         )
         assert not [r for r in found if r.mismatches is None]
         return sum(r.mismatches for r in found)
@@ -124,7 +124,7 @@ def test_an_output_that_is_not_returned_is_said_in_a_sentence():
 
 
 def test_a_drift_of_the_lse_names_it():
-    row = judge.invariance(
+    row = judge.by_layout(
         subject(lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))),
         only=("singles",),
     )[0]

@@ -186,7 +186,7 @@ def test_an_error_in_one_layout_is_reported_there(layout):
             raise RuntimeError("boom\nand more")
         return bi_kernels.add(x, residual)
 
-    found = {r.layout: r for r in judge.invariance(subject("add", fails))}
+    found = {r.layout: r for r in judge.by_layout(subject("add", fails))}
     assert found[layout].verdict == NEEDS_FIX and "RuntimeError: boom" in found[layout].detail
     assert found["packed"].verdict == PASS, report([found["packed"]])
     assert "and more" not in found[layout].detail
@@ -319,7 +319,7 @@ def test_every_op_has_a_reproducer(op, tmp_path):
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=16))
     candidate = resolve(f"{file}:twice", OPS[op].audit, op)
     s = subject(op, candidate.functions[op], case=next(iter(OPS[op].cases("tiny"))))
-    rows = [*judge.by_row_count(s), *judge.invariance(s, only=("decode",))]
+    rows = [*judge.by_row_count(s), *judge.by_layout(s, only=("decode",))]
     made = scripts(s, candidate, rows, tmp_path)
     assert {s.row.layout for s in made} == {"rows", "decode"}
     for one in (made[0], made[-1]):

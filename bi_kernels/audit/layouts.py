@@ -11,7 +11,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from bi_kernels.contract import SWEEP
 
@@ -148,22 +147,19 @@ def shapes_launched(calls: Sequence[Call]) -> str:
     return f"{len(calls)} call{'s' * (len(calls) > 1)}: {text}{' …' * (len(set(shapes)) > 4)}"
 
 
-@st.composite
-def random_layout(draw: Callable, lengths: Sequence[int]) -> list[Call]:
-    """Any split of the samples into calls, each packed, padded, chunked or decoded, in any order."""
+def random_layout(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
+    """Returns any split of the samples into calls, each packed, padded, chunked or decoded, in any order."""
     s = spans(lengths)
-    order = draw(st.permutations(range(len(s))))
-    calls: list[Call] = []
-    while order:
-        take = draw(st.integers(1, len(order)))
-        group, order = [s[i] for i in order[:take]], order[take:]
-        how = draw(st.sampled_from(("packed", "right", "left", "chunked", "decode")))
-        if how == "packed":
-            calls.append(pack(group))
-        elif how == "chunked":
-            calls += chunks(group, draw(st.integers(1, 40)))
-        elif how == "decode":
-            calls += decode(group)
-        else:
-            calls.append(pad(group, how == "left", draw(st.sampled_from((1, 8, 16)))))
+    rest, calls = [s[i] for i in rng.permutation(len(s))], []
+    while rest:
+        take, multiple = int(rng.integers(1, len(rest) + 1)), int(rng.choice((1, 8, 16)))
+        group, rest = rest[:take], rest[take:]
+        ways = (
+            lambda: [pack(group)],
+            lambda: [pad(group, multiple=multiple)],
+            lambda: [pad(group, left=True, multiple=multiple)],
+            lambda: chunks(group, int(rng.integers(1, 41))),
+            lambda: decode(group),
+        )
+        calls += ways[rng.integers(len(ways))]()
     return calls

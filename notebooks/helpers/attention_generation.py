@@ -11,7 +11,6 @@ import torch
 
 from bi_kernels import contract, reference
 from bi_kernels.audit.checks import gradient as gradients
-from bi_kernels.audit.checks.forward import against_bound
 from bi_kernels.audit.compare import Drift, Tensors, compare
 from bi_kernels.audit.controls import attention as controls
 from bi_kernels.audit.findings import Row
@@ -137,7 +136,7 @@ def bounded(
     y64, magnitude, *n = exact
     p, relation = s.problem, gradients.ACCURACY if of else "accuracy"
     limit = contract.bound("attention", dtype, y64, magnitude, *(n or [p.reduction]), gradient=of, inputs=p.dtype)
-    return replace(against_bound(s, relation, y, y64, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
+    return replace(s.against_bound(relation, y, y64, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
 
 
 def as_control(rows: list[Row]) -> Row:

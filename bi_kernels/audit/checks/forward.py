@@ -4,18 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
-from bi_kernels.audit.accuracy import against_bound
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.memory import by_view
 from bi_kernels.audit.compare import Drift, Tensors, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import INTEGERS, KINDS
 from bi_kernels.audit.layouts import Call, layouts, of_each_token, random_layout, shapes_launched
-from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest, each, refusal
 from bi_kernels.contract import SWEEP
 
@@ -29,11 +25,6 @@ def supported(subject: OpUnderTest) -> Row | None:
         "invariance", "packed", lambda: subject.layout("packed"), lambda error: refusal(subject, error)
     )
     return raised[0] if raised else None
-
-
-def invariance(subject: OpUnderTest, only: Sequence[str] = ()) -> list[Row]:
-    """Judges every layout, or those named in `only`; see `by_layout`."""
-    return list(by_layout(subject, only))
 
 
 def by_layout(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
@@ -91,45 +82,21 @@ def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
             yield from subject.attempt("invariance", "rows", lambda: row(m, kind), **said(m, kind))
 
 
-class _Drifted(Exception):
-    """Raised by a random layout; an error of the candidate's own is something else."""
-
-
 def random_layouts(subject: OpUnderTest, examples: int = 10, kind: str = CANCELLING) -> Row:
-    """Judges layouts that hypothesis draws, in inference mode; on a drift, the smallest that it finds is the
-    evidence."""
-    worst: dict = {}
-    seen: list[int] = []
+    """Judges layouts drawn by the seed, in inference mode, up to the first that drifts."""
     said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
 
-    @hypothesis_seed(subject.problem.seed)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(random_layout(subject.lengths))
-    def same_bits(calls):
-        packed = subject.layout("packed", kind)
-        with torch.inference_mode():
-            drift = patiently(lambda: compare(subject.compute(calls, kind), packed))
-        seen.append(drift.elements)
-        if drift.mismatches:
-            worst.update(drift=drift, calls=calls)
-            raise _Drifted
-
     def drawn() -> Row:
-        seen.clear()  # what a try before it left
-        worst.clear()
-        try:
-            same_bits()
-        except _Drifted:
-            detail = shapes_launched(worst["calls"])
-            return subject.row("invariance", "random", worst["drift"], **said, detail=detail)
-        return subject.row("invariance", "random", Drift(0, sum(seen)), **said, detail=f"{len(seen)} layouts")
+        rng, seen = np.random.default_rng(subject.problem.seed), 0
+        packed = subject.layout("packed", kind)
+        for _ in range(examples):
+            calls = random_layout(subject.lengths, rng)
+            with torch.inference_mode():
+                drift = compare(subject.compute(calls, kind), packed)
+            if drift.mismatches:
+                return subject.row("invariance", "random", drift, **said, detail=shapes_launched(calls))
+            seen += drift.elements
+        return subject.row("invariance", "random", Drift(0, seen), **said, detail=f"{examples} layouts")
 
     return subject.attempt("invariance", "random", drawn, **said)[0]
 
@@ -174,27 +141,22 @@ def against_fp64(
         magnitude = torch.zeros_like(magnitude) if kind == INTEGERS else magnitude  # no sum rounds
         limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
         detail = f"reduction length {p.reduction}"
-        rows.append(against_bound(subject, "accuracy", found, exact, limit, dtype, kind, n, detail, name))
+        rows.append(subject.against_bound("accuracy", found, exact, limit, dtype, kind, n, detail, name))
     return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 
 def parity(subject: OpUnderTest) -> list[Row]:
     """Compares layout with layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
     said = {"inputs": CANCELLING, "rows": sum(subject.lengths)}
-    return [
-        row
-        for a, b in PARITIES
-        for row in subject.attempt(
-            "parity", f"{a}={b}", lambda: compare(subject.layout(a), subject.layout(b)), against=b, **said
-        )
-    ]
+    drift = lambda a, b: lambda: compare(subject.layout(a), subject.layout(b))
+    return [r for a, b in PARITIES for r in subject.attempt("parity", f"{a}={b}", drift(a, b), against=b, **said)]
 
 
 def judge(subject: OpUnderTest, examples: int = 5) -> list[Row]:
     """Judges every relation that a forward op is held to."""
     if refused := supported(subject):
         return [refused]
-    rows = invariance(subject) + parity(subject)
+    rows = [*by_layout(subject), *parity(subject)]
     rows += [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
     subject.forget()
     rows += by_row_count(subject)

@@ -50,7 +50,7 @@ def scripts(s: OpUnderTest, candidate: Candidate, rows: list[Row], folder: Path)
 def reason(r: Row) -> str:
     """Says why no script is written for a row, '' where one is."""
     if r.layout == "random":
-        return "hypothesis drew its layouts; the audit draws them again"
+        return "its layouts are drawn at random; the audit draws them again"
     if r.relation == INVARIANCE and r.rows == sum(LONG["lengths"]):
         return "none replays the step of long sequences; the audit does"
     return "none makes a call of so many elements; the audit does" if r.layout.startswith(OVER_INT32) else ""

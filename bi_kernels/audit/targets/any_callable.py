@@ -26,6 +26,7 @@ from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
 WHOLE = "the whole batch"  # what parts of it are compared with
+REFUSALS = RuntimeError, TypeError, ValueError, AssertionError  # of what a callable does not take, in its own words
 SAMPLE = "sample"  # what fills a place without a sample: the first one
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
@@ -277,7 +278,7 @@ class CallableTarget(Target):
             found, wanted = asked()
         except NoBackward:
             return []
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return [self.row(INVARIANCE, layout, verdict=UNSUPPORTED, rows=self.count, detail=sentence(error))]
         missing, outputs = {"detail": "backward left no gradient"}, self.output_names()
         return [
