@@ -188,7 +188,7 @@ def starts(session, number: int) -> list[Row]:
         last = q[start:].clone().requires_grad_()
         found = s.called(last[None], k[None], v[None], **s.problem.op.constants)
         if not start:
-            step.draw(found, 2)
+            step.draw([t[0] for t in found])
         trained = {t: dy[None, start:] for t, dy in zip(found, step.dy) if t.requires_grad}
         dq = torch.autograd.grad([*trained], last, [*trained.values()])[0] if trained else None
         return tuple(t[0].detach() for t in found), dq

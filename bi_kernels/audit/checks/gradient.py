@@ -45,7 +45,7 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
     for kind, names in (kinds | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})).items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
-        compute = lambda: (step.gradients(), tuple(step.without_gradients()))
+        compute = lambda: (step.gradients(), tuple(step.rolled().values()))
         first, raised = subject.computed(
             INVARIANCE, "packed", compute, partial(refusal, subject), against="singles", **said
         )
@@ -53,6 +53,7 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
             yield from raised
             return
         base, rolled = first
+        judged = bool(_judged(step, base))  # ids have no gradient that a neighbour could reach
         for name, made, expected, left_in, more in _asked(step, names, base):
             told = said | {"axes": axes_of(INVARIANCE, name, kind)} | more
             outputs: list = []  # of `made`, before `expected` makes others
@@ -67,11 +68,18 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
                 outputs[:] = step.outputs
                 return _drifts(subject, INVARIANCE, name, found, expected(), left_in, **told)
 
-            yield from subject.attempt(INVARIANCE, name, asked, **told)
-            if not left_in and outputs:  # else it raised, or was refused, as a row says
+            def drift() -> Drift:
+                if not judged:
+                    made()
+                    outputs[:] = step.outputs
+                return compare(tuple(outputs), rolled)
+
+            if judged:
+                yield from subject.attempt(INVARIANCE, name, asked, **told)
+            if not left_in and (outputs or not judged):  # else it raised, or was refused, as a row says
                 axes = [Kind.MODE] if name == "packed" else [*told["axes"], Kind.MODE]
                 untrained = told | {"against": NO_GRAD_NEEDED, "axes": axes}
-                yield from subject.attempt("invariance", name, lambda: compare(tuple(outputs), rolled), **untrained)
+                yield from subject.attempt("invariance", name, drift, **untrained)
         if kind == CANCELLING:
             yield from _again(step, base, said)
 

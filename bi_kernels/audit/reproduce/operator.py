@@ -63,7 +63,7 @@ def two_calls(s: OpUnderTest, r: Row) -> Calls:
         used = f"again(op, {r.detail.partition(';')[0]!r}, {layout}, once="  # the axis stands first
         return Calls([], f"flat({used}True))", f"flat({used}False))")
     if r.against == NO_GRAD_NEEDED:
-        return Calls(step, "flat(step.without_gradients())", f"flat(trained_outputs(step, {layout}))")
+        return Calls(step, "flat([*step.rolled().values()])", f"flat(trained_outputs(step, {layout}))")
     if r.relation == INVARIANCE or r.relation == DETERMINISM and r.detail.startswith("backward"):
         main_grad = ", main_grad=False" * r.tensor.endswith(LEFT)
         key = r.tensor.removeprefix("d").removesuffix(LEFT)

@@ -6,12 +6,9 @@ from functools import partial
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
-from bi_kernels.audit.checks.memory import places, run_placed
-from bi_kernels.audit.checks.modes import modes
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.layouts import VIEWS, layouts
 from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.targets.any_callable import CallableTarget
 from bi_kernels.audit.targets.op import OpUnderTest, each
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
@@ -56,13 +53,3 @@ def trained_outputs(step: Step, layout: str) -> list[torch.Tensor]:
     run = partial(step.gradients, view=VIEWS[layout]) if layout in VIEWS else partial(step.gradients, layout)
     run()
     return step.outputs
-
-
-def in_mode(target: CallableTarget, mode: str, samples: list[int]) -> list[torch.Tensor]:
-    """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
-    return [y.detach().clone() for y in target.rows(modes(target)[mode](target, samples), len(samples))]
-
-
-def placed(target: CallableTarget, layout: str) -> list[torch.Tensor]:
-    """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
-    return run_placed(target, places(target)[layout])

@@ -118,6 +118,7 @@ class CallableTarget(Target):
         self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
         self.votes: dict = {}  # what other calls made of a sample in which two calls differ
         self.launches: bool | None = None  # a Triton kernel, where it is known
+        self.step = None  # the training step of the whole batch, where there is a backward
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
