@@ -133,12 +133,11 @@ def add_rows():
     return judge.judge(subject("add"), examples=3)
 
 
-def test_an_op_of_this_package_passes_every_relation():
-    s = subject("swiglu", dtype="fp16")
-    found = judge.judge(s, examples=1)
-    assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
-    assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
-    assert all(r.elements for r in found)
+def test_an_op_of_this_package_passes_every_relation(add_rows):
+    for found in (add_rows, judge.judge(subject("swiglu", dtype="fp16"), examples=1)):
+        assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
+        assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
+        assert all(r.elements for r in found)
 
 
 @pytest.mark.parametrize(
@@ -152,28 +151,13 @@ def test_whoever_rounds_on_the_way_is_far_beyond_the_bound_of_integers(function,
     assert wrong.verdict == NEEDS_FIX and float(wrong.threshold_share) >= 4, report([wrong])
 
 
-REQUIRED = {
-    **{
-        f"M = {m}": lambda r, m=m: r.layout == "rows" and r.rows == m and r.relation == "invariance"
-        for m in (1, 17, 300)
-    },
-    **{
-        name: lambda r, name=name: r.relation == "invariance" and r.layout == name
-        for name in (*layouts(SHAPES["tiny"]["lengths"]), "random")
-    },
-    **{f"accuracy on {k}": lambda r, k=k: r.relation == "accuracy" and r.inputs == k for k in KINDS},
-    **{
-        f"rows of {k}": lambda r, k=k: r.layout == "rows" and r.relation == "invariance" and r.inputs == k
-        for k in KINDS
-    },
-    "determinism": lambda r: r.relation == "determinism",
-    "decode against prefill": lambda r: r.relation == "parity" and r.layout == "decode=chunked:16",
-}
-
-
-@pytest.mark.parametrize("what", REQUIRED)
-def test_what_the_contract_requires_is_run(what, add_rows):
-    assert any(REQUIRED[what](r) for r in add_rows)
+def test_what_the_contract_requires_is_run(add_rows):
+    found = {(r.relation, r.layout) for r in add_rows}
+    rows = [r for r in add_rows if (r.relation, r.layout) == ("invariance", "rows")]
+    assert found >= {("invariance", layout) for layout in (*layouts(SHAPES["tiny"]["lengths"]), "random")}
+    assert found >= {("determinism", "packed"), ("parity", "decode=chunked:16")}
+    assert {r.rows for r in rows} >= {1, 17, 300} and {r.inputs for r in rows} == {*KINDS}
+    assert {r.inputs for r in add_rows if r.relation == "accuracy"} == {*KINDS}
 
 
 @pytest.mark.parametrize("layout", ["decode", "left_padded", "chunked:7"])
@@ -193,20 +177,20 @@ def test_an_error_in_one_layout_is_reported_there(layout):
 
 
 @pytest.mark.parametrize(
-    "op, broken, flags",
-    [
-        ("silu", lambda x: None, ("NoneType",)),
-        ("silu", lambda x: bi_kernels.silu(x).tolist(), ("list",)),
-        ("silu", lambda x: bi_kernels.silu(x)[:-1], ("returned (", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x).flatten(), ("returned (", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x)[..., :-1], ("torch.bfloat16", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x).float(), ("torch.float32", "expected torch.bfloat16")),
-        ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
-    ],
-    ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"],
+    "broken, flags",
+    {
+        "nothing": (lambda y: None, ("NoneType",)),
+        "a list": (lambda y: y.tolist(), ("list",)),
+        "a row less": (lambda y: y[:-1], ("returned (", "expected")),
+        "flat": (lambda y: y.flatten(), ("returned (", "expected")),
+        "a column less": (lambda y: y[..., :-1], ("torch.bfloat16", "expected")),
+        "fp32": (lambda y: y.float(), ("torch.float32", "expected torch.bfloat16")),
+        "fp64": (lambda y: y.double(), ("torch.float64", "expected torch.bfloat16")),
+    }.values(),
 )
-def test_a_result_of_the_wrong_kind_needs_a_fix(op, broken, flags):
-    bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == NEEDS_FIX]
+def test_a_result_of_the_wrong_kind_needs_a_fix(broken, flags):
+    function = lambda x: broken(bi_kernels.silu(x))
+    bad = [r for r in judge.judge(subject("silu", function), examples=1) if r.verdict == NEEDS_FIX]
     assert bad and all(word in report(bad) for word in flags), report(bad)
 
 
@@ -249,19 +233,7 @@ def test_a_candidate_that_is_not_deterministic_is_caught():
 
 # Reproducers
 
-SPLIT_K = """
-import torch
-
-
-def linear(x, weight, bias=None):
-    x, w, half = x.double(), weight.double(), x.shape[-1] // 2
-    # a row at a time: BLAS chooses an order by M
-    by_row = lambda x, w: torch.stack([w @ row for row in x.flatten(0, -2)]).unflatten(0, x.shape[:-1])
-    if x.shape[:-1].numel() > {threshold}:
-        return by_row(x, w).to(weight.dtype)
-    return by_row(x[..., :half], w[:, :half]).to(weight.dtype) + by_row(x[..., half:], w[:, half:]).to(weight.dtype)
-"""
-WITH_KERNELS = """
+FLIPPED = """
 import bi_kernels
 
 
@@ -272,14 +244,9 @@ def linear(x, weight, bias=None):
 """
 
 
-@pytest.mark.parametrize(
-    "source, drifting, steady",
-    slow_but([(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], WITH_KERNELS),
-    ids=["torch", "kernels"],
-)
-def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, steady):
+def test_a_drift_leaves_a_script_that_shows_it(tmp_path):
     file = tmp_path / "candidate.py"
-    file.write_text(source.format(threshold=drifting))
+    file.write_text(FLIPPED.format(threshold="<= 16"))
     candidate = resolve(f"{file}:linear", "gemm")
     s = subject("linear", candidate.functions["linear"], "fp32", case="o")
     found = list(judge.by_row_count(s))
@@ -295,7 +262,7 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     )
     shown = by_itself()
     assert shown.returncode == 1 and "elements differ" in shown.stdout and not shown.stdout.startswith("0 "), shown
-    file.write_text(source.format(threshold=steady))
+    file.write_text(FLIPPED.format(threshold="< 0"))
     gone = by_itself()
     assert gone.returncode == 0 and gone.stdout.startswith("0 of "), gone
 

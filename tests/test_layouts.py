@@ -52,9 +52,9 @@ def test_layouts_are_sound(lengths, seed):
         assert_sound(calls, lengths)
 
 
-@given(lengths=several, data=st.data())
-def test_random_layouts_are_sound(lengths, data):
-    assert_sound(data.draw(random_layout(lengths)), lengths)
+@given(lengths=several, seed=st.integers(0, 999))
+def test_random_layouts_are_sound(lengths, seed):
+    assert_sound(random_layout(lengths, np.random.default_rng(seed)), lengths)
 
 
 @given(lengths=several, seed=st.integers(0, 99))
@@ -79,7 +79,7 @@ def test_the_layouts_of_the_contract_are_what_their_names_say(shapes):
     for size in SWEEP["chunks"]:
         assert widths(f"chunked:{size}") == [(1, min(size, n - at)) for n in lengths for at in range(0, n, size)]
     assert all(call.index.shape[0] <= 2 for name in ("neighbours", "neighbours:left") for call in every[name])
-    assert len({tuple(launched(calls)) for calls in every.values()}) >= len(every) - 2, "a chunk may hold every sample"
+    assert len({tuple(launched(calls)) for calls in every.values()}) == len(every), "no two make the same calls"
 
 
 def subject(op: str, function, dtype=torch.float32, case="") -> OpUnderTest:
@@ -95,13 +95,6 @@ def test_results_come_back_in_logical_order(name, kind):
     assert_same_bits(y, tokens["x"], name)
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_no_two_layouts_of_the_audits_make_the_same_calls(shapes):
-    every = layouts(SHAPES[shapes]["lengths"])
-    calls = {name: tuple((c.index.shape, c.index.tobytes()) for c in found) for name, found in every.items()}
-    assert len(set(calls.values())) == len(every)
-
-
 @pytest.mark.parametrize("name", layouts(LENGTHS))
 def test_every_token_is_given_its_own_position(name):
     def position(x, table, positions=None, cu_seqlens=None):
@@ -114,7 +107,7 @@ def test_every_token_is_given_its_own_position(name):
 
 
 @settings(max_examples=15)
-@given(random_layout(LENGTHS))
+@given(st.integers(0, 999))
 @pytest.mark.parametrize(
     "op, case, dtype",
     slow_but(
@@ -127,7 +120,8 @@ def test_every_token_is_given_its_own_position(name):
         "linear",
     ),
 )
-def test_any_layout_gives_the_bits_of_packed(op, case, dtype, calls):
+def test_any_layout_gives_the_bits_of_packed(op, case, dtype, seed):
+    calls = random_layout(LENGTHS, np.random.default_rng(seed))
     s = subject(op, getattr(bi_kernels, OPS[op].function or op), dtype, case)
     assert_same_bits(s.compute(calls), s.layout("packed"), [call.index.shape for call in calls])
 

@@ -18,7 +18,7 @@ import torch
 
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.compare import AT_ONCE, Drift, compare, joined
-from bi_kernels.audit.findings import NEEDS_FIX, UNSUPPORTED, Row
+from bi_kernels.audit.findings import INVARIANCE, NEEDS_FIX, UNSUPPORTED, Row
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.step import prepare
@@ -115,22 +115,28 @@ def drifts(subject: OpUnderTest, call: Call, backward: bool = True, elements: in
     shared = _parameters(step)
     whole = _computed(step, shared, call.told, count - LAST, LAST, backward)
     folded, shared, alone = _folded(shared) if backward else {}, _parameters(step), {}
-    found: dict[str, list[Drift]] = {}
-
-    def note(name: str, drift: Drift, row: int = 0) -> None:
-        at = drift.first_index
-        found.setdefault(name, []).append(replace(drift, first_index=at and (at[0] + row, *at[1:])))
-
-    for i in range(count):
+    for i in range(count) if folded else (0, count - 1):  # each adds to the gradients of parameters
         b = int(i >= count - LAST)
-        if folded or b not in alone:
-            alone[b] = None  # before the next is made
-            alone[b] = _computed(step, shared, call.told, 1 - b, b, backward)
-        for name, t in alone[b].items():
-            note(name, compare(whole[name][i * length : (i + 1) * length], t), i * length)
-    for name, t in (_folded(shared) if backward else {}).items():
-        note(name, compare(folded[name], t))
-    return {name: joined(parts) for name, parts in found.items()}
+        alone.setdefault(b, _computed(step, shared, call.told, 1 - b, b, backward))
+    found = compared({k: t.unflatten(0, (count, length)) for k, t in whole.items()}, *alone.values())
+    of_token = lambda at: at and (at[0] * length + at[1], *at[2:])
+    found = {k: replace(d, first_index=of_token(d.first_index)) for k, d in found.items()}
+    return found | {k: compare(folded[k], t) for k, t in (_folded(shared) if folded else {}).items()}
+
+
+def compared(whole: dict, first: dict, last: dict) -> dict[str, Drift]:
+    """Compares what a large call gave each sequence, or sample, with what calls of two give: the last of them with that
+    of `last`, all others with that of `first`."""
+    found = {}
+    for k, one in first.items():
+        count, step, parts = len(whole[k]), max(1, AT_ONCE // max(1, one.numel())), []
+        starts = [*range(0, count - LAST, step), count - LAST]
+        for at, end in zip(starts, [*starts[1:], count]):
+            drift = compare(whole[k][at:end], (last[k] if end == count else one).expand(end - at, *one.shape))
+            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
+            parts.append(replace(drift, first_index=first_at))
+        found[k] = joined(parts)
+    return found
 
 
 def spread(pair: torch.Tensor, a: int, b: int) -> torch.Tensor:
@@ -221,19 +227,11 @@ def _of_callable(t: CallableTarget, elements: int) -> list[Row]:
     count = -(-elements // width) + LAST
     many, rows = _two_samples(t, count - LAST, LAST, upstream), []
     said = {"against": "two samples", "rows": count, "detail": f"{count * width} elements in the largest tensor"}
-    for name, (first, last) in few.items():
-        step = max(1, AT_ONCE // max(1, first.numel()))
-        starts = [*range(0, count - LAST, step), count - LAST]
-        parts = []
-        for at, end in zip(starts, [*starts[1:], count]):
-            part = many[name][at:end]
-            drift = compare(part, (last if end == count else first).expand(part.shape))
-            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
-            parts.append(replace(drift, first_index=first_at))
+    first, last = ({k: pair[i] for k, pair in few.items()} for i in (0, 1))
+    for name, drift in compared(many, first, last).items():
         of_input = name not in t.output_names()
         told = said | ({"side": Side.INPUT} if of_input else {})
-        relation = "gradient invariance" if of_input else "invariance"
-        rows.append(t.row(relation, OVER_INT32, joined(parts), tensor=name, **told))
+        rows.append(t.row(INVARIANCE if of_input else "invariance", OVER_INT32, drift, tensor=name, **told))
     return rows
 
 
