@@ -104,7 +104,8 @@ class Op:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         trains = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]
         if torch.compiler.is_compiling():
-            return self._opaque(*self._flat(*args), *(training() if trains and training else self._untrained))
+            more = training() if trains and training is not None else self._untrained
+            return self._opaque(*self._flat(*args), *more)
         if is_transformed(tensors):
             raise NotImplementedError(
                 "bi_kernels: torch.func transforms and forward-mode differentiation are not supported; "
@@ -123,7 +124,7 @@ class Op:
         if not trains:
             return self._direct(*args)
         try:
-            return self._differentiable(*self._flat(*args), *(training() if training else self._untrained))
+            return self._differentiable(*self._flat(*args), *(training() if training is not None else self._untrained))
         except RuntimeError as error:
             if "Inference tensors cannot be saved" in str(error):
                 raise TypeError(INFERENCE) from None

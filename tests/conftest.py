@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the kernels and processes that tests start, as in here
 

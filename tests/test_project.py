@@ -49,7 +49,7 @@ def test_kernels_need_torch_and_triton_alone():
 
 MISSING = {  # what is not installed, and what is done: the extra that brings it
     "interpreter": ("numpy numba", "os.environ['TRITON_INTERPRET'] = '1'; import bi_kernels; bi_kernels.linear"),
-    "audit": ("click", "from bi_kernels.audit.__main__ import main; main()"),
+    "audit": ("rich", "from bi_kernels.audit.cli import run; run(['list'])"),
     "audit ": ("rich", "from bi_kernels.audit import audit"),
     "transformers": ("transformers", "from bi_kernels.integrations.transformers import apply"),
 }

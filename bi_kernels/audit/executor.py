@@ -241,10 +241,10 @@ class Process:
 def begin(function: str, *arguments, interpreter: bool = True, environment: Mapping[str, str] | None = None) -> Process:
     """Begins a call of `package.module:function` in a process of its own; its `result` closes that.
 
-    interpreter: False takes TRITON_INTERPRET out of the environment, which is otherwise this process's and what
+    interpreter: False sets TRITON_INTERPRET=0 in the environment, which is otherwise this process's and what
     `environment` adds to it.
     """
-    own = {k: v for k, v in os.environ.items() if interpreter or k != "TRITON_INTERPRET"}
+    own = {**os.environ, **({} if interpreter else {"TRITON_INTERPRET": "0"})}
     return Process(environment=own | {**(environment or {})}).begin(function, *arguments)
 
 

@@ -53,10 +53,14 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
             yield from raised
             return
         base, rolled = first
-        judged = bool(_judged(step, base))  # ids have no gradient that a neighbour could reach
         for name, made, expected, left_in, more in _asked(step, names, base):
             told = said | {"axes": axes_of(INVARIANCE, name, kind)} | more
             outputs: list = []  # of `made`, before `expected` makes others
+
+            def making() -> Gradients:
+                found = made()
+                outputs[:] = step.outputs
+                return found
 
             def asked() -> list[Row]:
                 if name in VIEWS and (why := memory.layout_refusal(subject, made)):
@@ -64,22 +68,16 @@ def by_split(subject: OpUnderTest) -> Iterator[Row]:
                     rows = [refused(INVARIANCE, name, tensor=f"d{k}{left_in}") for k in base]
                     return [*rows, refused("invariance", name, against=NO_GRAD_NEEDED)]
                 outputs.clear()
-                found = made()
-                outputs[:] = step.outputs
-                return _drifts(subject, INVARIANCE, name, found, expected(), left_in, **told)
+                return _drifts(subject, INVARIANCE, name, making(), expected(), left_in, **told)
 
-            def drift() -> Drift:
-                if not judged:
-                    made()
-                    outputs[:] = step.outputs
-                return compare(tuple(outputs), rolled)
-
-            if judged:
+            if _judged(step, base):
                 yield from subject.attempt(INVARIANCE, name, asked, **told)
-            if not left_in and (outputs or not judged):  # else it raised, or was refused, as a row says
+            else:  # embedding has gradients of its parameter alone
+                yield from subject.computed(INVARIANCE, name, making, **told)[1]
+            if not left_in and outputs:  # else it raised, or was refused, as a row says
                 axes = [Kind.MODE] if name == "packed" else [*told["axes"], Kind.MODE]
                 untrained = told | {"against": NO_GRAD_NEEDED, "axes": axes}
-                yield from subject.attempt("invariance", name, drift, **untrained)
+                yield from subject.attempt("invariance", name, lambda: compare(tuple(outputs), rolled), **untrained)
         if kind == CANCELLING:
             yield from _again(step, base, said)
 
