@@ -41,7 +41,9 @@ def subject(name, function):
 def test_every_public_argument_has_a_row(name):
     entries = [op for op in OPS.values() if (op.function or op.name) == name]
     held = {n for op in entries for names in (*op.arguments, *op.free, *op.constants) for n in names.split(", ")}
-    held |= {n for op in entries for n in (*op.tokens, *op.shared, *LAYOUT_ARGUMENTS.split())} | OF_ITSELF.get(name, set())
+    held |= {n for op in entries for n in (*op.tokens, *op.shared, *LAYOUT_ARGUMENTS.split())} | OF_ITSELF.get(
+        name, set()
+    )
     assert set(inspect.signature(getattr(bi_kernels, name)).parameters) <= held
 
 

@@ -42,6 +42,7 @@ from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
 from bi_kernels.audit.step import NoBackward
 from bi_kernels.audit.targets.any_callable import CallableTarget, OutOfTime
 from bi_kernels.audit.targets.callable_step import Step
+from bi_kernels.audit.targets.candidates import signature_of
 from bi_kernels.checks import INTERPRETED, check_numbers
 from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_number, check_type, integer_of, strings_of, truncated_repr
@@ -191,11 +192,9 @@ def audit(
 
 def _check_constants(fn: Callable, constants: dict) -> None:
     """Raises TypeError for a keyword that neither `audit` nor fn takes; what has no signature takes any."""
-    try:
-        takes = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
-    except (TypeError, ValueError):
-        return
-    if any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+    signature = signature_of(fn)
+    takes = signature.parameters if signature else {}
+    if signature is None or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
         return
     for k, value in constants.items():
         if k not in takes:

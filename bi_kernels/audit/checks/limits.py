@@ -21,7 +21,7 @@ from bi_kernels.audit.compare import AT_ONCE, Drift, compare, joined
 from bi_kernels.audit.findings import INVARIANCE, NEEDS_FIX, UNSUPPORTED, Row
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
-from bi_kernels.audit.step import prepare
+from bi_kernels.audit.step import left, prepare
 from bi_kernels.audit.targets.any_callable import CallableTarget, OutOfTime, by_sample, tensors
 from bi_kernels.audit.targets.callable_step import gradients_kept
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
@@ -156,7 +156,7 @@ def _parameters(step: Step) -> dict[str, torch.Tensor]:
 
 def _folded(shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the gradients of parameters, where the candidate left them."""
-    return {f"d{k}": t.main_grad if t.grad is None else t.grad for k, t in shared.items()}
+    return {f"d{k}": left(t) for k, t in shared.items()}
 
 
 def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bool) -> dict[str, torch.Tensor]:
@@ -245,8 +245,7 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
             leaves[k] = arguments[k].requires_grad_()
             arguments[k] = leaves[k].clone()  # so that it may work in place
     with gradients_kept(t.module), torch.set_grad_enabled(bool(leaves)):
-        for p in t.module.parameters() if t.module else ():
-            vars(p).pop("main_grad", None)
+        prepare(t.module.parameters() if t.module else (), main_grad=False)
         outputs = t.results(arguments)
         found = dict(zip(t.output_names(), (y.detach() for y in t.rows(outputs, a + b))))
         trained = [(y, d) for y, d in zip(outputs, t.dims) if d is not None and y.requires_grad]

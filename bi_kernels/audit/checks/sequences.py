@@ -12,6 +12,7 @@ from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import INVARIANCE, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.step import left, prepare
 from bi_kernels.audit.targets.any_callable import CallableTarget, alike, tensors
 from bi_kernels.audit.targets.callable_step import gradients_kept
 from bi_kernels.tokens import TokenLayout
@@ -152,15 +153,13 @@ class Sequences:
         parameters = dict(self.t.module.named_parameters())
         starts = (real.long().argmax(1) + torch.arange(0, real.numel(), real.shape[1], device=real.device)).tolist()
         with gradients_kept(self.t.module):
-            for p in parameters.values():
-                p.grad = None
-                p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+            prepare(parameters.values(), main_grad=True)
             with torch.enable_grad(), TokenLayout(starts, self.lengths, ids.numel()):
                 leaves, _ = self.called(ids, **told)
                 trained = {n: token for n, token in self.kinds.items() if leaves[n].requires_grad}
                 upstream = [self._upstream(n, leaves[n], real if token else None) for n, token in trained.items()]
                 torch.autograd.backward([leaves[n] for n in trained], upstream)
-            found = {k: p.main_grad if p.grad is None else p.grad.clone() for k, p in parameters.items()}
+            found = {k: left(p).clone() for k, p in parameters.items()}
         return {f"d{k}": g for k, g in found.items() if g.any()}
 
     def _upstream(self, number: int, y: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

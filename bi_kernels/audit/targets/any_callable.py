@@ -21,6 +21,7 @@ from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.reproduce.samples import in_order, take
 from bi_kernels.audit.step import NoBackward, Results
 from bi_kernels.audit.targets.base import Target
+from bi_kernels.audit.targets.candidates import signature_of
 from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
@@ -306,13 +307,10 @@ def filling(filler: str, dtype: torch.dtype) -> float | None:
 
 def _names(function: Callable, count: int) -> list[str]:
     """Returns the parameters' names in order, or input0, input1 … where the callable does not say."""
-    with contextlib.suppress(TypeError, ValueError):
-        subject = function.forward if isinstance(function, torch.nn.Module) else function
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        named = [p.name for p in inspect.signature(subject).parameters.values() if p.kind in kinds]
-        if len(named) >= count:
-            return named[:count]
-    return [f"input{i}" for i in range(count)]
+    signature = signature_of(function)
+    parameters = signature.parameters.values() if signature else ()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named[:count] if len(named) >= count else [f"input{i}" for i in range(count)]
 
 
 def _dimension(whole: torch.Tensor, part: torch.Tensor, count: int, half: int) -> int | None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from bi_kernels.audit import step
-from bi_kernels.audit.attention_keys import keys
 from bi_kernels.audit.inputs import draw, generator, on, powers
-from bi_kernels.audit.layouts import Call, layouts, of_each_token
+from bi_kernels.audit.layouts import Call, keys, layouts, of_each_token
 from bi_kernels.audit.step import PLAIN, Context, Results
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
 from bi_kernels.audit.targets.op import CANCELLING, POISONED, OpUnderTest, fill, gather, places
