@@ -13,7 +13,7 @@ import bi_kernels
 from bi_kernels.audit.checks import forward as judge
 from bi_kernels.audit.checks import gradient as gradients
 from bi_kernels.audit.compare import compare
-from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS, nan_without_keys
+from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.layouts import keys, layouts, spans
 from bi_kernels.audit.registry import OPS
@@ -22,7 +22,7 @@ from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.attention import arguments, attend
 from helpers import attention
-from helpers.attention_edges import FAR, apart, packed_edges, padded_edges
+from helpers.attention_edges import FAR, apart, nan_for_no_key, packed_edges, padded_edges
 from helpers.attention_generation import SMALL
 
 LENGTHS = (5, 1, 40)
@@ -147,7 +147,7 @@ class _Zero(torch.autograd.Function):
 
 def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
     assert {r.verdict for r in packed_edges(subject())} == {PASS}
-    found = packed_edges(subject(nan_without_keys))
+    found = packed_edges(subject(nan_for_no_key))
     assert any(r.verdict == NEEDS_FIX and r.mismatches for r in found)
 
 
