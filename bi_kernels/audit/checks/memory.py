@@ -87,15 +87,15 @@ def op_memory(u: ops.Step) -> dict[str, Variant]:
     }
 
 
-def by_view(subject: OpUnderTest, kind: str = CANCELLING) -> Iterator[Row]:
+def by_view(subject: OpUnderTest) -> Iterator[Row]:
     """Compares the same values in views that lie otherwise in memory."""
     for name in VIEWED:
-        said = {"against": ALIGNED, "inputs": kind, "rows": _viewed_rows(subject, name), "axes": [Kind.MEMORY]}
+        said = {"against": ALIGNED, "inputs": CANCELLING, "rows": _viewed_rows(subject, name), "axes": [Kind.MEMORY]}
 
         def asked() -> Drift | Row:
-            if why := layout_refusal(subject, lambda: run_on_view(subject, name, kind)):
+            if why := layout_refusal(subject, lambda: run_on_view(subject, name, CANCELLING)):
                 return subject.row("invariance", name, Drift(0, 0), detail=why, **said)
-            return compare(run_on_view(subject, name, kind), run_contiguous(subject, name, kind))
+            return compare(*(run(subject, name, CANCELLING) for run in (run_on_view, run_contiguous)))
 
         yield from subject.attempt("invariance", name, asked, **said)
 
