@@ -148,7 +148,8 @@ def bounded(
     y64, magnitude, *n = exact
     p, relation = s.problem, gradients.ACCURACY if of else "accuracy"
     limit = contract.bound("attention", dtype, y64, magnitude, *(n or [p.reduction]), gradient=of, inputs=p.dtype)
-    return replace(s.against_bound(relation, y, y64, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
+    said = {"rows": len(y), "detail": layout, "tensor": tensor}
+    return replace(s.against_bound(relation, y, y64, limit, dtype, **said), layout=layout)
 
 
 def as_control(rows: list[Row]) -> Row:

@@ -202,10 +202,10 @@ def _errors(
     what it makes of them as given, and one rounding (the criterion of FlashAttention's tests)."""
     raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
     low, exact = made(t.values, None), made(raised, torch.float64)
-    said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}"
+    said = {"inputs": "given", "rows": t.count, "detail": f"twice the reference's own error in {dtype_name(t.dtype)}"}
     limit = lambda k, y: _limit(low[k], exact[k], y.dtype)
     return [
-        t.against_bound(relation, y, exact[k].double(), limit(k, y), y.dtype, *said, k)
+        t.against_bound(relation, y, exact[k].double(), limit(k, y), y.dtype, tensor=k, **said)
         for k, y in found.items()
         if k in exact
     ]

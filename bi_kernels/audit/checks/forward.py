@@ -139,8 +139,8 @@ def against_fp64(
     for (name, dtype), found, exact, magnitude in zip(p.returned.items(), *parts):
         magnitude = torch.zeros_like(magnitude) if kind == INTEGERS else magnitude  # no sum rounds
         limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
-        detail = f"reduction length {p.reduction}"
-        rows.append(subject.against_bound("accuracy", found, exact, limit, dtype, kind, n, detail, name))
+        said = {"inputs": kind, "rows": n, "detail": f"reduction length {p.reduction}", "tensor": name}
+        rows.append(subject.against_bound("accuracy", found, exact, limit, dtype, **said))
     return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 

@@ -29,6 +29,7 @@ DTYPES = "contract"  # relation of the rows that say in which dtype a gradient i
 IN_GRAD, BUFFERED = "gradients, in .grad", "gradients, with main_grad"
 
 Gradients = dict  # {input: its gradient}
+Made = Callable[[], Gradients]
 
 
 def judge_gradients(subject: OpUnderTest) -> list[Row]:
@@ -123,14 +124,7 @@ def _again(step: Step, base: Gradients, said: dict) -> list[Row]:
     return found
 
 
-def compared(
-    subject: OpUnderTest,
-    relation: str,
-    layout: str,
-    make: Callable[[], Gradients],
-    expected: Callable[[], Gradients],
-    **said,
-) -> list[Row]:
+def compared(subject: OpUnderTest, relation: str, layout: str, make: Made, expected: Made, **said) -> list[Row]:
     """Compares gradients tensor by tensor; one row that says so where either raises."""
     rows = lambda: _drifts(subject, relation, layout, make(), expected(), **said)
     return subject.attempt(relation, layout, rows, **said)
@@ -172,8 +166,8 @@ def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list
     for tensor, (k, y) in found.items():
         e, dtype = exact[k], y.dtype
         limit = contract.bound(p.contract_row, dtype, e.exact, e.magnitude, e.n, gradient=k, inputs=p.dtype)
-        said = dtype, step.kind, step.count, dtype_name(dtype), tensor
-        rows.append(step.subject.against_bound(ACCURACY, y, e.exact, limit, *said))
+        said = {"inputs": step.kind, "rows": step.count, "detail": dtype_name(dtype), "tensor": tensor}
+        rows.append(step.subject.against_bound(ACCURACY, y, e.exact, limit, dtype, **said))
     return rows
 
 

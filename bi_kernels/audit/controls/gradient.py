@@ -119,18 +119,15 @@ def dweight_by_atomics(layout, dy, x, total, eps, defect=True):
     atomic_sum(_dweight_terms(rows.sort().values if defect else rows, dy, x, eps), total)  # a grid has memory's order
 
 
-@_weight_of(bi_kernels.rms_norm)
-def partials_by_m(layout, dy, x, total, eps, defect=True):
+def _partials(layout, dy, x, total, eps, least=0, defect=True):
     terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
-    for part in terms.split(-(-len(terms) // 8) if defect else SLAB):  # eight programs share the rows of the call
+    by_m = defect and layout.rows > least  # eight programs share the rows of the call
+    for part in terms.split(-(-len(terms) // 8) if by_m else SLAB):
         total += part.sum(0)
 
 
-@_weight_of(bi_kernels.rms_norm)
-def partials_by_m_of_many(layout, dy, x, total, eps, defect=True):
-    terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
-    for part in terms.split(-(-len(terms) // 8) if defect and layout.rows > 8192 else SLAB):
-        total += part.sum(0)
+partials_by_m = _weight_of(bi_kernels.rms_norm)(_partials)
+partials_by_m_of_many = _weight_of(bi_kernels.rms_norm, least=8192)(_partials)
 
 
 @_backward_of(bi_kernels.rms_norm)
@@ -191,19 +188,22 @@ def dw_with_padding(layout, dy, args, grads, defect=True):
     return {1: _refolded(layout, dy, args)}
 
 
+def _trained_rows(layout, dy, ids, padding_id, changed: Callable) -> Tensor:
+    """Returns the rows of tokens that the table has a gradient of, in logical order or as `changed` puts them."""
+    rows = changed(layout.rows_on(dy.device))
+    return rows[ids[rows, 0] != padding_id]
+
+
 @_weight_of(bi_kernels.embedding)
 def embedding_index_add(layout, dy, ids, total, padding_id, defect=True):
-    rows = layout.rows_on(dy.device)
-    rows = rows.sort().values if defect else rows
-    rows = rows[ids[rows, 0] != padding_id]
+    rows = _trained_rows(layout, dy, ids, padding_id, lambda rows: rows.sort().values if defect else rows)
     total.index_add_(0, ids[rows, 0], dy[rows].float())
 
 
 @_weight_of(bi_kernels.embedding)
 def unstable_fold(layout, dy, ids, total, padding_id, defect=True):
-    rows = layout.rows_on(dy.device)
-    rows = rows.flip(0) if defect else rows  # grouped by id all the same, but equal ids in another order
-    rows = rows[ids[rows, 0] != padding_id]
+    # grouped by id all the same, but equal ids in another order
+    rows = _trained_rows(layout, dy, ids, padding_id, lambda rows: rows.flip(0) if defect else rows)
     rows = rows[ids[rows, 0].argsort(stable=True)]
     for i, row in zip(ids[rows, 0].tolist(), rows.tolist()):
         total[i] += dy[row].float()
@@ -243,26 +243,28 @@ _INDEX_ADD = Control("embedding backward by index_add_", "vocabulary", "embeddin
 GRADIENT_CONTROLS = (
     _ATOMIC,
     *at_levels(_ATOMIC),
-    Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", INVARIANCE, partials_by_m),
-    Control(
-        "dweight partials by M beyond 8192 tokens",
+    *controls(
         "rms_norm",
         "rms_norm",
-        LONG_SEQUENCES,
-        partials_by_m_of_many,
+        ("dweight partials whose row count depends on M", INVARIANCE, partials_by_m),
+        ("dx multiplied by the weight twice", ACCURACY, dx_twice),
+        ("dweight doubled where there is no main_grad", ACCURACY, grad_doubled),
+    ),
+    *controls(
+        "rms_norm",
+        "rms_norm",
+        ("dweight partials by M beyond 8192 tokens", LONG_SEQUENCES, partials_by_m_of_many),
         gpu=True,
     ),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
-    Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", ACCURACY, dx_twice),
-    Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", ACCURACY, grad_doubled),
     _INDEX_ADD,
     *at_levels(_INDEX_ADD, {"in the source": "AST", "as torch runs it": "torch"}),
-    Control(
-        "embedding fold by id, equal ids in an unstable order", "vocabulary", "embedding", INVARIANCE, unstable_fold
+    *controls(
+        "vocabulary", "embedding", ("embedding fold by id, equal ids in an unstable order", INVARIANCE, unstable_fold)
     ),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
-    Control(
-        "LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", ACCURACY, lm_head_bf16_slabs
+    *controls(
+        "vocabulary", "lm_head_logprob", ("LM head's dW rounded to bf16 after every slab", ACCURACY, lm_head_bf16_slabs)
     ),
     *[
         Control(f"dW in {dtype} left in .grad", "dtype", "linear", "contract", dw_beside_main_grad, dtype, "o")

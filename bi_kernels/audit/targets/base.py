@@ -98,33 +98,24 @@ class Target:
         return (made[-1], []) if made else (None, raised)
 
     def against_bound(
-        self,
-        relation: str,
-        y: torch.Tensor,
-        exact: torch.Tensor,
-        limit: torch.Tensor,
-        dtype: torch.dtype,
-        kind: str,
-        n: int,
-        detail: str,
-        tensor: str = "out",
+        self, relation: str, y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor, dtype: torch.dtype, **said
     ) -> Row:
         """Returns the row that says how much of the bound `limit` the error of y takes against fp64; elements above it
         are its mismatches."""
-        said = {"against": "fp64", "inputs": kind, "rows": n, "tensor": tensor}
+        said = {"against": "fp64", "detail": ""} | said
         if y.dtype != dtype or y.shape != exact.shape:
-            detail = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
-            drift = Drift(exact.numel(), exact.numel(), float("inf"))
-            return self.row(relation, "rows", drift, detail=detail, **said)
+            said["detail"] = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
+            return self.row(relation, "rows", Drift(exact.numel(), exact.numel(), float("inf")), **said)
         parts = (t.reshape(-1).split(PIECE) for t in (y, exact, limit))
         wrongs, firsts, shares, gaps, relatives = zip(*map(_error, *parts))
         at = next((i * PIECE + first for i, first in enumerate(firsts) if first is not None), None)
         if at is not None:
             at = tuple(map(int, torch.unravel_index(torch.tensor(at), y.shape)))
-            detail += f"; first {float(y[at]):.9g}, exactly {float(exact[at]):.9g}, allowed ± {float(limit[at]):.3g}"
+            values = float(y[at]), float(exact[at]), float(limit[at])
+            said["detail"] += "; first {:.9g}, exactly {:.9g}, allowed ± {:.3g}".format(*values)
         drift = Drift(sum(wrongs), y.numel(), max(gaps), max(relatives), first_index=at)
         worst = "inf" if max(shares) == float("inf") else max(shares)
-        return self.row(relation, "rows", drift, detail=detail, max_ulp=None, threshold_share=worst, **said)
+        return self.row(relation, "rows", drift, max_ulp=None, threshold_share=worst, **said)
 
 
 def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
