@@ -54,26 +54,28 @@ def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
     return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
 
 
+def first_rows(subject: OpUnderTest, count: int, of: int, inputs: str) -> Tensors:
+    """Returns the results of the first `count` tokens in a call of the first `of`; of `nonfinite` inputs all other
+    tokens are not finite."""
+    n, leaky = subject.largest, inputs == "nonfinite"
+    at = torch.arange(n, device=subject.problem.device)
+    tokens, shared = subject.problem.inputs(inputs, n, at >= count) if leaky else subject.inputs(inputs, n)
+    apart = (0, count, of) if leaky and subject.problem.op.cache and count < of else None  # else they are a later part
+    own = {k: t[:of] for k, t in tokens.items()}
+    made = lambda: each(torch.clone, subject.call(own, shared, (of,), at[:of], apart))
+    found = subject.once(("rows", inputs, of, count if leaky else 0), made) if count < of else made()
+    return each(lambda t: t[:count], found)
+
+
 def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
     """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's
-    sweep.
-
-    The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one besides. With
-    `nonfinite` inputs the first M rows are finite and all others are not.
-    """
-    n = subject.largest
-    at = torch.arange(n, device=subject.problem.device)
-    always = {CANCELLING} if subject.problem.reduction > 1 else set()
+    sweep. The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one, too."""
+    n, always = subject.largest, {CANCELLING} if subject.problem.reduction > 1 else set()
 
     def row(m: int, kind: str) -> Row:
-        leaky = kind == "nonfinite"
-        tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
-        apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
-        whole = lambda: each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
-        expected = subject.once(("all rows", kind, m if leaky else 0), whole)
-        part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
-        drift = compare(part, each(lambda t: t[:m], expected))
-        leaks = {"axes": [Kind.NEIGHBOURS]} if leaky and drift.max_abs == float("inf") else {}
+        expected = first_rows(subject, m, n, kind)
+        drift = compare(first_rows(subject, m, m, kind), expected)
+        leaks = {"axes": [Kind.NEIGHBOURS]} if kind == "nonfinite" and drift.max_abs == float("inf") else {}
         return subject.row("invariance", "rows", drift, **said(m, kind) | leaks)
 
     said = lambda m, kind: {"against": f"{n} rows", "inputs": kind, "rows": m}

@@ -164,10 +164,8 @@ def places(t: CallableTarget) -> dict[str, Callable]:
 
 def placed(t: CallableTarget, layout: str) -> list[Tensor]:
     """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
-    place, arguments = places(t)[layout], t.take(t.every)
-    arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
-    with torch.no_grad(), t.layout(t.every):
-        return t.rows(t.results(arguments), t.count)
+    place = places(t)[layout]
+    return t.called({k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs})
 
 
 def _placed(t: CallableTarget, layout: str, whole: list[Tensor]) -> list[Row]:

@@ -9,7 +9,7 @@ import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a can
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.layouts import VIEWS, layouts
 from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.targets.op import OpUnderTest, each
+from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import DTYPES
@@ -31,16 +31,6 @@ def flat(outputs: Tensors | list[torch.Tensor]) -> torch.Tensor:
     """Returns the numbers of all outputs in one row, in fp64, which holds them exactly."""
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     return torch.cat([flat(y) if isinstance(y, (tuple, list)) else y.double().flatten() for y in outputs])
-
-
-def first_rows(op: OpUnderTest, count: int, of: int, inputs: str) -> Tensors:
-    """Returns the results of the first `count` tokens in a call of the first `of`, out of as many as the audit drew."""
-    largest, nonfinite = op.largest, inputs == "nonfinite"
-    at = torch.arange(largest, device=op.problem.device)
-    tokens, shared = op.problem.inputs(inputs, largest, at >= count if nonfinite else None)
-    apart = (0, count, of) if nonfinite and op.problem.op.cache and count < of else None  # else they are a later part
-    made = op.call({k: t[:of] for k, t in tokens.items()}, shared, (of,), at[:of], apart)
-    return each(lambda y: y[:count], made)
 
 
 def in_layout(op: OpUnderTest, layout: str, inputs: str) -> Tensors:

@@ -250,6 +250,12 @@ class CallableTarget(Target):
         with torch.no_grad(), self.layout(samples):
             return self.results(self.take(samples, filler, kind))
 
+    def called(self, changed: dict) -> list[torch.Tensor]:
+        """Returns the judged outputs of a call on the whole batch, a row a sample; changed: arguments in place of its
+        own."""
+        with torch.no_grad(), self.layout(self.every):
+            return self.rows(self.results(self.take(self.every) | changed), self.count)
+
     def compute(self, layout: Layout, filler: str = "stale", kind: str = "given") -> list[torch.Tensor]:
         """Returns what each judged output holds of the samples of a layout, in their order."""
         rows = lambda call: self.rows(self.call(call, filler, kind), len(call))
