@@ -30,7 +30,6 @@ from bi_kernels.audit.checks.memory import backward_memory, memory
 from bi_kernels.audit.checks.modes import judged, modes
 from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
-from bi_kernels.audit.compare import compare
 from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
 from bi_kernels.audit.progress import Voice
@@ -254,9 +253,8 @@ def _backward(t: CallableTarget, many: CallableTarget) -> dict[str, Callable]:
 
 
 def _again(t: CallableTarget) -> list[Row]:
-    found, said = t.step.gradients(), {"against": "itself", "rows": t.count}
-    said["axes"] = [Kind.RANDOM, Kind.BEFORE]  # others came between
-    return [t.row(DETERMINISM, "backward", compare(found[k], t.trained[k]), tensor=k, **said) for k in t.trained]
+    said = {"against": "itself", "rows": t.count, "axes": [Kind.RANDOM, Kind.BEFORE]}  # others came between
+    return t.differences(DETERMINISM, "backward", t.step.gradients(), t.trained, **said)
 
 
 def _static(t: CallableTarget) -> list[Row]:

@@ -171,17 +171,14 @@ def gradients(t: CallableTarget, step: Step, name: str, layout: Layout, filler: 
 
     def rows() -> list[Row]:
         try:
-            found, out = filled(layout, filler, lambda filler: step.gradients(layout, filler)), []
+            found = filled(layout, filler, lambda filler: step.gradients(layout, filler))
         except Refused as error:
             return [t.row(INVARIANCE, name, verdict=UNSUPPORTED, detail=str(error), **said)]
-        for k, expected in whole.items():
-            batched = k.removeprefix("d") in t.batched
-            if not batched and (filler not in ("stale", SAMPLE) or len(samples) < t.count):
-                continue  # NaN beside a sample is in the sum over samples, and one that is left out is not
-            drift = compare(found[k], expected[samples] if batched else expected) if k in found else None
-            detail = "" if k in found else "backward left no gradient"
-            out.append(t.row(INVARIANCE, name, drift, tensor=k, detail=detail, **said))
-        return out
+        # NaN beside a sample is in the sum over samples, and one that is left out is not
+        summed = filler in ("stale", SAMPLE) and len(samples) == t.count
+        batched = {k: k.removeprefix("d") in t.batched for k in whole}
+        wanted = {k: v[samples] if batched[k] else v for k, v in whole.items() if batched[k] or summed}
+        return t.differences(INVARIANCE, name, found, wanted, **said)
 
     return t.attempt(INVARIANCE, name, rows, **said)
 

@@ -266,36 +266,35 @@ class CallableTarget(Target):
         """Returns what each judged output holds of the whole batch in one call."""
         return self.compute([self.every], kind=kind)
 
-    def compared(
-        self, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
-    ) -> list[Row]:
-        """Compares outputs one by one; a dtype that is another one there is said."""
+    def compared(self, relation: str, layout: str, found: Sequence, wanted: Sequence, **said) -> list[Row]:
+        """Compares outputs one by one."""
+        named = (dict(zip(self.output_names(), outputs)) for outputs in (found, wanted))
+        return self.differences(relation, layout, *named, **said)
 
-        def row(name: str, a: torch.Tensor, b: torch.Tensor) -> Row:
-            if a.dtype == b.dtype:
+    def differences(self, relation: str, layout: str, found: Results, wanted: Results, **said) -> list[Row]:
+        """Compares tensors name by name; one that is missing, or of another dtype, needs a fix."""
+
+        def row(name: str, b: torch.Tensor) -> Row:
+            a, why = found.get(name), "backward left no gradient"
+            if a is not None and a.dtype == b.dtype:
                 return self.row(relation, layout, compare(a, b), tensor=name, **said)
-            follows = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
-            return self.row(relation, layout, tensor=name, **said | {"detail": follows})
+            if a is not None:
+                why = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
+            return self.row(relation, layout, tensor=name, **said | {"detail": why})
 
-        return [row(*three) for three in zip(self.output_names(), found, wanted)]
+        return [row(*pair) for pair in wanted.items()]
 
     def gradient_rows(self, layout: str, asked: Callable[[], tuple[Results, Results]], **said) -> list[Row]:
-        """Compares the gradients of a variant of the whole batch, name by name; one that is missing needs a fix. Where
-        the callable refuses it, and says so, the row says what it said; where nothing has a gradient there are none."""
+        """Compares the gradients of a variant of the whole batch, name by name. Where the callable refuses it, and says
+        so, the row says what it said; where nothing has a gradient there are none."""
         try:
             found, wanted = asked()
         except NoBackward:
             return []
         except (RuntimeError, TypeError, ValueError) as error:
             return [self.row(INVARIANCE, layout, verdict=UNSUPPORTED, rows=self.count, detail=sentence(error))]
-        missing, outputs = {"detail": "backward left no gradient"}, self.output_names()
-        return [
-            self.row(INVARIANCE, layout, compare(found[k], v), tensor=k, **said)
-            if k in found
-            else self.row(INVARIANCE, layout, tensor=k, **said | missing)
-            for k, v in wanted.items()
-            if k not in outputs
-        ]
+        gradients = {k: v for k, v in wanted.items() if k not in self.output_names()}
+        return self.differences(INVARIANCE, layout, found, gradients, **said)
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
         own = {"against": WHOLE, "inputs": "given"}
