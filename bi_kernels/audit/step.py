@@ -5,7 +5,6 @@ The upstream gradient belongs to the step, not to a call: every logical token, o
 and padding has none.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,55 +41,26 @@ class Context:
 PLAIN = Context()
 
 
-class Step(ABC):
+class Step:
     """Inputs of one kind with their upstream gradient, and what a target makes of them.
 
-    A subclass knows one kind of target: an op of the registry, or any callable. Its call is one of a layout, or None:
-    all tokens at once, as they are.
+    A subclass knows one kind of target: an op of the registry, or any callable. A call is one of a layout, or None: all
+    tokens at once, as they are. A subclass has
+
+    - floating, parameters: names of the inputs that may want a gradient, and of those that all tokens share
+    - inputs(): new inputs of the whole call by name; taken(inputs, call, how): those of a call
+    - outputs_of(inputs, call, how): what the target returns; named(outputs, call): the same by name
+    - draw(outputs, call): draws `dy` where there is none yet; upstream(call): that of a call, new each time
+    - in_order(calls, parts, name): outputs, or gradients of the input `name`, a row a token in logical order
     """
+
+    floating: Sequence[str]
+    parameters: Collection[str]
 
     def __init__(self):
         self.dy: list[Tensor] = []  # the upstream gradient of each output, drawn when its shape is known
         self.in_grad: set[str] = set()  # parameters whose gradient the last backward left in `.grad`
         self.leaves: set[str] = set()  # what had a gradient wanted, so far
-
-    @property
-    @abstractmethod
-    def floating(self) -> list[str]:
-        """Names the inputs that may want a gradient."""
-
-    @property
-    @abstractmethod
-    def parameters(self) -> Collection[str]:
-        """Names the inputs that all tokens share, which may have a main_grad."""
-
-    @abstractmethod
-    def inputs(self) -> dict[str, Tensor]:
-        """Returns the inputs of the whole call by name, new ones each time."""
-
-    @abstractmethod
-    def taken(self, inputs: dict, call, how: Context) -> dict:
-        """Returns those of a call, new ones but for what all tokens share."""
-
-    @abstractmethod
-    def outputs_of(self, given: dict, call=None, how: Context = PLAIN) -> Sequence[Tensor]:
-        """Calls the target on the inputs of a call."""
-
-    @abstractmethod
-    def named(self, outputs: Sequence[Tensor], call=None) -> Results:
-        """Names the outputs of a call."""
-
-    @abstractmethod
-    def draw(self, outputs: Sequence[Tensor], call=None) -> None:
-        """Draws the step's upstream gradient where there is none yet."""
-
-    @abstractmethod
-    def upstream(self, call=None) -> list[Tensor]:
-        """Returns new upstream gradients of a call, in the shapes of its outputs."""
-
-    @abstractmethod
-    def in_order(self, calls: Sequence, parts: Sequence[Tensor | None], name: str = "") -> Tensor | None:
-        """Returns outputs of the calls, or gradients of their input `name`, a row a token in logical order."""
 
     @contextmanager
     def module_parameters(self, how: Context) -> Iterator[dict[str, Tensor]]:
