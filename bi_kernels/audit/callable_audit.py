@@ -20,6 +20,7 @@ from bi_kernels.audit.checks import adversarial as sharper
 from bi_kernels.audit.checks.any_callable import (
     accuracy,
     determinism,
+    filler_of,
     gradient_accuracy,
     gradients,
     invariance,
@@ -138,7 +139,7 @@ def audit(
         except Exception as error:  # sharper inputs may be none that the callable takes
             t.refused["spread inputs"] = sentence(error)
         ask(DETERMINISM, {"whole batch": lambda: determinism(t, SWEEP["runs"])})
-        ask("invariance", {k: partial(invariance, t, k, *how, whole) for k, how in plan(t.count, seed).items()})
+        ask("invariance", {k: partial(invariance, t, k, calls, whole) for k, calls in plan(t.count, seed).items()})
         ask("invariance", {mode: partial(judged, t, mode, whole["given"]) for mode in modes(t)})
         ask("invariance", memory(t, whole["given"]) | _of_sequences(t, "invariance", sequences))
         kinds = ("resampled", *sharper.SHARP)[many is t :]
@@ -245,9 +246,9 @@ def _backward(t: CallableTarget, many: CallableTarget) -> dict[str, Callable]:
     whole = t.trained = step.gradients()
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
-        layouts["micro_batches:each"] = [[i] for i in t.every], "stale"
-    some = lambda calls, filler: (calls[:1] if filler == "nonfinite" else calls, filler)
-    found = {layout: partial(gradients, t, step, layout, *some(*how), whole) for layout, how in layouts.items()}
+        layouts["micro_batches:each"] = [[i] for i in t.every]
+    some = lambda k, calls: calls[:1] if filler_of(k) == "nonfinite" else calls
+    found = {k: partial(gradients, t, step, k, some(k, calls), whole) for k, calls in layouts.items()}
     found |= requests(t, step) | backward_memory(t, step)
     return found | {"cancelling inputs": partial(sharper.gradients_judged, many)}
 

@@ -124,7 +124,7 @@ def _double(x: Tensor) -> Tensor:
 def _laid_out(t: CallableTarget) -> list[Row]:
     whole = {"given": t.whole()}
     plan = {k: v for k, v in relations.plan(t.count, t.seed).items() if not k.startswith("rows:")}
-    return [r for layout, how in plan.items() for r in relations.invariance(t, layout, *how, whole)]
+    return [r for layout, calls in plan.items() for r in relations.invariance(t, layout, calls, whole)]
 
 
 def _referred(t: CallableTarget) -> list[Row]:

@@ -25,15 +25,16 @@ RANDOM = "random: equal once torch.manual_seed is called before each call; nothi
 UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
 
 
-def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
-    """Returns {layout: (calls, what fills a place without a sample)} over `count` samples."""
+def plan(count: int, seed: int = 0) -> dict[str, Layout]:
+    """Returns the layouts of `count` samples by name; behind "neighbours:" that says what fills other samples'
+    places."""
     every = list(range(count))
     some = torch.linspace(0, count - 1, min(count, SINGLES), dtype=torch.float64, device="cpu").round().int().tolist()
     third, pad = max(1, count // 3), -count % 16 or 16
     order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     order = order if order != every else every[::-1]
     beside = [[i if i % 2 == parity else -1 for i in every] for parity in (0, 1)]
-    layouts = {  # those that tell most come first, should the time run out
+    return {  # those that tell most come first, should the time run out
         "singles": [[i] for i in some],
         "permuted": [order],
         "padded": [every + [-1] * pad],
@@ -44,23 +45,26 @@ def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
         "neighbours:largest": beside,
         **{f"rows:{m}": [every[:m]] for m in contract.rows(count) if m < count},
     }
-    filler = lambda layout: layout.partition(":")[2] if layout.startswith("neighbours:") else "stale"
-    return {layout: (calls, filler(layout)) for layout, calls in layouts.items()}
+
+
+def filler_of(layout: str) -> str:
+    """Returns what a layout fills places without a sample with."""
+    return layout.partition(":")[2] if layout.startswith("neighbours:") else "stale"
 
 
 class Refused(Exception):
     """Raised where a callable does not take NaN, or the largest number, beside its samples."""
 
 
-def filled(layout: Layout, filler: str, make: Callable):
-    """Returns what `make` makes with a filler; one of the samples fills what a callable refuses to take filled
+def filled(name: str, layout: Layout, make: Callable):
+    """Returns what `make` makes with a layout's filler; one of the samples fills what a callable refuses to take filled
     otherwise. Raises Refused where it refuses NaN or the largest number."""
     try:
-        return make(filler)
+        return make(filler_of(name))
     except NoBackward:
         raise
     except REFUSALS as error:
-        if filler != "stale":
+        if filler_of(name) != "stale":
             raise Refused(sentence(error)) from None
         if all(i >= 0 for call in layout for i in call):
             raise
@@ -89,7 +93,7 @@ def determinism(t: CallableTarget, runs: int) -> list[Row]:
     return rows
 
 
-def invariance(t: CallableTarget, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+def invariance(t: CallableTarget, name: str, layout: Layout, whole: dict) -> list[Row]:
     """Compares every sample's bits under a layout with those of the whole batch."""
     samples = samples_of(layout)
     sizes = ", ".join(map(str, sorted({len(call) for call in layout})))
@@ -98,7 +102,7 @@ def invariance(t: CallableTarget, name: str, layout: Layout, filler: str, whole:
     def rows(kind: str) -> list[Row]:
         wanted = [w[samples] for w in whole[kind]]
         try:
-            found = filled(layout, filler, lambda filler: t.compute(layout, filler, kind))
+            found = filled(name, layout, lambda filler: t.compute(layout, filler, kind))
         except Refused as error:
             return [t.row("invariance", name, inputs=kind, verdict=UNSUPPORTED, rows=said["rows"], detail=str(error))]
         out = t.compared("invariance", name, found, wanted, inputs=kind, **said)
@@ -165,17 +169,17 @@ def requests(t: CallableTarget, step: Step) -> dict[str, Callable[[], list[Row]]
     return out | {UNBUFFERED: in_order, KEPT: kept}
 
 
-def gradients(t: CallableTarget, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+def gradients(t: CallableTarget, step: Step, name: str, layout: Layout, whole: dict) -> list[Row]:
     """Compares what backward left under a layout with what it left for the whole batch."""
     said, samples = {"rows": max(map(len, layout)), "inputs": step.kind}, samples_of(layout)
 
     def rows() -> list[Row]:
         try:
-            found = filled(layout, filler, lambda filler: step.gradients(layout, filler))
+            found = filled(name, layout, lambda filler: step.gradients(layout, filler))
         except Refused as error:
             return [t.row(INVARIANCE, name, verdict=UNSUPPORTED, detail=str(error), **said)]
         # NaN beside a sample is in the sum over samples, and one that is left out is not
-        summed = filler in ("stale", SAMPLE) and len(samples) == t.count
+        summed = filler_of(name) == "stale" and len(samples) == t.count
         batched = {k: k.removeprefix("d") in t.batched for k in whole}
         wanted = {k: v[samples] if batched[k] else v for k, v in whole.items() if batched[k] or summed}
         return t.differences(INVARIANCE, name, found, wanted, **said)

@@ -13,7 +13,7 @@ import torch
 
 from bi_kernels import checks
 from bi_kernels.audit.checks.adversarial import SHARP, gradient_layouts, layouts
-from bi_kernels.audit.checks.any_callable import RANDOM, plan, samples_of
+from bi_kernels.audit.checks.any_callable import RANDOM, filler_of, plan, samples_of
 from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
 from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
@@ -183,10 +183,10 @@ def listed(calls: Layout) -> str:
 
 def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
     """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
-    every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
+    every = {"micro_batches:each": [[i] for i in t.every]} | plan(t.count, t.seed)
     if r.inputs in SHARPER:
         every |= layouts(t, r.inputs) if r.tensor in t.output_names() else gradient_layouts(t)
-    calls, filler = every[r.layout]
+    calls, filler = every[r.layout], filler_of(r.layout)
     empty = [call for call in calls if min(call) < 0]
     if empty and filler == "stale":
         try:
