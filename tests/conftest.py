@@ -19,9 +19,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit import cli
 from bi_kernels.audit.compare import compare
+from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 gc.set_threshold(50_000)  # as in audits
@@ -100,6 +104,15 @@ def bi_audit(monkeypatch, capsys):
         return SimpleNamespace(returncode=end.value.code, **capsys.readouterr()._asdict())
 
     return call
+
+
+def op_under_test(op: str, function=None, dtype: str = "bf16", case: str | None = None, **more) -> OpUnderTest:
+    """An op at tiny shapes: this package's function, or another."""
+    entry = OPS[op]
+    case = next(iter(entry.cases("tiny"))) if case is None else case
+    problem = OpConfig(entry, case, contract.DTYPES[dtype], "tiny", torch.device("cpu"))
+    function = function or getattr(bi_kernels, entry.function or op)
+    return OpUnderTest(problem, function, "test", "interpreter", **more)
 
 
 def wait_for(path: Path, child: subprocess.Popen) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_but
+from conftest import op_under_test, slow_but
 
 import bi_kernels
 from bi_kernels.audit.checks import forward as judge
@@ -16,9 +16,7 @@ from bi_kernels.audit.compare import compare
 from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.layouts import keys, layouts, spans
-from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.session import start
-from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.attention import arguments, attend
 from helpers import attention
@@ -30,8 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) -> judge.OpUnderTest:
-    problem = OpConfig(OPS[op], next(iter(OPS[op].cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
-    return judge.OpUnderTest(problem, function, "test", "interpreter", own_lengths=lengths)
+    return op_under_test(op, function, own_lengths=lengths)
 
 
 # What a call is given

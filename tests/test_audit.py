@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same_bits, slow_but
+from conftest import op_under_test as subject
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
@@ -47,11 +48,6 @@ def unbroken(op: str):
     return getattr(bi_kernels, OPS[op].function or op)
 
 
-def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judge.OpUnderTest:
-    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    return judge.OpUnderTest(problem, function or unbroken(op), "test", "interpreter")
-
-
 def report(found: list[judge.Row]) -> str:
     return "\n".join(
         f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} M={r.rows}: {r.mismatches} of {r.elements} at "
@@ -64,13 +60,7 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     def verdicts(op, function, **more):
         return [r.verdict for r in judge.by_view(subject(op, function, **more))]
 
-    assert list(VIEWS) == [
-        "unaligned view",
-        "strided view",
-        "slice of a batch",
-        "every other column",
-        "transposed view",
-    ]
+    assert [name.split()[0] for name in VIEWS] == ["unaligned", "strided", "slice", "every", "transposed"]
     uneven = lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))
     assert verdicts("silu", uneven) == [PASS, *[NEEDS_FIX] * 4, PASS]
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
@@ -285,7 +275,7 @@ def test_every_op_has_a_reproducer(op, tmp_path):
     file = tmp_path / "candidate.py"
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=16))
     candidate = resolve(f"{file}:twice", OPS[op].audit, op)
-    s = subject(op, candidate.functions[op], case=next(iter(OPS[op].cases("tiny"))))
+    s = subject(op, candidate.functions[op])
     rows = [*judge.by_row_count(s), *judge.by_layout(s, only=("decode",))]
     made = scripts(s, candidate, rows, tmp_path)
     assert {s.row.layout for s in made} == {"rows", "decode"}
@@ -328,7 +318,7 @@ def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
     [
         ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
         ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
-        ("gemm", {"checks": "some"}, ["checks is 'some'", "all or quick"]),
+        ("gemm", {"checks": "some"}, ["checks is 'some'", "quick"]),
         ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
         ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
         ("gemm", {"seed": -1}, ["seed is -1", "from 0 to"]),
@@ -338,17 +328,9 @@ def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
         ("gemm", {"shapes": ["tiny"]}, ["shapes is ['tiny']", "tiny"]),
         ("gemm", {"device": "tpu"}, ["device is 'tpu'", "auto, cpu or cuda"]),
         ("gemm", {"device": "cuda"}, ["device is 'cuda'", "cpu"]),
-        (
-            "gemm",
-            {"candidate": "nonsense"},
-            ["candidate is 'nonsense'", "bi_kernels, torch", "package.module:function"],
-        ),
+        ("gemm", {"candidate": "nonsense"}, ["candidate is 'nonsense'", "torch, package.module:function"]),
         ("gemm", {"candidate": 5}, ["candidate is 5", "package.module:function"]),
-        (
-            "gemm",
-            {"candidate": "no_such_module:linear"},
-            ["candidate 'no_such_module:linear'", "cannot import no_such_module"],
-        ),
+        ("gemm", {"candidate": "nowhere:linear"}, ["candidate 'nowhere:linear'", "cannot import nowhere"]),
         ("gemm", {"candidate": ".relative:linear"}, ["candidate '.relative:linear'"]),
         ("gemm", {"candidate": "math:linear"}, ["candidate 'math:linear'", "no function linear"]),
         ("gemm", {"candidate": "math:pi"}, ["candidate 'math:pi'", "no function pi"]),

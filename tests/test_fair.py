@@ -10,16 +10,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from conftest import slow_but
+from conftest import op_under_test, slow_but
 
 import bi_kernels as bi
 from bi_kernels.audit import audit
 from bi_kernels.audit.checks import forward, gradient
 from bi_kernels.audit.findings import needs_fix
-from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.targets.op import OpUnderTest
-from bi_kernels.audit.targets.op_config import OpConfig
-from bi_kernels.contract import DTYPES, EPS
+from bi_kernels.contract import EPS
 
 ROWS, WIDTH = 20, 32
 G = torch.Generator().manual_seed(0)
@@ -273,9 +270,7 @@ CANDIDATES = {
 
 def judged(op: str, dtype: str, function) -> list:
     """Returns the rows of every relation that a candidate is held to."""
-    case = next(iter(OPS[op].cases("tiny")))
-    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    subject = OpUnderTest(problem, function, "test", "interpreter")
+    subject = op_under_test(op, function, dtype)
     return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
 
 

@@ -67,6 +67,11 @@ class Step:
         """Yields the parameters of a module that the target is; afterwards their gradients are as they were."""
         yield {}
 
+    @property
+    def of_tokens(self) -> list[str]:
+        """Names the inputs that may want a gradient and of which every token has its own."""
+        return [k for k in self.floating if k not in self.parameters]
+
     @cached_property
     def base(self) -> Results:
         """Holds what the whole call gives, gradients in `.grad`."""

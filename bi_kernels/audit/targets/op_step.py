@@ -80,13 +80,12 @@ class Step(step.Step):
         return [k for k, t in (self.tokens | self.shared).items() if t.is_floating_point()]
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        return self.shared
+    def parameters(self) -> list[str]:
+        return [k for k in self.floating if k in self.shared]
 
     def inputs(self) -> dict[str, Tensor]:
         made = {k: t.clone() for k, t in (self.tokens | self.shared).items()}
-        trained = [k for k in self.shared if made[k].is_floating_point()]
-        return made | {k: torch.nn.Parameter(made[k], requires_grad=False) for k in trained}
+        return made | {k: torch.nn.Parameter(made[k], requires_grad=False) for k in self.parameters}
 
     def parts(self, given: dict) -> list[dict]:
         """Returns those of the whole call's inputs that every token has its own of, and those that are shared."""
