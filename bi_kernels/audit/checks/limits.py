@@ -139,12 +139,12 @@ def compared(whole: dict, first: dict, last: dict) -> dict[str, Drift]:
     return found
 
 
-def spread(pair: torch.Tensor, a: int, b: int) -> torch.Tensor:
-    """Returns the first half of `pair` `a` times, and then the second one `b` times."""
-    first, second = pair.unflatten(0, (2, -1))
-    whole = pair.new_empty(a + b, *first.shape)
-    whole[:a], whole[a:] = first, second
-    return whole.flatten(0, 1)
+def spread(t: torch.Tensor, a: int, b: int, dim: int = 0) -> torch.Tensor:
+    """Returns the first slice of a tensor along a dimension `a` times, and then its last one `b` times."""
+    whole = t.new_empty(*t.shape[:dim], a + b, *t.shape[dim + 1 :])
+    whole.narrow(dim, 0, a).copy_(t.narrow(dim, 0, 1))
+    whole.narrow(dim, a, b).copy_(t.narrow(dim, t.shape[dim] - 1, 1))
+    return whole
 
 
 def _parameters(step: Step) -> dict[str, torch.Tensor]:
@@ -164,7 +164,8 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     those of parameters are added to theirs. Raises ValueError for one that is missing, and where this package leaves
     one in .grad."""
     s, ends = step.subject, tuple(range(0, (a + b + 1) * step.lengths[0], step.lengths[0]))
-    tokens = {k: spread(t, a, b) for k, t in step.tokens.items()}
+    in_row = lambda pair: spread(pair.unflatten(0, (2, -1)), a, b).flatten(0, 1)
+    tokens = {k: in_row(t) for k, t in step.tokens.items()}
     trained = {k: t.requires_grad_(backward) for k, t in tokens.items() if t.is_floating_point()}
     tensors, where = s.arguments(tokens, shared, (ends[-1],), None, ends)
     with TokenLayout.packed(ends), torch.set_grad_enabled(backward):
@@ -172,7 +173,7 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     if not backward:
         return s.named(outputs)
     step.draw(outputs)
-    upstream = [(y, spread(dy, a, b)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
+    upstream = [(y, in_row(dy)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
     if not upstream:
         raise ValueError("no output of the candidate requires a gradient")
     with poisoned_memory(s.calls), of_candidate():
@@ -240,7 +241,7 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
     where there is a backward, gradients of inputs; upstream: of two samples, drawn where there is none."""
     arguments, leaves = dict(t.values), {}
     for k, v in tensors(t.values).items():
-        arguments[k] = _spread(v, t.batch, a, b) if k in t.batched else v.clone()
+        arguments[k] = spread(v, a, b, t.batch) if k in t.batched else v.clone()
         if k in t.batched and k not in t.outputs and f"d{k}" in t.trained:
             leaves[k] = arguments[k].requires_grad_()
             arguments[k] = leaves[k].clone()  # so that it may work in place
@@ -255,16 +256,6 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
             g = generator(t.device, t.seed, OVER_INT32)
             made = (by_sample(y, d, 2) for y, d in trained)
             upstream += [torch.randn(y.shape, generator=g, device=t.device).to(y.dtype) for y in made]
-        given = [_spread(dy, 0, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
+        given = [spread(dy, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
         grads = torch.autograd.grad([y for y, _ in trained], [*leaves.values()], given, allow_unused=True)
     return found | {f"d{k}": g.movedim(t.batch, 0) for k, g in zip(leaves, grads) if g is not None}
-
-
-def _spread(v: torch.Tensor, batch: int, a: int, b: int) -> torch.Tensor:
-    """Returns the first sample of a tensor `a` times, and then its last one `b` times."""
-    shape = list(v.shape)
-    shape[batch] = a + b
-    whole = v.new_empty(shape)
-    whole.narrow(batch, 0, a).copy_(v.narrow(batch, 0, 1))
-    whole.narrow(batch, a, b).copy_(v.narrow(batch, v.shape[batch] - 1, 1))
-    return whole
