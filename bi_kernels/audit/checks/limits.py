@@ -118,13 +118,13 @@ def drifts(subject: OpUnderTest, call: Call, backward: bool = True, elements: in
     for i in range(count) if folded else (0, count - 1):  # each adds to the gradients of parameters
         b = int(i >= count - LAST)
         alone.setdefault(b, _computed(step, shared, call.told, 1 - b, b, backward))
-    found = compared({k: t.unflatten(0, (count, length)) for k, t in whole.items()}, *alone.values())
+    found = slice_drifts({k: t.unflatten(0, (count, length)) for k, t in whole.items()}, *alone.values())
     of_token = lambda at: at and (at[0] * length + at[1], *at[2:])
     found = {k: replace(d, first_index=of_token(d.first_index)) for k, d in found.items()}
     return found | {k: compare(folded[k], t) for k, t in (_folded(shared) if folded else {}).items()}
 
 
-def compared(whole: dict, first: dict, last: dict) -> dict[str, Drift]:
+def slice_drifts(whole: dict, first: dict, last: dict) -> dict[str, Drift]:
     """Compares what a large call gave each sequence, or sample, with what calls of two give: the last of them with that
     of `last`, all others with that of `first`."""
     found = {}
@@ -229,7 +229,7 @@ def _of_callable(t: CallableTarget, elements: int) -> list[Row]:
     many, rows = _two_samples(t, count - LAST, LAST, upstream), []
     said = {"against": "two samples", "rows": count, "detail": f"{count * width} elements in the largest tensor"}
     first, last = ({k: pair[i] for k, pair in few.items()} for i in (0, 1))
-    for name, drift in compared(many, first, last).items():
+    for name, drift in slice_drifts(many, first, last).items():
         of_input = name not in t.output_names()
         told = said | ({"side": Side.INPUT} if of_input else {})
         rows.append(t.row(INVARIANCE if of_input else "invariance", OVER_INT32, drift, tensor=name, **told))
