@@ -1,6 +1,6 @@
 """fp64 references of the gradients: exact by autograd through `bi_kernels.reference`, S by the contract's formulas."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -193,11 +193,7 @@ def _attention(call: _Call, **given) -> dict:
     return reference_attention.gradients(call.dtype, *call.dys, call.exact, **given)
 
 
-_OWN = (_silu, _gelu, _swiglu, _bias_add, _rope, _linear, _matmul, _rms_norm, _qk_norm, _add_rms_norm, _embedding)
-_OWN += _geglu, _clamped_swiglu, _soft_cap
-_OWN += _token_logprob, _log_softmax, _lm_head_logprob, _attention
-_MAGNITUDES: dict[str, Callable[..., dict]] = dict.fromkeys(("add", "mask_fill", "cast"), _copied)
-_MAGNITUDES |= {function.__name__[1:]: function for function in _OWN}
+_add = _mask_fill = _cast = _copied
 
 
 def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tensor]:
@@ -252,5 +248,6 @@ def gradient(
     call = _Call(first.dtype, dy, dy[0], exact, _slots(lengths, lead))
     with torch.no_grad():
         plain = {k: t.detach() for k, t in leaves.items()}
-        rows = _MAGNITUDES.get(op, _itself)(call, **{**tensors, **plain, **constants})
+        of_op = globals().get(f"_{op}", _itself)
+        rows = of_op(call, **{**tensors, **plain, **constants})
     return {k: Gradient(g, *(rows[k] if isinstance(rows[k], tuple) else (rows[k],))) for k, g in exact.items()}
