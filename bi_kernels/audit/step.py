@@ -102,15 +102,16 @@ class Step:
             self.leaves |= {*wanted, *module}
             prepare((shared if context.main_grad else module).values(), context.main_grad)
             outputs = []
+            kept = lambda t: t.clone() if calls and t is not None else t  # the next call may write into it
             for call in calls or (None,):
                 own = self.taken(inputs, call, context)
                 leaves = {k: own[k].requires_grad_() for k in grads}
                 y = self.outputs_of(own, call, context)
                 self.draw(y, call)
                 self.backward(y, self.upstream(call), [*leaves.values(), *shared.values()], context)
-                outputs.append(self.named([t.detach() for t in y], call))
+                outputs.append(self.named([kept(t.detach()) for t in y], call))
                 for k, t in leaves.items():
-                    grads[k].append(t.grad)
+                    grads[k].append(kept(t.grad))
             self.in_grad = {k for k, t in shared.items() if t.grad is not None}
             merged = lambda parts, name="": self.in_order(calls, parts, name) if calls else parts[0]
             every = [k for k in outputs[0] if all(k in made for made in outputs)]
