@@ -22,7 +22,7 @@ from bi_kernels.audit.runs import notebooks
 from mutation.operators import Mutant
 from mutation.reach import ops_for, package
 
-PRELOAD = "torch", "triton", "numpy", "numba", "hypothesis"
+PRELOAD = "torch", "triton", "numpy", "numba"
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or

@@ -107,6 +107,15 @@ def bi_audit(monkeypatch, capsys):
     return call
 
 
+def op_under_test(op: str, function=None, dtype: str = "bf16", case: str | None = None, **more) -> OpUnderTest:
+    """An op at tiny shapes: this package's function, or another."""
+    entry = OPS[op]
+    case = next(iter(entry.cases("tiny"))) if case is None else case
+    problem = OpConfig(entry, case, contract.DTYPES[dtype], "tiny", torch.device("cpu"))
+    function = function or getattr(bi_kernels, entry.function or op)
+    return OpUnderTest(problem, function, "test", "interpreter", **more)
+
+
 def wait_for(path: Path, child: subprocess.Popen) -> None:
     """Until a process has written a file; it must not end before."""
     while not path.exists():

@@ -175,7 +175,7 @@ def test_every_drift_of_a_gradient_is_reproduced(ops, tmp_path):
 @pytest.mark.slow
 def test_every_drift_of_a_registered_op_is_reproduced(ops, tmp_path):
     s, candidate = registered_op(ops, "linear")
-    rows = [*forward.by_row_count(s), *forward.invariance(s, only=("singles", "decode")), *forward.by_view(s)]
+    rows = [*forward.by_row_count(s), *forward.by_layout(s, only=("singles", "decode")), *forward.by_view(s)]
     rows += [r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE or r.against == NO_GRAD_NEEDED]
     drifting = [r for r in rows if r.mismatches]
     shown = script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))
@@ -278,7 +278,7 @@ TEXTS = {  # of an output or a gradient, a row's layout: the line of its second 
     "out micro_batches:ragged": "torch.cat([scores(x[rows], weight) for rows in [range(0, 6), range(6, 20)]])",
     "out padded": "target.compute([[0, 1, 2",
     "out inference_mode": "in_mode(target, 'inference_mode', target.every)[0]",
-    "out a slice of a batch": "run_placed(target, places(target)['a slice of a batch'])[0]",
+    "out a slice of a batch": "placed(target, 'a slice of a batch')[0]",
     "dweight micro_batches:ragged": "step.gradients([range(0, 6), range(6, 20)])['dweight']",
 }
 

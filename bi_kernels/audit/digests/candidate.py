@@ -17,6 +17,7 @@ from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
 from bi_kernels.audit.digests.golden import draw_exact, rng, sha
 from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.inputs import cancel
+from bi_kernels.audit.layouts import Call
 from bi_kernels.audit.parameters import OTHERS, accepted
 from bi_kernels.audit.report.provenance import architecture, provenance
 from bi_kernels.audit.session import start
@@ -61,8 +62,8 @@ class ExactProblem(OpConfig):
 
 
 class ExactStep(Step):
-    def draw(self, outputs: Sequence[torch.Tensor], lead: int = 1) -> None:
-        p = self.subject.problem
+    def draw(self, outputs: Sequence[torch.Tensor], call: Call | None = None) -> None:
+        p, lead = self.subject.problem, call.index.ndim if call else 1
         g = rng("upstream", p.op.name, p.case, p.dtype, self.kind, p.seed)
         self.dy = self.dy or [draw(g, "wide", (self.count, *y.shape[lead:]), y) for y in outputs]
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from textwrap import shorten
 
-from bi_kernels.audit.axes import BITS, HASH, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix
+from bi_kernels.audit.axes import BITS, HASH, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, side
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix, values_of
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.sizes import in_words, share_of
 
@@ -51,7 +51,7 @@ SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.M
 def answer(rows: Iterable[Row | dict]) -> str:
     """Returns what the rows of one op show, without the last full stop: the most basic cause of what differs, and at
     most one more finding; of a pass, what was asked and agreed."""
-    every = [r for r in map(fields, rows) if not r["control"]]
+    every = [r for r in map(values_of, rows) if not r["control"]]
     bad = {
         at: wrong for at, mine in by_kind(every).items() if (wrong := [r for r in mine if r["verdict"] == NEEDS_FIX])
     }
@@ -75,7 +75,7 @@ def answer(rows: Iterable[Row | dict]) -> str:
 def headline(rows: Iterable[Row | dict]) -> str:
     """Returns the sentence on the rows of several ops: how many need a fix, and that on the first with the most basic
     cause."""
-    every = [r for r in map(fields, rows) if not r["control"]]
+    every = [r for r in map(values_of, rows) if not r["control"]]
     ops = grouped((r for r in every if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
     bad = [op for op, mine in ops.items() if any(r["verdict"] == NEEDS_FIX for r in mine)]
     if stopped := [r["detail"] for r in every if not r["op"] and r["verdict"] == NEEDS_FIX]:

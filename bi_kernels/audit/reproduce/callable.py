@@ -13,7 +13,7 @@ import torch
 
 from bi_kernels import checks
 from bi_kernels.audit.checks.adversarial import SHARP, gradient_layouts, layouts
-from bi_kernels.audit.checks.any_callable import RANDOM, plan, samples_of
+from bi_kernels.audit.checks.any_callable import RANDOM, filler_of, plan, samples_of
 from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
 from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
@@ -157,7 +157,7 @@ def two_calls(t: CallableTarget, r: Row) -> Calls:
         mode = lambda samples: f"in_mode(target, {r.against!r}, {samples}){number}"
         return Calls([], f"{mode('target.every')}[:{r.rows}]", mode(f"target.every[:{r.rows}]"))
     if r.layout in places(t):
-        return Calls([], whole, f"run_placed(target, places(target)[{r.layout!r}]){number}")
+        return Calls([], whole, f"placed(target, {r.layout!r}){number}")
     calls, filler = calls_of(t, r)
     filled = f", filler={filler!r}" * (filler != "stale")
     return Calls([], whole + part(t, calls), f"target.compute({listed(calls)}{filled}{same}){number}")
@@ -184,9 +184,9 @@ def listed(calls: Layout) -> str:
     return f"[{', '.join(map(call, calls))}]"
 
 
-def planned(t: CallableTarget, r: Row) -> dict[str, tuple[Layout, str]]:
-    """Returns the calls of each layout in which a tensor of a row may be judged, and what fills a place without one."""
-    every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
+def planned(t: CallableTarget, r: Row) -> dict[str, Layout]:
+    """Returns the calls of each layout in which a tensor of a row may be judged."""
+    every = {"micro_batches:each": [[i] for i in t.every]} | plan(t.count, t.seed)
     if r.inputs in SHARPER:
         every |= layouts(t, r.inputs) if r.tensor in t.output_names() else gradient_layouts(t)
     return every
@@ -194,7 +194,7 @@ def planned(t: CallableTarget, r: Row) -> dict[str, tuple[Layout, str]]:
 
 def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
     """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
-    calls, filler = planned(t, r)[r.layout]
+    calls, filler = planned(t, r)[r.layout], filler_of(r.layout)
     empty = [call for call in calls if min(call) < 0]
     if empty and filler == "stale":
         try:

@@ -32,9 +32,11 @@ LONGEST = 120  # seconds that a script may take
 SHOWN = re.compile(r"^(\d+) of (\d+) elements differ, by up to ([^\s,]+)", re.M)
 OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ ")  # what it showed, not a row's numbers
 HELPERS = {  # what scripts import, and from where in the auditor
-    "reproduce.replay": "registered training_step trained_outputs first_rows in_layout flat in_mode",
+    "reproduce.replay": "registered training_step trained_outputs in_layout flat",
     "checks.single_call": "again",
-    "checks.memory": "run_contiguous run_on_view run_placed places",
+    "checks.memory": "run_contiguous run_on_view placed",
+    "checks.modes": "in_mode",
+    "checks.forward": "first_rows",
     "layouts": "VIEWS",
     "targets.callable_step": "Step",
     "checks.requests": "one_number in_memory strided",

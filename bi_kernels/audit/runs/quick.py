@@ -62,7 +62,7 @@ def _judge(part: Part) -> list[Row]:
     audit, parameters, op, number = part
     session = _load(audit, parameters)
     # only now, for they import triton
-    modules = ("controls.run", "checks.quick", "checks.forward")
+    modules = ("controls.run", "checks.ops", "checks.forward")
     controls, quick, forward = (importlib.import_module(f"bi_kernels.audit.{name}") for name in modules)
     if not op:
         one = next(c for c in controls.groups(session) if controls.EVERY[c[0]].relation == "invariance")
