@@ -9,8 +9,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.index.report import promised
 from bi_kernels.audit.report import escape, tables
-from bi_kernels.audit.report.limits import promised
 from bi_kernels.audit.report.markdown import table
 from mutation import plan
 from mutation.operators import Mutant

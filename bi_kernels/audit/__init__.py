@@ -7,7 +7,7 @@ drifts.
 import importlib
 import sys
 
-from bi_kernels.audit.runs.notebooks import find_helpers
+from bi_kernels.audit.parameters import find_helpers
 from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 
 # torch first; the others while nobody waits. backward() needs symbolic_shapes, which takes 2 s.
 PRELOAD = "torch", "torch.fx.experimental.symbolic_shapes"
-REPORTS = "papermill", "pandas", "nbconvert"  # what a notebook and its report need
+REPORTS = "IPython.core.interactiveshell", "pandas", "nbconvert"  # what a notebook and its report need
 ADDRESS = "BI_AUDIT_SERVER"  # the server's socket, for the processes that it forked
 
 

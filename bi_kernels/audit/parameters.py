@@ -14,6 +14,7 @@ from typing import ClassVar
 
 GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
 CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks", CHECKOUT / "notebooks"  # of an installed package, of a checkout
 MOST = 2**63 - 1  # of an integer
 CHECKS = ("all", "quick")
 
@@ -176,6 +177,18 @@ class BenchParameters(Parameters):
         in_checkout("bench", "benchmarks")
         groups_of(self.groups)
         super().__post_init__()
+
+
+def notebooks() -> Path | None:
+    """Returns the folder of the notebooks, None where it is missing."""
+    return next((place for place in NOTEBOOKS if place.is_dir()), None)
+
+
+def find_helpers() -> None:
+    """Puts the notebooks' folder on sys.path, so that `helpers` is found from any folder and in any process, and the
+    checkout, for `benchmarks`."""
+    if found := notebooks():
+        sys.path[:0] = [path for path in (str(found), str(found.parent)) if path not in sys.path]
 
 
 def in_checkout(command: str, folder: str) -> Path:

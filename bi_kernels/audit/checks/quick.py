@@ -1,16 +1,14 @@
-"""The quick form of an audit: a few checks of each op, those that kill most mutants. A notebook run by itself asks
-them, and `bi-audit run --quick`."""
+"""The quick form of an audit: a few checks of each op, those that kill most mutants. A notebook that is run by itself
+makes them, and so does `bi-audit run --quick`."""
 
 from bi_kernels.audit.checks import forward, gradient
 from bi_kernels.audit.findings import Row
-from bi_kernels.audit.fuzz import checks as questions
-from bi_kernels.audit.fuzz.cases import draw
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
 
-LAYOUTS = ("batch", "left_padded:16", "chunked:7", "decode")
-OF_ATTENTION = ("batch", "chunked:7")  # whose calls are many
-GRADIENT_LAYOUTS = ("batch", "permuted")
+LAYOUTS = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
+OF_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many
+GRADIENT_LAYOUTS = ("singles", "batch", "permuted")
 
 
 def check(subject: OpUnderTest, wants_forward: bool = True, wants_backward: bool = False) -> list[Row]:
@@ -32,10 +30,3 @@ def check(subject: OpUnderTest, wants_forward: bool = True, wants_backward: bool
         made = lambda: gradient.gradient_accuracy(subject, "normal")
         rows += subject.attempt(gradient.ACCURACY, "rows", made, against="fp64", inputs="normal")
     return rows
-
-
-def drawn(subject: OpUnderTest, command: str) -> list[Row]:
-    """Returns the rows of one drawn case of an op."""
-    p = subject.problem
-    said = subject.candidate, subject.device, command
-    return questions.judge(draw(p.op, subject.function, 0, p.dtype, p.device, p.seed, *said))

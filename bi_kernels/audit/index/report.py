@@ -1,17 +1,21 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
 provenance. It changes none of these, so today's generator can write any report anew."""
 
+import json
+import os
 import re
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.axes import compares_bits
-from bi_kernels.audit.findings import needs_fix, read_rows
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, needs_fix, read_rows, verdict_of
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.limits import promised
+from bi_kernels.audit.report.markdown import MARK, folded, table
 from bi_kernels.audit.report.sentences import headline
 
 if TYPE_CHECKING:
@@ -19,7 +23,9 @@ if TYPE_CHECKING:
 
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
 FINDING = "finding.txt"  # plain sentences about others than this package, with which a report begins
-NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
+# tags of cells; the report begins with the verdict and ends with the provenance
+NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
+PROVENANCE = "run.provenance()"
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
 PNG, LONGEST = "image/png", 250  # characters of a sentence in a figure's alternative text
 WITH_ALT = """{% extends 'markdown/index.md.j2' %}
@@ -31,6 +37,25 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 STOCK = "stock PyTorch (a control, not this package)"
 AUDITOR = "what the auditor says of third-party ops"  # which the audit zoo judges
 ON_INTERPRETER = "On Triton's interpreter: no statement about a GPU."
+LIMITS, OURS = Path("docs", "limits.md"), Path("bi_kernels", "contract.toml")  # of a checkout
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def render(template: str, **given) -> str:
+    """Returns the text of a template: no trailing blanks, and one empty line at a time."""
+    text = "\n".join(line.rstrip() for line in TEMPLATES.get_template(template).render(**given).splitlines())
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def promised(folder: Path) -> str:
+    """Returns the link from a folder of a checkout to what is promised, and where; '' of any other folder."""
+    folder = folder.resolve()
+    for root in folder.parents:
+        if (root / LIMITS).is_file() and (root / OURS).is_file():
+            return f"[What is promised, and where]({Path(os.path.relpath(root / LIMITS, folder)).as_posix()})."
+    return ""
 
 
 def subject(rows: list[dict]) -> str:
@@ -40,51 +65,78 @@ def subject(rows: list[dict]) -> str:
     return {"torch": STOCK, "zoo": AUDITOR, "": ""}.get(name, escape.code(name))
 
 
-def interpreted(rows: list[dict]) -> str:
-    """Returns the sentence that a report on Triton's interpreter ends its first ones with, '' of any other."""
-    return ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else ""
+def counted(rows: list[dict]) -> str:
+    """Says how many checks were made, how many of them need a fix, and how many controls were caught."""
+    controls = [r for r in rows if r["control"]]
+    bad, count = len(needs_fix(r for r in rows if not r["control"])), len(rows) - len(controls)
+    caught = sum(bool(r["caught"]) for r in controls)
+    return f"{count:,} check{'s' * (count != 1)}, {bad:,} need a fix; controls caught: {caught} of {len(controls)}"
 
 
-class Lead(NamedTuple):
-    """The sentences under a report's title, which its line in the index repeats; '' where there is none."""
-
-    finding: str  # about others, which no verdict of this package is about
-    verdict: str
-    goals: str
-
-
-def lead(folder: Path, rows: list[dict]) -> Lead:
-    """Returns the sentences on a report's rows and on its goals. Goals are left out where a row needs a fix; a report
-    that compares no bits has only goals."""
-    met, found = "" if needs_fix(rows) else goals.read_summary(folder), finding(folder)
-    verdict = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
-    return Lead(found, f"This package's kernels: {verdict}" if found and verdict else verdict, met)
+def finding(folder: Path, rows: list[dict]) -> str:
+    """Returns what a report says first, in Markdown: what it found out about others, where its run left that in a file,
+    then the sentence on its rows, then its goals. Goals are left out where a row needs a fix; a report that compares no
+    bits has only goals."""
+    file, met = folder / FINDING, "" if needs_fix(rows) else goals.read_summary(folder)
+    others = escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
+    said = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
+    said = f"This package's kernels: {said}" if others and said else _begun(said)
+    return " ".join(filter(None, (others, said, met)))
 
 
-def finding(folder: Path) -> str:
-    """Returns what an audit found out about others, in Markdown: the sentences that it left in a file, if any."""
-    file = folder / FINDING
-    return escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
+def _begun(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def verdict(folder: Path, rows: list[dict]) -> str:
+    """Returns the verdict, '' of a benchmark that passes: its goals are no verdict."""
+    word = verdict_of(rows)
+    return "" if word == PASS and (folder / goals.FILE).exists() and not compares_bits(rows) else word
+
+
+def title(folder: Path, rows: list[dict]) -> str:
+    """Returns in a few words what a report found."""
+    own = [r for r in rows if not r["control"]]
+    bad = {(r["op"], r["case"], r["dtype"]) for r in needs_fix(own)}
+    if any(not op for op, *_ in bad):
+        return "the audit stopped"
+    if bad:
+        judged = {(r["op"], r["case"], r["dtype"]) for r in own if r["verdict"] != UNSUPPORTED}
+        return f"{len(bad)} of {len(judged)} need a fix" if len(judged) > 1 else "needs a fix"
+    if verdict_of(rows) == NEEDS_FIX:
+        return "a control was missed" if needs_fix(rows) else "nothing was judged"
+    if verdict_of(rows) == UNSUPPORTED:
+        return "nothing could be judged"
+    if compares_bits(rows):
+        return "every bit agrees"
+    met = goals.read_summary(folder).partition(".")[0].partition(",")[0]
+    return met.lstrip(f"{goals.MET} ") or "every check passes"
 
 
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:
     """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
     report will stand, if elsewhere."""
-    title, _, rest = body.strip().partition("\n")
-    first, whose = lead(folder, rows), subject(rows)
-    title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose not in ("", AUDITOR) else title
-    judge = ", judged by this package's contract" * (whose == STOCK)
-    verdict = f"{_begun(whose)}{judge}: {first.verdict}" if whose in (STOCK, AUDITOR) else first.verdict
-    bold, plain = (first.finding, verdict) if first.finding else (verdict, "")
-    sentences = " ".join(filter(None, (f"**{bold}**" * bool(bold), plain, first.goals, interpreted(rows))))
-    why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
-    stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
-    parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _begun(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    heading, _, rest = body.strip().partition("\n")
+    name, _, question = heading.lstrip("# ").partition(": ")
+    made = folder / "provenance.json"
+    fields = json.loads(made.read_text(encoding="utf-8")) if made.is_file() else {}
+    whose = subject(rows)
+    return render(
+        "report.md.jinja",
+        name=f"{name}, {whose}" if whose not in ("", AUDITOR) else name,
+        title=title(folder, rows),
+        question=_begun(question),
+        verdict=MARK[word] + f" **{word}**: " if (word := verdict(folder, rows)) else "",
+        finding=f"{_begun(whose)}: {found}" if (found := finding(folder, rows)) and whose else found,
+        counted=counted(rows),
+        interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
+        command=fields.pop("command", ""),
+        rest=rest.strip(),
+        stopped=next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), ""),
+        code=escape.code,
+        provenance=folded("Provenance", table([{"": k, "value": escape.text(v)} for k, v in fields.items()])),
+        promised=promised(place or folder),
+    )
 
 
 def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]]:
@@ -94,6 +146,7 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
     from traitlets.config import Config  # noqa: PLC0415
 
     notebook = deepcopy(notebook)
+    notebook.cells = [cell for cell in notebook.cells if cell.source != PROVENANCE]
     if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
         notebook.cells[-1].outputs = []
     describe(notebook)

@@ -3,13 +3,14 @@
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+
 from bi_kernels.audit.axes import BITS
-from bi_kernels.audit.findings import LOCALISER, grouped, needs_fix
+from bi_kernels.audit.findings import LOCALISER, UNSUPPORTED, grouped, needs_fix
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.groups import where, wrapped
@@ -100,13 +101,37 @@ def _text(text: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text)
 
 
-def _case(
-    suite: ET.Element, classname: str, name: str, outcome: str = "", message: str = "", text: str = "", kind: str = ""
-) -> None:
-    case = ET.SubElement(suite, "testcase", classname=_text(classname), name=_text(name), time="0.000")
-    if outcome:
-        found = ET.SubElement(case, outcome, message=_text(message), type=_text(kind or outcome))
+def _case(folder: str, name: str, kind: type | None, message: str, text: str = "", seconds: float = 0.0):
+    """Returns one test case. kind: what it is unless it passes."""
+    case = TestCase(_text(name), _text(folder), seconds)
+    if kind:
+        found = kind(_text(message), kind._tag)
         found.text = _text(text) or None
+        case.result = found
+    return case
+
+
+def _judged(found: tuple, mine: list[dict], out: Path) -> TestCase:
+    """Returns the test case of the rows of one op, shape, dtype and relation, or of one control."""
+    audit, op, case, dtype, relation, control = found
+    label, bad = f"{op}[{case}]" if case else op, needs_fix(mine)
+    if control:
+        title, missed = (
+            f"{control} ({label} {dtype}, {relation})",
+            "a control was missed: the audit cannot see this fault",
+        )
+        return _case(f"{audit}.controls", title, Failure if bad else None, missed, "\n".join(map(drift, bad)))
+    refused, kind, message, text = [r["detail"] for r in mine if r["verdict"] == UNSUPPORTED], None, "", ""
+    if bad:
+        shown = first(bad)
+        kind, more = Failure, f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
+        message = f"{answer(mine)}; {more}: {where(bad, LAYOUTS)}"
+        chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
+        more = [f"{len(bad) - SHOWN} more in {(out / audit / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
+        text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
+    elif refused:
+        kind, message = Skipped, refused[0]
+    return _case(f"{audit}.{label}", f"{relation} {dtype}".strip(), kind, message, text)
 
 
 def junit(
@@ -116,62 +141,44 @@ def junit(
     names: Sequence[str],
     digests: Sequence[str] | None = None,
     level: str = "needs-fix",
-) -> str:
+) -> JUnitXml:
     """Returns JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
 
     A case that needs a fix is a failure with the drift report of its first rows, an unsupported one is skipped, and an
     audit that did not run to its end is an error. digests: their warnings, a suite of their own; a warning is skipped,
     or a failure where `level` says so.
     """
-    root = ET.Element("testsuites", name="bi-audit")
+    suites = []
     for name in names:
-        suite = ET.SubElement(root, "testsuite", name=name, time=f"{seconds.get(name, 0):.3f}")
+        suites.append(suite := TestSuite(name))
         made = out / name / "provenance.json"
         if name in seconds and made.exists():
-            properties = ET.SubElement(suite, "properties")
             for k, v in json.loads(made.read_text(encoding="utf-8")).items():
-                ET.SubElement(properties, "property", name=k, value=_text(v))
+                suite.add_property(k, _text(v))
         own = [r for r in rows if r["audit"] == name]
         end = next((r["detail"] for r in own if not r["relation"]), None)
-        _case(suite, name, "runs to its end", "" if end is None else "error", end or "")
-        judged = [r for r in own if r["relation"]]
-        for (_, op, case, dtype, relation, control), mine in cases(judged).items():
-            label, bad = f"{op}[{case}]" if case else op, needs_fix(mine)
-            folder, title = f"{name}.{label}", f"{relation} {dtype}".strip()
-            refused = [r["detail"] for r in mine if r["verdict"] == "unsupported"]
-            outcome, message, text = "failure" if bad else "", "", ""
-            if control:
-                folder, title = f"{name}.controls", f"{control} ({label} {dtype}, {relation})"
-                message, text = "a control was missed: the audit cannot see this fault", "\n".join(map(drift, bad))
-            elif bad:
-                far = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
-                message = f"{answer(mine)}; {far}: {where(bad, LAYOUTS)}"
-                shown = first(bad)
-                chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
-                more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
-                text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
-            elif refused:
-                outcome, message = "skipped", refused[0]
-            _case(suite, folder, title, outcome, message, text, relation)
+        suite.append(
+            _case(name, "runs to its end", None if end is None else Error, end or "", "", seconds.get(name, 0))
+        )
+        suite.extend(_judged(*found, out) for found in cases(r for r in own if r["relation"]).items())
     if digests is not None:
-        suite = ET.SubElement(root, "testsuite", name="digests", time="0.000")
-        for warning in digests:
-            _case(suite, "digests", warning.split(":")[0], "failure" if level == "warning" else "skipped", warning)
+        suites.append(suite := TestSuite("digests"))
+        kind = Failure if level == "warning" else Skipped
+        suite.extend(_case("digests", warning.split(":")[0], kind, warning) for warning in digests)
         if not digests:
-            _case(suite, "digests", "the bits are those recorded")
-    for attribute, outcome in (("tests", ""), ("failures", "/failure"), ("errors", "/error"), ("skipped", "/skipped")):
-        for suite in root:
-            suite.set(attribute, str(len(suite.findall(f"testcase{outcome}"))))
-        if attribute != "skipped":
-            root.set(attribute, str(len(root.findall(f"testsuite/testcase{outcome}"))))
-    root.set("time", f"{sum(seconds.values()):.3f}")
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+            suite.append(_case("digests", "the bits are those recorded", None, ""))
+    return _whole(suites)
 
 
-def refused(why: str) -> str:
+def refused(why: str) -> JUnitXml:
     """Returns JUnit XML of a command that was refused, as one error."""
-    root = ET.Element("testsuites", name="bi-audit", tests="1", errors="1", failures="0")
-    suite = ET.SubElement(root, "testsuite", name="bi-audit", tests="1", errors="1", failures="0")
-    _case(suite, "bi-audit", "the command is right", "error", why)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    suite = TestSuite("bi-audit")
+    suite.append(_case("bi-audit", "the command is right", Error, why))
+    return _whole([suite])
+
+
+def _whole(suites: Sequence[TestSuite]) -> JUnitXml:
+    whole = JUnitXml("bi-audit")
+    whole.extend(suites)
+    whole.update_statistics()
+    return whole

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -17,10 +16,10 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from bi_kernels.audit.findings import TITLE, checked_rows, read_rows, write_rows
+from bi_kernels.audit.findings import NEEDS_FIX, TITLE, Row, checked_rows, read_rows, write_rows
 
 RUNS, PUBLISHED = "runs", "audits"  # where documents are written unless told, and where they are committed
-FINISHED = ".finished"  # in a document: what it was made of, and how long that took
+FINISHED = ".finished"  # in a document that ran to its end: its fingerprint
 ROOM = 2**20  # bytes that a document may take
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ".py", ".toml", ".json"
@@ -87,10 +86,10 @@ def clear(out: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def place(built: Path, folder: Path, made_of: str, seconds: float) -> None:
+def place(built: Path, folder: Path, made_of: str) -> None:
     """Moves a document that was built into its place. made_of: its fingerprint, '' where it did not run to its end."""
     if made_of:
-        (built / FINISHED).write_text(json.dumps({"made_of": made_of, "seconds": seconds}), encoding="utf-8")
+        (built / FINISHED).write_text(made_of, encoding="utf-8")
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -145,9 +144,12 @@ def _file(spec: str | None) -> Path | None:
     return Path(found.origin) if found and found.has_location else None
 
 
-def finished(folder: Path) -> dict:
-    """Returns {made_of, seconds} of a document that ran to its end on this machine, {} of any other."""
-    try:
-        return json.loads((folder / FINISHED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+def finished(folder: Path) -> str:
+    """Returns the fingerprint of a document that ran to its end on this machine, '' of any other."""
+    file = folder / FINISHED
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def stopped(audit: str, why: str, candidate: str = "") -> dict:
+    """Returns the row of an audit that did not run to its end; it names neither an op nor a relation."""
+    return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()
