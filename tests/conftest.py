@@ -22,6 +22,7 @@ from hypothesis import settings
 from bi_kernels import contract
 from bi_kernels.audit import cli
 from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import Row
 
 torch.set_num_threads(1)  # the interpreter uses one, and two runs share the machine
 gc.set_threshold(50_000)  # as in audits
@@ -29,6 +30,8 @@ settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
 ROOT = Path(__file__).parents[1]
+OF = "gemm", "linear", "o", "bi_kernels", "bf16", "interpreter"  # audit, op, case, candidate, dtype and device
+ROW = Row(*OF, "invariance", "rows", "300 rows", "normal", 9, "pass", 0, 100)  # a verdict that others are changed from
 
 
 @functools.cache

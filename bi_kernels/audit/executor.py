@@ -218,11 +218,6 @@ class Process:
             self.connection.send(None)
         self._wait()
 
-    def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in its call."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGINT) if self.pid else None
-
     def stop(self) -> None:
         """Kills it and what it started in its session, and waits for that."""
         self._hang_up()

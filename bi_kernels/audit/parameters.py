@@ -42,9 +42,12 @@ def integer(default: int, least: int = -MOST):
 
 @dataclass(frozen=True)
 class Parameters:
-    """What every kind of parameters checks: the dtype, the shapes and all integers."""
+    """What every audit takes; checks the dtype, the shapes and all integers."""
 
+    kind: ClassVar[str]  # of session that begins it
     dtypes: ClassVar[tuple[str, ...]] = ()  # all, and those of the contract
+    device: str = "auto"
+    seed: int = integer(0, least=0)
 
     def __post_init__(self):
         from bi_kernels.contract import DTYPES, SHAPES  # noqa: PLC0415 (imports torch)
@@ -66,12 +69,10 @@ class Parameters:
 class RegistryParameters(Parameters):
     """Parameters of an audit of the registry's ops."""
 
-    kind: ClassVar[str] = "registry"  # of session that begins it
+    kind: ClassVar[str] = "registry"
     dtype: str = "all"
     candidate: str = "bi_kernels"
     shapes: str = "tiny"
-    device: str = "auto"
-    seed: int = integer(0, least=0)
     op: str = ""  # which op a single function stands for
     checks: str = "all"  # or quick: a few of each op
 
@@ -91,8 +92,6 @@ class ModelParameters(Parameters):
     kind: ClassVar[str] = "model"
     dtype: str = "bf16"
     shapes: str = "tiny"
-    device: str = "auto"
-    seed: int = integer(0, least=0)
     checks: str = "all"  # or quick: a few of them
 
 
@@ -120,13 +119,6 @@ class RecipesParameters(ModelParameters):
 
 
 @dataclass(frozen=True)
-class IntegrationParameters(ModelParameters):
-    """Parameters of an audit of another library's models on this package's ops."""
-
-    kind: ClassVar[str] = "integration"
-
-
-@dataclass(frozen=True)
 class AnyParameters(Parameters):
     """Parameters of the audit `any`, of one callable in no registry."""
 
@@ -138,8 +130,6 @@ class AnyParameters(Parameters):
     outputs: str = ""  # arguments that it writes into, of a launcher
     reference: str = ""  # as the candidate: able to compute in fp64
     seconds: int = integer(120, least=1)
-    device: str = "auto"
-    seed: int = integer(0)
 
     def __post_init__(self):
         if not self.candidate:
@@ -159,8 +149,6 @@ class ZooParameters(Parameters):
     kind: ClassVar[str] = "third-party"
     callables: str = ""  # nothing: a few; all; or some names, with ";" between
     seconds: int = integer(60)  # of each
-    device: str = "auto"
-    seed: int = integer(0)
 
 
 @dataclass(frozen=True)
@@ -170,8 +158,6 @@ class BenchParameters(Parameters):
     kind: ClassVar[str] = "bench"
     shapes: str = "tiny"  # a few small cells; else the whole grid, which has shapes of its own
     groups: str = ""  # all; or some names, with ";" between
-    device: str = "auto"
-    seed: int = integer(0, least=0)
 
     def __post_init__(self):
         in_checkout("bench", "benchmarks")
@@ -213,7 +199,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "zoo": ZooParameters,
     "chain": ModelParameters,
     "training": ModelParameters,
-    "transformers": IntegrationParameters,
+    "transformers": ModelParameters,
     "world": WorldParameters,
     "bench": BenchParameters,
     "recipes": RecipesParameters,

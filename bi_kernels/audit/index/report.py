@@ -4,7 +4,6 @@ provenance. It changes none of these, so today's generator can write any report 
 import json
 import os
 import re
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ FINDING = "finding.txt"  # plain sentences about others than this package, with 
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
 PROVENANCE = "run.provenance()"
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
-PNG, LONGEST = "image/png", 250  # characters of a sentence in a figure's alternative text
+PNG = "image/png"
 WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 {% block data_png %}
 ![{{ output.metadata['image/png'].alt }}]({{ output.metadata.filenames['image/png'] | path2url }})
@@ -161,32 +160,22 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
 
 
 def describe(notebook: "NotebookNode") -> None:
-    """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it and
-    the sentence below that heading."""
-    above, outputs = "", []
+    """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it."""
+    above = "A figure without a title"
     for cell in notebook.cells:
-        above = _described(cell.source if cell.cell_type == "markdown" else "") or above
+        above = _heading(cell.source if cell.cell_type == "markdown" else "", above)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            above = _described(data.get("text/markdown", "")) or above
+            above = _heading(data.get("text/markdown", ""), above)
             if PNG in data:
-                told = output.metadata.get(PNG, {}).get("alt", "")
-                outputs.append((output, escape.text(told or above or "A figure without a title")))
-    count, seen = Counter(alt for _, alt in outputs), Counter()
-    for output, alt in outputs:
-        seen[alt] += 1
-        number = f" (figure {seen[alt]} of {count[alt]})" * (count[alt] > 1)
-        output.metadata[PNG] = {**output.metadata.get(PNG, {}), "alt": f"{alt}{number}"}
+                own = output.metadata.get(PNG, {})
+                output.metadata[PNG] = {**own, "alt": escape.text(own.get("alt") or above)}
 
 
-def _described(text: str) -> str:
-    """Returns the last heading of a text of Markdown, and the sentence that follows it; '' where it has no heading."""
-    found = re.findall(r"^#+ +(.+)\n*([^\n#|!]*)", text, re.MULTILINE)
-    if not found:
-        return ""
-    heading, paragraph = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", part).strip() for part in found[-1])
-    sentence = re.split(r"(?<=[.?!]) ", paragraph)[0].rstrip(". ")
-    return heading if not sentence or len(sentence) > LONGEST else f"{heading.rstrip('.?')}. {sentence}"
+def _heading(text: str, above: str) -> str:
+    """Returns the last heading of a text of Markdown, `above` where it has none."""
+    found = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", found[-1]).strip() if found else above
 
 
 def raised(cell: "NotebookNode") -> bool:

@@ -13,15 +13,14 @@ from bi_kernels.audit.axes import BITS
 from bi_kernels.audit.findings import LOCALISER, UNSUPPORTED, grouped, needs_fix
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.groups import where, wrapped
+from bi_kernels.audit.report.groups import group_rows, terminal, where, wrapped
 from bi_kernels.audit.report.sentences import answer
-from bi_kernels.audit.report.sizes import number, size, steps
+from bi_kernels.audit.report.sizes import size
 
 # relations; "": it did not run to its end
 DRIFT = (*BITS, LOCALISER, "atomics-free", "")
 LAYOUTS = 6  # named in one line
-INDENT = "    "
-SHOWN = 3  # rows of evidence in one test case
+INDENT, LONGEST = "    ", 160  # characters of what comes from outside
 
 
 def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
@@ -50,50 +49,29 @@ def reproducer(row: dict, out: Path) -> str:
     return shlex.join([python, (out / row["audit"] / script).as_posix(), *words])
 
 
-def counted(r: dict) -> str:
-    """Says how many of a row's elements are wrong, '' where none were compared."""
-    if not r["elements"] or r["relation"] == "atomics-free":
-        return ""
-    off = "exceed the bound" if r["threshold_share"] is not None else "differ"
-    return f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']} {off}"
+def evidence(bad: list[dict], out: Path) -> list[str]:
+    """Returns the lines of a terminal that show rows which need a fix: what differs, where first, and by which
+    command."""
+    shown = first(bad)
+    lines = terminal(group_rows(bad), f" in {(out / shown['audit'] / 'verdicts.json').as_posix()}").splitlines()
+    index = f"first at {shown['first_index']}" if shown["first_index"] is not None else ""
+    said = "; ".join(filter(None, (index, escape.line(shown["detail"])[:LONGEST])))
+    return lines + [wrapped(said)] * bool(said) + [f"Reproduce: {reproducer(shown, out)}"] * bool(shown["repro"])
 
 
 def lines(rows: list[dict], out: Path) -> list[str]:
-    """Says of each op, shape and dtype that needs a fix what its rows show, and of each relation where it is seen
-    first, and by which command."""
+    """Says of each op, shape and dtype that needs a fix what its rows show, and by which command."""
     found = []
     whose = itemgetter("audit", "op", "case", "dtype")
     for (_, op, case, dtype), mine in grouped((r for r in rows if not r["control"]), whose).items():
         bad = needs_fix(mine)
         if not op:
             found += [wrapped(escape.line(f"needs-fix  {r['detail']}"), INDENT) for r in bad]
-            continue
-        if bad:
+        elif bad:
             named = " ".join(filter(None, (op, case, dtype)))
             found.append(wrapped(escape.line(f"needs-fix  {named}: {answer(mine)}."), INDENT))
-        for relation, wrong in grouped(bad, itemgetter("relation")).items():
-            r = first(wrong)
-            at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
-            at += f", index {r['first_index']}" if r["first_index"] is not None else ""
-            said = "; ".join(filter(None, (counted(r), r["detail"])))
-            told = f"{relation}: {where(wrong, LAYOUTS)}. First{at}: {said}"
-            found.append(INDENT + wrapped(escape.line(told), 2 * INDENT, len(INDENT)))
-            found += [2 * INDENT + reproducer(r, out)] * bool(r["repro"])
+            found += [f"{INDENT}{line}" for line in evidence(bad, out)]
     return found
-
-
-def drift(r: dict) -> str:
-    """Reports one row's drift."""
-    at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
-    said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
-    if counted(r):
-        said[0] += f": {counted(r)}"
-        labels = {"max abs": "max_abs", "max relative": "max_rel", "share of the bound": "threshold_share"}
-        said += [f"{label} {number([r], name):.3g}" for label, name in labels.items() if r[name] is not None]
-        said += [f"max ULP {steps([r])}"] * bool(steps([r]))
-    said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
-    said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
-    return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
 
 
 def _text(text: str) -> str:
@@ -120,15 +98,11 @@ def _judged(found: tuple, mine: list[dict], out: Path) -> TestCase:
             f"{control} ({label} {dtype}, {relation})",
             "a control was missed: the audit cannot see this fault",
         )
-        return _case(f"{audit}.controls", title, Failure if bad else None, missed, "\n".join(map(drift, bad)))
+        return _case(f"{audit}.controls", title, Failure if bad else None, missed)
     refused, kind, message, text = [r["detail"] for r in mine if r["verdict"] == UNSUPPORTED], None, "", ""
     if bad:
-        shown = first(bad)
-        kind, more = Failure, f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
-        message = f"{answer(mine)}; {more}: {where(bad, LAYOUTS)}"
-        chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
-        more = [f"{len(bad) - SHOWN} more in {(out / audit / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
-        text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
+        kind, far = Failure, f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
+        message, text = f"{answer(mine)}; {far}: {where(bad, LAYOUTS)}", "\n".join(evidence(bad, out))
     elif refused:
         kind, message = Skipped, refused[0]
     return _case(f"{audit}.{label}", f"{relation} {dtype}".strip(), kind, message, text)

@@ -1,6 +1,5 @@
 """Runs audits, each in a process of its own, and puts the report that it leaves in its place."""
 
-import ast
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bi_kernels.audit import executor
 from bi_kernels.audit.faults import CannotJudge, UsageError
 from bi_kernels.audit.findings import needs_fix, read_rows
-from bi_kernels.audit.parameters import notebooks
+from bi_kernels.audit.parameters import defaults, notebooks
 from bi_kernels.audit.runs import folder
 
 # Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where
@@ -42,7 +41,6 @@ class Audit:
     name: str
     notebook: Path
     title: str
-    parameters: tuple[str, ...]  # of the notebook
     only_named: bool = False  # not among those that run when none is named
 
 
@@ -54,13 +52,10 @@ def audits() -> dict[str, Audit]:
     found = {}
     for path in sorted(place.glob("[0-9]*_*.ipynb"), key=lambda path: int(path.stem.split("_", 1)[0])):
         notebook, name = json.loads(path.read_text(encoding="utf-8")), path.stem.split("_", 1)[1]
-        text = lambda cell: "".join(cell["source"])
-        told = next(text(c) for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", []))
         found[name] = Audit(
             name,
             path,
-            text(notebook["cells"][0]).splitlines()[0].lstrip("# "),
-            tuple(line.target.id for line in ast.parse(told).body),
+            "".join(notebook["cells"][0]["source"]).splitlines()[0].lstrip("# "),
             notebook["metadata"].get("bi_audit", {}).get("only_named", False),
         )
     return found
@@ -70,7 +65,7 @@ def show(_given) -> None:
     """Prints the audits, their notebooks and their parameters."""
     for audit in audits().values():
         print(f"{audit.name:12} {audit.title}")
-        print(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(audit.parameters)}")
+        print(f"{'':12} notebooks/{audit.notebook.name}; parameters: {', '.join(defaults(audit.name))}")
 
 
 def longest_first(names: list[str]) -> list[str]:

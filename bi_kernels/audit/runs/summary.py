@@ -8,7 +8,7 @@ from bi_kernels.audit.findings import grouped, needs_fix, verdict_of
 from bi_kernels.audit.index.matrix import matrix
 from bi_kernels.audit.index.report import counted
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.groups import where
+from bi_kernels.audit.report.groups import differ, where
 from bi_kernels.audit.report.markdown import MARK, table
 from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.audit.report.sizes import size
@@ -41,7 +41,7 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
             "relation": relation or "did not run to its end",
             "where": escape.text(f"control missed: {control}" if control else where(found, ci.LAYOUTS)) or "–",
             "at most": size(found),
-            "elements, first": escape.text(ci.counted(row) or row["detail"]),
+            "differ": escape.text(differ(found) or row["detail"]),
             "reproduce": escape.code(command) if command else "–",
         }
         listed.append(line)
