@@ -141,7 +141,7 @@ class Process:
     def begin(self, function: str, *arguments) -> "Process":
         """Has it call `package.module:function` with arguments that pickle takes, or run a script."""
         self.function, self.pending = function, self.pending + 1
-        with suppress(BrokenPipeError):  # `result` says how it ended
+        with suppress(OSError):  # `result` says how it ended
             self.connection.send((sys.path, function, pickle.dumps(arguments)))
         return self
 
@@ -166,6 +166,8 @@ class Process:
         try:
             with self.lock:
                 while True:
+                    if self.connection.closed:  # it was stopped
+                        raise Died(self.function, -signal.SIGKILL, [])
                     if not self.connection.poll(seconds):
                         late, seconds = True, None
                         self._hang_up()
