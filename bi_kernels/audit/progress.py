@@ -20,7 +20,7 @@ WIDTH = 100  # columns of a line
 
 
 class Voice:
-    """Says lines: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output. quiet: says none."""
+    """Says lines: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output. quiet: none."""
 
     def __init__(self, name: str, total: int, quiet: bool):
         self.name, self.total, self.quiet, self.known = name, total, quiet, set()

@@ -34,7 +34,6 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 
 
 STOCK = "stock PyTorch (a control, not this package)"
-AUDITOR = "what the auditor says of third-party ops"  # which the audit zoo judges
 ON_INTERPRETER = "On Triton's interpreter: no statement about a GPU."
 LIMITS, OURS = Path("docs", "limits.md"), Path("bi_kernels", "contract.toml")  # of a checkout
 TEMPLATES = Environment(
@@ -61,7 +60,7 @@ def subject(rows: list[dict]) -> str:
     """Names in Markdown what a report judges, '' where that is this package's ops."""
     found = {r["candidate"] for r in rows if not r["control"]} - {"", "bi_kernels"}
     name = found.pop() if len(found) == 1 else ""
-    return {"torch": STOCK, "zoo": AUDITOR, "": ""}.get(name, escape.code(name))
+    return {"torch": STOCK, "zoo": "", "": ""}.get(name, escape.code(name))
 
 
 def counted(rows: list[dict]) -> str:
@@ -122,11 +121,11 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
     whose = subject(rows)
     return render(
         "report.md.jinja",
-        name=f"{name}, {whose}" if whose not in ("", AUDITOR) else name,
+        name=f"{name}, {whose}" if whose else name,
         title=title(folder, rows),
         question=_begun(question),
         verdict=MARK[word] + f" **{word}**: " if (word := verdict(folder, rows)) else "",
-        finding=f"{_begun(whose)}: {found}" if (found := finding(folder, rows)) and whose else found,
+        finding=finding(folder, rows),
         counted=counted(rows),
         interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
         command=fields.pop("command", ""),

@@ -195,7 +195,8 @@ def verdict(session) -> Bundle:
             [
                 {"op": escape.text(op)} | {k: _mark([r for r in mine if r.relation == k]) for k in relations}
                 for op, mine in by_name.items()
-            ]
+            ],
+            most=len(RELATIONS) + 1,
         )
     )
     return Bundle(text, data)

@@ -56,7 +56,8 @@ def evidence(bad: list[dict], out: Path) -> list[str]:
     lines = terminal(group_rows(bad), f" in {(out / shown['audit'] / 'verdicts.json').as_posix()}").splitlines()
     index = f"first at {shown['first_index']}" if shown["first_index"] is not None else ""
     said = "; ".join(filter(None, (index, escape.line(shown["detail"])[:LONGEST])))
-    return lines + [wrapped(said)] * bool(said) + [f"Reproduce: {reproducer(shown, out)}"] * bool(shown["repro"])
+    command = ["Reproduce with", INDENT + reproducer(shown, out)] * bool(shown["repro"])
+    return [*lines, *[wrapped(said)] * bool(said), *command]
 
 
 def lines(rows: list[dict], out: Path) -> list[str]:
@@ -70,7 +71,7 @@ def lines(rows: list[dict], out: Path) -> list[str]:
         elif bad:
             named = " ".join(filter(None, (op, case, dtype)))
             found.append(wrapped(escape.line(f"needs-fix  {named}: {answer(mine)}."), INDENT))
-            found += [f"{INDENT}{line}" for line in evidence(bad, out)]
+            found += evidence(bad, out)
     return found
 
 
