@@ -164,34 +164,31 @@ def colors(svg: str) -> list[str]:
     return [style.partition("fill: ")[2][:7] for style in filled if "stroke: #ffffff" in style and "fill: #" in style]
 
 
-def test_weights_after_training_and_what_the_localiser_names_have_their_cells():
-    for relation, column in (("weights after training", "gradient invariance"), ("localiser", "forward invariance")):
-        (found,) = cells(replace(ROW, relation=relation, verdict=v).json() for v in (PASS, NEEDS_FIX)).values()
-        assert {name: of for name, of in found.items() if of} == {column: {ROW.dtype: NEEDS_FIX}}
+@pytest.mark.parametrize(
+    "relation, dtype, column",
+    [
+        ("weights after training", "bf16", "gradient invariance"),
+        ("localiser", "bf16", "forward invariance"),
+        ("atomics-free", "all", "atomics-free"),
+    ],
+)
+def test_every_relation_of_bits_has_its_cell(relation, dtype, column):
+    (found,) = cells(replace(ROW, relation=relation, dtype=dtype, verdict=v).json() for v in (PASS, NEEDS_FIX)).values()
+    dtypes = DTYPES if dtype == "all" else [dtype]
+    assert {name: of for name, of in found.items() if of} == {column: dict.fromkeys(dtypes, NEEDS_FIX)}
 
 
 def test_the_picture_has_a_colour_for_every_outcome_and_the_same_bytes_twice():
     rows = [replace(ROW, dtype=d) for d in ("bf16", "fp16", "fp32")]
     rows += [replace(ROW, op="some", dtype="bf16"), replace(ROW, op="some", dtype="fp16", verdict=UNSUPPORTED)]
-    rows += [replace(ROW, op="one")]
+    rows += [replace(ROW, op="one"), replace(ROW, op="other", dtype="float64", verdict=NEEDS_FIX)]
     rows += [replace(ROW, op="bad", dtype="bf16"), replace(ROW, op="bad", dtype="fp32", verdict=NEEDS_FIX)]
     rows += [replace(ROW, op="refused", verdict=UNSUPPORTED)]
-    found = cells(r.json() for r in rows)
-    svg = draw({"ours": found, "other": {}}, "a title")
-    assert svg == draw({"ours": found, "other": {}}, "a title")
-    assert colors(svg) == [ALL, SOME, ALL, WRONG, REFUSED], "cells that were not judged are none"
-    assert svg.count("✗") == 2 and NOT_JUDGED in svg
-    assert "3 of 4 pass" in svg and "0 of 0 pass" in svg, "refused is not judged"
-
-
-def test_a_cell_counts_the_dtypes_that_were_asked_and_no_others():
-    svg = draw({"ours": cells([replace(ROW, op="qwen3", dtype="bf16").json()])}, "a title")
-    assert ">1/1<" in svg and "of 3" not in svg and colors(svg) == [ALL], "one dtype was asked, and passes"
-    svg = draw({"ours": cells(replace(ROW, dtype=d).json() for d in DTYPES)}, "a title")
-    assert ">3/3<" in svg and colors(svg) == [ALL]
-    other = replace(ROW, dtype="float64", verdict=NEEDS_FIX)
-    svg = draw({"ours": cells(r.json() for r in (ROW, other))}, "a title")
-    assert colors(svg) == [WRONG] and "0 of 1 pass" in svg, "a dtype that the contract refuses, and it does not"
+    given = {"ours": cells(r.json() for r in rows), "other": {}}, "a title"
+    svg = draw(*given)
+    assert svg == draw(*given) and colors(svg) == [ALL, SOME, ALL, WRONG, WRONG, REFUSED], "what is not judged is none"
+    assert ">3/3<" in svg and ">1/2<" in svg and ">1/1<" in svg and NOT_JUDGED in svg
+    assert "3 of 5 pass" in svg and "0 of 0 pass" in svg, "refused is not judged"
 
 
 def test_a_picture_is_of_two_folders_and_each_folder_has_an_index(tmp_path):

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import nbformat
 import psutil
 import pytest
+import torch
 from conftest import ROW
 from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
@@ -25,6 +26,8 @@ from test_cli import by_itself
 
 from bi_kernels.audit import executor, parameters
 from bi_kernels.audit.executor import Died
+from bi_kernels.audit.parameters import accepted
+from bi_kernels.audit.report.provenance import provenance
 from bi_kernels.audit.runs import folder, runner
 from bi_kernels.audit.runs.command import warn
 from bi_kernels.audit.runs.runner import Audit
@@ -183,7 +186,6 @@ def test_an_audit_that_takes_too_long_keeps_what_it_had(option, tmp_path):
     assert f"than the 12 s of {option}" in said
     assert (tmp_path / "out" / "dtype" / "provenance.json").exists()
     assert option in ET.parse(tmp_path / "j.xml").find(".//error").get("message")
-    assert not folder.finished(tmp_path / "out" / "dtype")
 
 
 def test_a_full_disk_is_one_sentence_and_no_verdict(tmp_path):
@@ -202,42 +204,19 @@ def test_a_full_disk_is_one_sentence_and_no_verdict(tmp_path):
 # What is not made again
 
 
-@pytest.mark.slow
-def test_a_finished_audit_of_unchanged_sources_stands(tmp_path, monkeypatch, bi_audit):
+def test_a_finished_audit_of_the_same_kernels_versions_and_parameters_stands(tmp_path, monkeypatch, bi_audit):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("from bi_kernels import scale\n")
-    again = [*ARGUMENTS, "--resume"]
-    assert bi_audit(*ARGUMENTS).returncode == 0
-    made = (tmp_path / "out" / "dtype" / "README.md").stat().st_mtime_ns
-    done = bi_audit(*again)
-    assert done.returncode == 0 and "dtype: stands as it is" in done.err
-    assert (tmp_path / "out" / "dtype" / "README.md").stat().st_mtime_ns == made
-    ran = []
+    ran, mine = [], document(tmp_path / "out", "dtype")
     monkeypatch.setattr(runner, "run", lambda names, *_: ran.append(list(names)))
-    bi_audit(*again)
-    bi_audit(*ARGUMENTS)
-    (tmp_path / "mine.py").write_text("from bi_kernels import scale  # changed\n")
-    bi_audit(*again)
-    assert ran == [[], ["dtype"], ["dtype"]]
-
-
-def test_a_fingerprint_is_of_the_package_the_notebook_and_the_candidate(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "__init__.py").write_text("raise ValueError('imported')\n")
-    (tmp_path / "pack" / "ops.py").write_text(SCALE)
-    notebook = tmp_path / "n.ipynb"
-    notebook.write_text("{}")
-    specs = "bi_kernels", "pack.ops:scale", f"{tmp_path}/pack/ops.py:scale"
-    every = lambda: [folder.fingerprint(notebook, {"candidate": spec}) for spec in specs]
-    before = every()
-    (tmp_path / "pack" / "ops.py").write_text(SCALE * 2)
-    after = every()
-    assert len({*before}) == 3 and [a == b for a, b in zip(before, after)] == [True, False, False]
-    notebook.write_text("{ }")
-    other = every()
-    monkeypatch.setattr(folder, "PACKAGE", tmp_path / "pack")
-    assert len({before[0], other[0], every()[0]}) == 3
+    every = accepted("dtype", {})
+    made = provenance(torch.device("cpu"), every)
+    for changed in ({}, {"kernels": "0"}, {"torch": "0"}, {"parameters": ""}):
+        (mine / "provenance.json").write_text(json.dumps(made | changed))
+        bi_audit("run", "dtype", "--out", "out", "--resume")
+    assert ran == [[], ["dtype"], ["dtype"], ["dtype"]]
+    (mine / "provenance.json").write_text(json.dumps(made))
+    (mine / "verdicts.json").write_text(json.dumps([folder.stopped("dtype", "it died")]))
+    assert not folder.stands(mine, every)
 
 
 # Where documents go

@@ -49,24 +49,11 @@ class Document:
             checks = reports.counted(self.rows)
         older = [OLDER] * (bool(self.made) and self.made.get("kernels") != here)
         return {
-            "report": self.link(folder, self.path.name),
+            "report": escape.link(self.path.name, page.relative_to(folder).as_posix()),
             "what was found": found,
             "checks": checks,
             "date": ", ".join([self.made.get("date", MARK[""]), *older]),
         }
-
-    def detail(self, folder: Path) -> dict:
-        """Returns its evidence, and the commit and command that made it."""
-        evidence = {"verdicts.json": "verdicts.json", "notebook": reports.NOTEBOOK}
-        return {
-            "report": self.link(folder, self.path.relative_to(folder).as_posix()),
-            "evidence": ", ".join(self.link(folder, name, file) for name, file in evidence.items()),
-            "commit": self.made.get("commit", MARK[""]),
-            "command": self.made.get("command", MARK[""]),
-        }
-
-    def link(self, folder: Path, name: str, file: str = PAGE) -> str:
-        return escape.link(name, f"{self.path.relative_to(folder).as_posix()}/{file}")
 
 
 def _read(path: Path, kind: type):
@@ -140,7 +127,6 @@ def report(folder: Path) -> dict[str, str]:
         promised=reports.promised(folder),
         picture=PICTURE if files else "",
         places=places,
-        made=[d.detail(folder) for found in every.values() for d in found if not d.mutants],
         matrices={name: rows[name] for name in status},
         table=table,
         folded=folded,

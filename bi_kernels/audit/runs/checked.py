@@ -4,15 +4,12 @@ import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from bi_kernels.audit import executor, load
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.parameters import OPTIONS, accepted, choose, defaults, device_name, find_helpers, read
 from bi_kernels.audit.runs import ci, folder, runner
 
-OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
 PARTS = "op", "checks", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
 QUICK = {"checks": "quick", "dtype": "bf16", "cases": 1}  # parameters of `--quick`, and its audits
 QUICK_AUDITS = ["attention", "random", "vocabulary", "elementwise", "rms_norm", "gemm"]
@@ -36,9 +33,9 @@ def known(names: Sequence[str], every: Sequence[str]) -> None:
             raise UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
 
 
-def checked(given, judges_one: bool = False) -> tuple[list[str], dict]:
-    """Returns the audits named (all that need no naming if none is) and their parameters. judges_one: of a single
-    audit, the process that judges it finds out whether it takes its candidate."""
+def checked(given) -> tuple[list[str], dict]:
+    """Returns the audits named (all that need no naming if none is) and their parameters. Whether an audit takes its
+    candidate, the process that judges it finds out."""
     every, quick = runner.audits(), getattr(given, "quick", False)
     known(given.names, every)
     usual = QUICK_AUDITS if quick else [name for name, audit in every.items() if not audit.only_named]
@@ -55,35 +52,11 @@ def checked(given, judges_one: bool = False) -> tuple[list[str], dict]:
             raise UsageError(f"{', '.join(names)} has no parameter {k!r}")
     parameters = (QUICK if quick else {}) | parameters
     with refused():
-        of_each = {name: read(name, accepted(name, parameters)) for name in names}
-        for told in of_each.values():
+        for name in names:
+            told = read(name, accepted(name, parameters))
             choose(told.device, getattr(told, "shapes", "tiny"))
         find_helpers()
-        if len(names) > 1 or not judges_one:
-            _importable({name: asdict(told) for name, told in of_each.items()})
     return names, parameters
-
-
-def _importable(of_each: dict[str, dict]) -> None:
-    """Raises ValueError where a candidate cannot be loaded, in a process of its own, which may crash."""
-    theirs = {k: v for k, v in of_each.items() if v.get("op") or v.get("candidate", "") not in OURS}
-    try:
-        if theirs and (why := executor.call(f"{__name__}:refusal", theirs)):
-            raise ValueError(why)
-    except executor.Died as died:
-        spec, last = next(iter(theirs.values()))["candidate"], (died.said or [""])[-1].strip()
-        why = f"ended its process with status {died.status}" + f" ({last})" * bool(last)
-        raise ValueError(f"candidate is {spec!r}, whose import {why}") from None
-
-
-def refusal(of_each: dict[str, dict]) -> str:
-    """Returns why the session of an audit refuses its parameters; '' where none does."""
-    try:
-        for name, given in of_each.items():
-            load(name, given)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def place(name: str, told: dict, out: Path | None, publish: bool = False) -> tuple[Path, str]:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,6 @@ from bi_kernels.audit.runs.checked import checked, place, refused, writable
 from bi_kernels.audit.runs.summary import summary as job_summary
 
 DIGESTS = "bi_kernels.audit.digests.candidate:compute"  # in a process of its own: it imports triton
-FORWARD_ALONE = "gemm", "elementwise"  # audits of which `backward` judges the rest
 
 
 def run(given) -> None:
@@ -33,7 +31,7 @@ def run(given) -> None:
         with refused(given.junit):
             writable("--junit", given.junit)
             writable("--summary", given.summary)
-            names, parameters = checked(given, judges_one=True)
+            names, parameters = checked(given)
             of_each = {name: accepted(name, parameters) for name in names}
             told = asdict(read(names[0], of_each[names[0]]))
             out, narrowed = place(names[0], told, given.out, given.publish)
@@ -46,7 +44,11 @@ def run(given) -> None:
         candidate = told.get("candidate", names[0])
         judges = True  # unless the audit refuses its parameters
         try:
-            todo = [n for n in names if not (given.resume and _stands(n, of_each[n], out, seconds, said))]
+            stand = [n for n in names if given.resume and folder.stands(out / n, of_each[n])]
+            for name in stand:
+                seconds[name] = 0.0
+                said.print(f"{name}: stands as it is, of the same kernels, versions and parameters")
+            todo = [name for name in names if name not in stand]
             todo = todo if given.names or jobs == 1 else runner.longest_first(todo)
             interpreted = choose(told["device"]).type == "cpu" and not narrowed
             plan = _plan(todo, out, jobs, interpreted) if todo else ""
@@ -77,13 +79,6 @@ def run(given) -> None:
     print(f"{report.counted(rows)}; reports in {out}")
     if "bench" in names and (file := out / "bench" / goals.FILE).is_file():
         print(goals.summary(json.loads(file.read_text(encoding="utf-8"))))
-    if alone := [name for name in names if name in FORWARD_ALONE and "backward" not in names and not given.quick]:
-        other = f" --candidate {shlex.quote(candidate)}" if candidate != "bi_kernels" else ""
-        other += f" -p op {told['op']}" if told.get("op") else ""
-        print(
-            f"{' and '.join(alone)}: no gradient was judged, nor modes, memory and earlier calls; "
-            f"`bi-audit run backward{other}` does that"
-        )
     sys.exit(ci.fails(rows, warnings or [], given.fail_on))
 
 
@@ -93,15 +88,6 @@ def _plan(names: list[str], out: Path, jobs: int, interpreted: bool) -> str:
     minutes = sum(map(runner.SECONDS.get, names)) / 60 / jobs if known else 0
     took = f": about {minutes:.0f} minutes on two cores" if minutes >= 2 else ""
     return f"{len(names)} audit{'s' * (len(names) > 1)} into {out}{took}"
-
-
-def _stands(name: str, parameters: dict, out: Path, seconds: dict, said: Console) -> bool:
-    """Tells whether a report is of these sources and parameters, and says that it is not made again."""
-    if folder.finished(out / name) != folder.fingerprint(runner.audits()[name].notebook, parameters):
-        return False
-    seconds[name] = 0.0
-    said.print(f"{name}: stands as it is, of the same sources and parameters")
-    return True
 
 
 def _digests(names: list[str], parameters: dict, expected: list[dict], file: Path) -> list[str]:

@@ -133,10 +133,10 @@ def clean(notebook: NotebookNode) -> None:
             cell.outputs = [from_dict(o) for o in json.loads(text)]
 
 
-def write(built: Path, place: Path, title: str, parameters: dict, error: str = "") -> bool:
+def write(built: Path, place: Path, title: str, parameters: dict, error: str = "") -> None:
     """Writes the report of what a notebook left in `built`, as far as it came; it will stand in `place`.
 
-    error: what ended it. Returns whether it ran to its end; its last cell asserts what the verdict says.
+    error: what ended it; in its last cell, which asserts what the verdict says, that is no news.
     """
     body, whole, rows, file = f"# {title}", not error, read_rows(built), built / report.NOTEBOOK
     if file.exists():
@@ -155,10 +155,11 @@ def write(built: Path, place: Path, title: str, parameters: dict, error: str = "
         rows.append(folder.stopped(place.name, f"{report.STOPPED}{first}", parameters.get("candidate", "")))
     write_rows(built / "verdicts.json", rows)
     (built / report.PAGE).write_text(report.page(body, built, rows, place), encoding="utf-8")
-    return whole
 
 
-def make(path: Path, title: str, parameters: dict, built: Path, place: Path, limits: tuple[float, float]):
-    """Runs a notebook and writes its report. Returns whether it ran to its end, and why it refused its parameters."""
+def make(path: Path, title: str, parameters: dict, built: Path, place: Path, limits: tuple[float, float]) -> str:
+    """Runs a notebook and writes its report. Returns why it refused its parameters, '' where it did not."""
     error, refused = execute(path, parameters, built, limits)
-    return (False, error) if refused else (write(built, place, title, parameters, error), "")
+    if not refused:
+        write(built, place, title, parameters, error)
+    return error * refused

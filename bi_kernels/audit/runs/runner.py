@@ -124,11 +124,12 @@ def run(
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
     knows which did; limits: seconds that a cell and an audit may take, 0 for any number; plan: is said once the first
-    audit has begun. Raises CannotJudge, and leaves `out` as it was, where the only audit refuses its parameters.
+    audit has begun. Raises CannotJudge, and leaves `out` as it was, where every audit refuses its parameters.
     """
     every, board, over = audits(), Board(names, console, plan), threading.Event()
     folder.clear(out)
     running: dict[str, executor.Process] = {}
+    refusals: dict[str, str] = {}
     starting = threading.Lock()
     os.environ["BI_AUDIT_JOBS"] = str(jobs)  # on a GPU, whose memory they share, each takes fewer processes
 
@@ -143,31 +144,39 @@ def run(
             running[name] = executor.begin("bi_kernels.audit.runs.notebook:make", *given)
         error = refused = ""
         try:
-            whole, refused = running[name].result(lambda line: board.line(name, line))
+            refused = running[name].result(lambda line: board.line(name, line))
         except executor.Died as died:
             if over.is_set():  # it was stopped
                 return
-            folder.check_room(out)
-            whole, (error, refused) = False, _ended(died, parameters[name].get("candidate", ""), built, name)
+            error, refused = _ended(died, parameters[name].get("candidate", ""), built, name)
             board.say("" if refused else "\n".join(died.said[-15:]))
         finally:
             running.pop(name)
-        if refused and len(names) == 1:
-            board.progress.live.transient = True  # the command is told one sentence
-            console.quiet = not console.is_terminal  # where nothing was drawn that must go
-            raise CannotJudge(refused)
-        if not whole:
-            folder.check_room(out)
-        if error or refused:
+        folder.check_room(out)
+        if refused:
+            refusals[name] = refused
+        else:
+            finish(name, error)
+
+    def finish(name: str, error: str) -> None:
+        """Puts a report in its place, and writes it first where its process did not."""
+        built, place = folder.building(out, name), out / name
+        if error:
             from bi_kernels.audit.runs import notebook  # noqa: PLC0415 (what it needs takes seconds to load)
 
-            notebook.write(built, place, audit.title, parameters[name], error or refused)
-        folder.place(built, place, folder.fingerprint(audit.notebook, parameters[name]) if whole else "")
+            notebook.write(built, place, every[name].title, parameters[name], error)
+        folder.place(built, place)
         seconds[name] = board.end(name, read_rows(place))
 
     with board.progress, ThreadPoolExecutor(jobs) as pool:
         try:
             list(pool.map(one, names))
+            if names and len(refusals) == len(names):
+                board.progress.live.transient = True  # the command is told one sentence
+                console.quiet = not console.is_terminal  # where nothing was drawn that must go
+                raise CannotJudge(next(iter(refusals.values())))
+            for name, why in refusals.items():
+                finish(name, why)
         except KeyboardInterrupt:
             with starting:
                 over.set()
