@@ -14,6 +14,7 @@ from conftest import ROW
 from IPython.core.formatters import DisplayFormatter
 
 from bi_kernels.audit import kernels
+from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
@@ -145,10 +146,9 @@ def test_a_report_begins_with_its_finding_one_verdict_and_one_number_of_checks(r
 
 def test_of_several_ops_the_headline_tells_the_most_basic_cause():
     accuracy = replace(ROW, op="silu", relation="accuracy", verdict=NEEDS_FIX, threshold_share=7.0, mismatches=None)
-    memory = replace(ROW, op="add", layout="unaligned view", verdict=NEEDS_FIX, mismatches=3)
-    rows = replace(ROW, op="linear", layout="rows", rows=1, verdict=NEEDS_FIX, mismatches=3)
-    said = headline([accuracy, memory, rows])
-    assert said.startswith("3 of 3 need a fix") and "linear o bf16: a row's result depends on how many rows" in said
+    memory = replace(ROW, op="add", axes=[Kind.MEMORY], verdict=NEEDS_FIX, mismatches=3)
+    rows = replace(ROW, op="linear", axes=[Kind.COUNT], rows=1, verdict=NEEDS_FIX, mismatches=3)
+    assert f"linear o bf16: {answer([rows])}" in headline([accuracy, memory, rows])
 
 
 def colors(svg: str) -> list[str]:

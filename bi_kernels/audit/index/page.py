@@ -45,7 +45,9 @@ class Document:
             lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
             found, checks = next((line.split("**")[1] for line in lines if line.startswith("**")), ""), MARK[""]
         else:
-            found = f"{MARK[self.verdict]} {reports.finding(self.path, self.rows)}".removeprefix(MARK[""]).strip()
+            mark = MARK[self.verdict] if self.verdict else ""
+            said = reports.others(self.path), mark, reports.finding(self.path, self.rows)
+            found = " ".join(filter(None, said))
             checks = reports.counted(self.rows)
         older = [OLDER] * (bool(self.made) and self.made.get("kernels") != here)
         return {

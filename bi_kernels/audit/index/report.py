@@ -71,15 +71,19 @@ def counted(rows: list[dict]) -> str:
     return f"{count:,} check{'s' * (count != 1)}, {bad:,} need a fix; controls caught: {caught} of {len(controls)}"
 
 
+def others(folder: Path) -> str:
+    """Returns what an audit found out about others than this package, in Markdown: what its run left in a file."""
+    file = folder / FINDING
+    return escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
+
+
 def finding(folder: Path, rows: list[dict]) -> str:
-    """Returns what a report says first, in Markdown: what it found out about others, where its run left that in a file,
-    then the sentence on its rows, then its goals. Goals are left out where a row needs a fix; a report that compares no
-    bits has only goals."""
-    file, met = folder / FINDING, "" if needs_fix(rows) else goals.read_summary(folder)
-    others = escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
+    """Returns what a report says of its rows and goals, in Markdown. Goals are left out where a row needs a fix;
+    a report that compares no bits has only goals."""
+    met = "" if needs_fix(rows) else goals.read_summary(folder)
     said = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
-    said = f"This package's kernels: {said}" if others and said else _begun(said)
-    return " ".join(filter(None, (others, said, met)))
+    said = f"This package's kernels: {said}" if said and (folder / FINDING).is_file() else _begun(said)
+    return " ".join(filter(None, (said, met)))
 
 
 def _begun(text: str) -> str:
@@ -125,7 +129,7 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
         title=title(folder, rows),
         question=_begun(question),
         verdict=MARK[word] + f" **{word}**: " if (word := verdict(folder, rows)) else "",
-        finding=finding(folder, rows),
+        finding=f"{others(folder)} {finding(folder, rows)}".strip(),
         counted=counted(rows),
         interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
         command=fields.pop("command", ""),
