@@ -24,20 +24,8 @@ def option(default=None, help: str = "", **how):
     return field(default=default, metadata=how | {"help": help})
 
 
-# `bi-audit run --dtype`; other parameters: `-p NAME VALUE`
-OPTIONS = {
-    "candidate": "What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function.",
-    "dtype": "bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models.",
-    "shapes": "tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only.",
-    "inputs": "For the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function.",
-    "device": "auto (default), cpu or cuda.",
-    "seed": "Seed of the inputs. Default: 0.",
-    "nproc": "For the audit world: number of processes, with a GPU each if there are. Default: 4.",
-}
-
-
-def integer(default: int, least: int = -MOST):
-    return field(default=default, metadata={"least": least})
+def integer(default: int, least: int = -MOST, help: str = ""):
+    return option(default, help, least=least)
 
 
 @dataclass(frozen=True)
@@ -46,8 +34,8 @@ class Parameters:
 
     kind: ClassVar[str]  # of session that begins it
     dtypes: ClassVar[tuple[str, ...]] = ()  # all, and those of the contract
-    device: str = "auto"
-    seed: int = integer(0, least=0)
+    device: str = option("auto", "auto (default), cpu or cuda.")
+    seed: int = integer(0, 0, "Seed of the inputs. Default: 0.")
 
     def __post_init__(self):
         from bi_kernels.contract import DTYPES, SHAPES  # noqa: PLC0415 (imports torch)
@@ -70,9 +58,11 @@ class RegistryParameters(Parameters):
     """Parameters of an audit of the registry's ops."""
 
     kind: ClassVar[str] = "registry"
-    dtype: str = "all"
-    candidate: str = "bi_kernels"
-    shapes: str = "tiny"
+    candidate: str = option(
+        "bi_kernels", "What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function."
+    )
+    dtype: str = option("all", "bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models.")
+    shapes: str = option("tiny", "tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only.")
     op: str = ""  # which op a single function stands for
     checks: str = "all"  # or quick: a few of each op
 
@@ -100,7 +90,7 @@ class WorldParameters(ModelParameters):
     """Parameters of the audit of parallelism, in processes of their own."""
 
     kind: ClassVar[str] = "world"
-    nproc: int = integer(4, least=1)  # processes, and GPUs, at most
+    nproc: int = integer(4, 1, "For the audit world: number of processes, with a GPU each if there are. Default: 4.")
     least: int = integer(2, least=1)  # processes of the smallest world, beside one process and the controls
     seconds: int = integer(600, least=1)  # that all worlds of as many processes may take
 
@@ -124,7 +114,7 @@ class AnyParameters(Parameters):
 
     kind: ClassVar[str] = "callable"
     candidate: str = ""
-    inputs: str = ""
+    inputs: str = option("", "For the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function.")
     batch: int = integer(0)  # the dimension of the first tensor that counts samples
     shared: str = ""  # tensors that all samples share, where it is not found out
     outputs: str = ""  # arguments that it writes into, of a launcher
@@ -203,6 +193,14 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "world": WorldParameters,
     "bench": BenchParameters,
     "recipes": RecipesParameters,
+}
+
+
+OPTIONS = {  # `bi-audit run --dtype`; other parameters: `-p NAME VALUE`
+    f.name: f.metadata["help"]
+    for kind in (RegistryParameters, AnyParameters, WorldParameters)
+    for f in fields(kind)
+    if f.metadata.get("help")
 }
 
 

@@ -99,7 +99,7 @@ def execute(path: Path, parameters: dict, built: Path, limits: tuple[float, floa
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (as long as this process)
     shell = Shell.instance(config=Config(HistoryManager={"enabled": False}))
     shell.display_formatter.active_types = shell.display_formatter.format_types  # not text alone, as in a terminal
-    notebook, (of_cell, of_audit), began, begun = parameterized(path, parameters), limits, time.monotonic(), False
+    notebook, (of_cell, of_audit), began = parameterized(path, parameters), limits, time.monotonic()
     for index, cell in enumerate(notebook.cells):
         tell.write(f"cell {index} {len(notebook.cells)}\n")
         if cell.cell_type == "code":
@@ -116,8 +116,7 @@ def execute(path: Path, parameters: dict, built: Path, limits: tuple[float, floa
             refused = failed.ename == CannotJudge.__name__ or failed.ename == "ValueError" and setup
             late = failed.ename == TookTooLong.__name__
             return (failed.evalue if refused or late else f"{failed.ename}: {failed.evalue}"), refused
-        if setup and not begun:
-            begun = True
+        if setup:
             tell.write("begun\n")
     return "", False
 
