@@ -42,14 +42,6 @@ def reads_row_2(x):
     return torch.cat((y[:3], y[3:4] + y[2:3], y[4:])) if len(x) > 3 else y
 
 
-def third_is_doubled(x):
-    return torch.cat((x[:3], 2 * x[3:4], x[4:]))
-
-
-def trained(x):
-    return x * 1.5 if x.requires_grad else x
-
-
 class InChunks(torch.autograd.Function):
     """The gradient of the weight is summed in chunks whose size depends on the batch."""
 
@@ -63,22 +55,6 @@ class InChunks(torch.autograd.Function):
         x, w = ctx.saved_tensors
         chunks = [part.flip(0).cumsum(0)[-1] for part in (dy * x).split(8 if len(x) > 16 else 4)]
         return dy * w, torch.stack(chunks).cumsum(0)[-1]
-
-
-BUFFERS: dict = {}
-
-
-def buffered(x):
-    return 2 * x if torch.is_grad_enabled() else BUFFERS.setdefault(x.shape, torch.empty_like(x)).copy_(2 * x)
-
-
-SHAPES: set = set()
-
-
-def ages(x):
-    """Another function once it was called in five shapes, as one that is compiled anew."""
-    SHAPES.add(len(x))
-    return x * (1 + 2**-10 * (len(SHAPES) > 4))
 
 
 def fails_alone(x):
@@ -107,16 +83,8 @@ FAULTS = {  # what is judged, and what of the sentence says of which kind it is
         (split_rows, X),
         "calls of 1, 2, 3, 7, 8, 9, 15 and 16 rows differ from the whole batch; 17 and more agree",
     ),
-    "mean": ((lambda x: x + x.mean(0), X), "a row's result depends on the values of its neighbours"),
-    "NaN": ((lambda x: x + 0 * x.roll(1, 0), X), "a row's result depends on the values of its neighbours, up to NaN"),
     "row 3": ((reads_row_2, X), "row 3 depends on the values of its neighbours"),
-    "place": ((third_is_doubled, X), "a row's result depends on its place in the batch"),
-    "noise": ((lambda x: x + torch.rand_like(x), X), "it draws random numbers"),
-    "mode": ((trained, X), "the result depends on the mode of the call (a gradient wanted)"),
     "weight": ((InChunks.apply, X, W), "weight gradients (input1) change with the split into micro-batches"),
-    "buffer": ((buffered, X), "a later call writes into what an earlier one made"),
-    "history": ((ages, X), "the result depends on the calls before"),
-    "integers": ((lambda x: (x > x.mean(0)).int(), X), "a row's result depends on the values of its neighbours, by up"),
     "zeros": ((lambda x: x * 0 if len(x) > 16 else -(x * 0), X), "in the sign of zeros"),
     "raises": ((fails_alone, X), "it raises in calls of 1 row: RuntimeError: no kernel for <b>1</b> row"),
     "padding": ((OfSequences(), torch.randint(1, 64, (6, 9), generator=G)), "depends on the padding beside it"),
@@ -200,6 +168,9 @@ TRAINED = ("unaligned view", [Kind.MEMORY, Kind.MODE]), ("packed", [Kind.MODE])
         ([failed(), failed(inputs="nonfinite")], "how many rows are in the call"),
         ([ROW, failed(layout="decode", against="packed")], "is another one decoded, or prefilled in chunks (decode)"),
         ([ROW, failed(layout="permuted:batch", against="packed")], "its place in the batch"),
+        ([ROW, failed(axes=[Kind.KEPT])], "a later call writes into what an earlier one made"),
+        ([ROW, failed(axes=[Kind.HISTORY])], "the result depends on the calls before"),
+        ([ROW, failed(relation="determinism", detail="random: rand")], "it draws random numbers"),
         ([ROW, failed(layout="batch:16", against="packed")], "the padding beside it"),
         ([ROW, failed(layout="compiled", axes=[Kind.MODE])], "the mode of the call (compi"),
         ([ROW, failed(**MEMORY, against="aligned")], "where the inputs lie in memory (unaligned view)"),
