@@ -134,8 +134,6 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
         interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
         command=fields.pop("command", ""),
         rest=rest.strip(),
-        stopped=next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), ""),
-        code=escape.code,
         provenance=folded("Provenance", table([{"": k, "value": escape.text(v)} for k, v in fields.items()])),
         promised=promised(place or folder),
     )
@@ -198,5 +196,5 @@ def write(folder: Path) -> None:
             (folder / name).write_bytes(data)
     else:
         lines = text.read_text(encoding="utf-8").splitlines() if text.is_file() else []
-        body = next(iter(lines), f"# {folder.name}")
+        body = next(iter(lines), f"# {folder.name}").partition(": ")[0]
     text.write_text(page(body, folder, read_rows(folder)), encoding="utf-8")

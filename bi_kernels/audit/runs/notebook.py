@@ -150,6 +150,7 @@ def write(built: Path, place: Path, title: str, parameters: dict, error: str = "
         for name, data in figures.items():
             (built / name).write_bytes(data)
     if not whole:
+        folder.check_room(built)
         first = (error.strip().splitlines() or [error])[0]
         rows.append(folder.stopped(place.name, f"{report.STOPPED}{first}", parameters.get("candidate", "")))
     write_rows(built / "verdicts.json", rows)

@@ -148,11 +148,11 @@ def run(
         except executor.Died as died:
             if over.is_set():  # it was stopped
                 return
+            folder.check_room(out)
             error, refused = _ended(died, parameters[name].get("candidate", ""), built, name)
             board.say("" if refused else "\n".join(died.said[-15:]))
         finally:
             running.pop(name)
-        folder.check_room(out)
         if refused:
             refusals[name] = refused
         else:
