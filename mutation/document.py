@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.index.report import promised
 from bi_kernels.audit.report import escape, tables
-from bi_kernels.audit.report.limits import promised
 from bi_kernels.audit.report.markdown import table
 from bi_kernels.contract import CONTRACT
 from mutation import plan

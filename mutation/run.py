@@ -16,9 +16,9 @@ from queue import SimpleQueue
 
 import torch
 
+from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.runs import notebooks
 from mutation.operators import Mutant
 from mutation.reach import ops_for, package
 
@@ -50,7 +50,7 @@ class Copy:
         self.folder = tempfile.TemporaryDirectory()
         self.package = Path(self.folder.name, package().name)
         shutil.copytree(package(), self.package)  # with what is compiled of it, numba's cache too
-        shutil.copytree(notebooks.folder() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
+        shutil.copytree(parameters.notebooks() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
 
     def judge(
         self,

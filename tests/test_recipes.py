@@ -91,12 +91,12 @@ def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(t
     ours = Row("recipes", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "", "", 1, PASS, 0, 64)
     rows = [ours.json(), ours.as_control().json() | {"caught": True}]
     (place / "verdicts.json").write_text(json.dumps(rows))
-    found, verdict = "A finding about cuBLAS.", "every bit agrees"
+    found, verdict = "A finding about cuBLAS.", "very bit agrees"
     (place / report.FINDING).write_text(found)
-    first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[2]
-    assert first.startswith(f"**{found}**") and found in first.partition(verdict)[0] and "linear" not in found
+    first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[4]
+    assert first.startswith(found) and found in first.partition(verdict)[0] and "linear" not in found
     (line,) = (row for row in page.report(tmp_path)["README.md"].splitlines() if row.startswith("| [recipes](gpu/"))
-    cell = line.split("|")[3].strip()
+    cell = line.split("|")[2].strip()
     assert cell.startswith(found) and cell.index("✅") < cell.index(verdict)
 
 

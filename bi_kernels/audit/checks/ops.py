@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from bi_kernels.audit import parallel
 from bi_kernels.audit.checks import forward, gradient, limits, long_sequences
 from bi_kernels.audit.findings import ACCURACY, INVARIANCE, UNSUPPORTED, Row
-from bi_kernels.audit.fuzz import checks as fuzz
-from bi_kernels.audit.fuzz.cases import draw
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.static.binary import examined
@@ -18,9 +16,9 @@ from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
 
-QUICK = ("batch", "left_padded:16", "chunked:7", "decode")  # layouts of a quick audit
-QUICK_ATTENTION = ("batch", "chunked:7")  # whose calls are many
-QUICK_GRADIENTS = ("batch", "permuted")
+QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")  # layouts of a quick audit
+QUICK_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many
+QUICK_GRADIENTS = ("singles", "batch", "permuted")
 
 
 def judge_subject(session, number: int, wants_forward: bool, wants_backward: bool) -> tuple[list[Row], Launches | None]:
@@ -86,11 +84,3 @@ def quick(subject: OpUnderTest, wants_forward: bool = True, wants_backward: bool
         made = lambda: gradient.gradient_accuracy(subject, "normal")
         rows += subject.attempt(ACCURACY, "rows", made, against="fp64", inputs="normal")
     return rows
-
-
-def drawn(subject: OpUnderTest, command: str) -> list[Row]:
-    """Returns the rows of one drawn case of an op."""
-    p = subject.problem
-    return fuzz.judge(
-        draw(p.op, subject.function, 0, p.dtype, p.device, p.seed, subject.candidate, subject.device, command)
-    )
